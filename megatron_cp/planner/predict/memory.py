@@ -1,6 +1,6 @@
-"""`peak_bytes`: the most memory that an attention's tensors take at a time on one rank, from its plan alone.
+"""`peak_bytes` and `buffer_bytes`: the peak memory of an attention on one rank, computed from its plan alone.
 
-No torch in here: a plan says it all, so that a batch can be judged before anything is allocated.
+No torch in here: a batch can be judged before anything is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
 
 
 def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
-    """Bytes of all tensors that `attention` has alive at its worst moment, beyond its inputs q, k and v.
+    """Returns the peak bytes of the tensors that `attention` keeps alive, beyond its inputs q, k and v.
 
     Counted are outputs, what forward saves for backward, and in backward (beyond the output's gradient) all of that
     again and the gradients. Not counted are what a kernel or a transport allocates for itself, index tables, which are
@@ -37,7 +37,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
         out = t h v     lse = h t (w)     dq = t h d     block(n) = n g (d + v)
 
-        at home     forward     out + lse
+        own keys    forward     out + lse
                     backward    out + lse + dq + block(s)
         p2p         forward     out (w) + lse + the stage's part: out (w) + 5 lse of the rows that see a key; at the end
                                 out again if w is wider
@@ -45,17 +45,20 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         gathering   forward     out + lse
                     backward    out + lse + dq + block(s) + block(s) (w) + where w is wider the keys, or the values, of
                                 a chunk that come back from one KV rank (w)
-        tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; likewise what one KV rank
-                                sends home; lse of a chunk's visitors; at the end out again if w is wider
+        tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; the same of the results that
+                                one KV rank returns; lse of a chunk's remote queries; at the end out again if w is
+                                wider
                     backward    out + lse + dq + block(s) + dq (w) if w is wider + t h row sums (w) + block(s) (w) and
-                                most of: a stage's part dq (w); of a chunk's visitors dq (w) if w is wider, out (w)
-                                and lse; where w is wider what one KV rank sends home (w), or keys that come back as
-                                above. Where keys are seen by own queries and by visitors, all of them (w) if w is
-                                wider, and beside the part dq (w) the block of those that own queries see (w)
+                                most of: a stage's part dq (w); of a chunk's remote queries dq (w) if w is wider,
+                                out (w) and lse; where w is wider the results that one KV rank returns (w), or keys
+                                that come back as above. Where keys are seen by own and by remote queries, all of
+                                them (w) if w is wider, and beside the part dq (w) the block of those that own
+                                queries see (w)
         a2a         forward     the rank's q, k, v; the above; and out once more, of own tokens
-                    backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
+                    backward    the same, with out's gradient on its way in, and dq and block(s) on their way back
 
-    Of tiled this is with a kernel of unrounded partials; others want a narrower out of visitors, and no dq beside it.
+    For tiled this assumes a kernel with unrounded partial results; other kernels need a narrower out of remote queries,
+    and no dq beside it.
 
     Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
     if they arrive in stream order, and its gradients to the end if they go in place.
@@ -68,37 +71,37 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
-    """Bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
+    """Returns the bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
 
-    Other layers share them. What a hierarchical transport stages is not counted. Which message borrows which buffer is
-    followed message by message for softmax attention and head exchanges (within a fifth), and not for what chunkwise
-    linear layers send (within a half). With a batch axis all of it is as many times as much.
+    Other layers share them. The staging of a hierarchical transport is not counted. The reuse of buffers is followed
+    message by message for softmax attention and head exchanges (within a fifth), and not for the messages of chunkwise
+    linear layers (within a half). With a batch axis all of it is as many times as much.
 
-    Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
+    Counted are the messages of head exchanges, both ways; besides, in the terms of `peak_bytes`, at the worst moment
 
         p2p         forward     the blocks of two stages
-                    backward    those, and three gradients (w) of blocks: own, on the way here, on the way on
+                    backward    those, and three gradients (w) of blocks: own, on the way in, on the way out
         gathering   forward     of each of two head chunks: what is sent, what is received and, where it does not arrive
                                 in stream order, the same in order
                     backward    those, and of two chunks: the gradients of what was received, those in the order in
                                 which they go, and those that come back
-        tiled       forward     as gathering, of keys and of visiting queries; and of two chunks: the visitors' results
-                                (w), those in the order in which they go, and those that come home
-                    backward    likewise, where visitors bring out's gradient, lse (w) and row sums (w), and their
-                                gradients go home
+        tiled       forward     as gathering, of keys and of remote queries; and of two chunks: the results of remote
+                                queries (w), those in the order in which they go, and those that return
+                    backward    the same, where out's gradient, lse (w) and row sums (w) travel with remote queries,
+                                and their gradients return
 
-    and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
-    as long as the longest share, what is received that times the number of KV ranks.
+    and for a chunkwise linear layer the sent and received parts of its halo and its maps. The sent part of an
+    all-gather is as long as the longest share, the received part that times the number of KV ranks.
     """
     return _in_pool(plan, rank, item_size) + _along_segments(plan, rank, item_size)
 
 
 def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
-    """Of head exchanges and of what travels between them: what `Buffers` makes for one forward and one backward."""
+    """Returns the bytes that `Buffers` makes for head exchanges and attention, in one forward and one backward."""
     pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
         moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
-        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
+        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == leads] for leads in (True, False))
         chunks = list(range(plan.head_chunks) if moves or plan.attend else ())[:: 1 if forward else -1]
         arriving = {
             chunk: [
@@ -123,7 +126,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
 
 
 def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
-    """Bytes of what a part of an exchange receives and sends in buffers."""
+    """Returns the bytes of the buffers that a part of an exchange receives and sends in."""
     kv_rank, head_rank = divmod(rank, exchange.degree)
     layout, blocks = exchange.subgroup(kv_rank).layout, exchange.sections.blocks
     sizes = [item_size] * len(blocks)
@@ -149,10 +152,10 @@ def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
                 # Maps and their adjoints go to other ranks, and a buffer for the ones may be too small for the others.
-                ways = [step.split_counts(forward=forward) for forward in (True, False)]
+                counts = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
-                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (way.sent_by(rank), way.received_by(rank)))
-                    for way in ways
+                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (each.sent_by(rank), each.received_by(rank)))
+                    for each in counts
                 )
                 sizes += (sent | back).elements()
     return sum(sizes)
@@ -160,14 +163,14 @@ def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Move:
-    """One head exchange on one rank, in bytes.
+    """The bytes of a head exchange on a rank.
 
     Attributes:
-        to_heads: the direction; the other one goes back by the same sizes.
+        to_heads: the direction; the gradients take the other one, with the same sizes.
         tokens: all heads of the own tokens.
-        summed: what sums of shared heads take beside it.
-        heads: of each chunk, the own heads of all tokens.
-        in_order: heads are used where they arrive, and leave from where they were written.
+        summed: additional bytes for the sums of shared heads.
+        heads: the own heads of all tokens, for each chunk.
+        in_order: heads are used where they arrive, and sent from where they were written.
     """
 
     to_heads: bool
@@ -178,7 +181,6 @@ class _Move:
 
 
 def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
-    """The exchanges of a plan, in order."""
     return [
         _move(exchange, rank, item_size, to_heads=to_heads)
         for exchange, to_heads in plan.exchanges(forward=True)
@@ -232,7 +234,7 @@ def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
 
 @dataclass(frozen=True)
 class _Local:
-    """The attention of one rank's heads, in bytes."""
+    """The bytes of the attention of a rank's heads."""
 
     step: Attend
     kv_rank: int
@@ -277,11 +279,11 @@ class _Local:
         return rows * groups * (self.step.head_dim + self.step.value_head_dim) * item
 
     def forward(self) -> list[int]:
-        """Moments of the loop, the output and its lse included."""
+        """Returns the bytes at each moment of forward's loop, including the output and its lse."""
         if self.step.num_stages == 1:
             return [self.out + self.lse]
         base = self.out // self.item * self.acc_bytes + self.lse
-        rows = [*self._later_rows(forward=True), *self._rows_home(forward=True)]
+        rows = [*self._later_rows(forward=True), *self._returned_rows(forward=True)]
         parts = [self._merged(count) for count in rows]
         parts += [
             sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
@@ -291,12 +293,12 @@ class _Local:
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
     def _merged(self, rows: int) -> int:
-        """A part of the results of so many queries, and what merging it takes: heads stand apart by cache lines."""
-        apart = (rows // 16 + 1) * 16 if rows else 0
-        return (rows * (self.step.value_head_dim + 2) + apart * MERGING) * self._most_heads * self.acc_bytes
+        """Returns the bytes of so many queries' partial results and their merge, with heads padded to cache lines."""
+        padded = (rows // 16 + 1) * 16 if rows else 0
+        return (rows * (self.step.value_head_dim + 2) + padded * MERGING) * self._most_heads * self.acc_bytes
 
     def backward(self) -> list[int]:
-        """Moments of the loop, beyond the gradients of q, k and v."""
+        """Returns the bytes at each moment of backward's loop, beyond the gradients of q, k and v."""
         stages, row = self.step.backward_stages, self.step.head_dim * self.acc_bytes
         moments, total, parts = [0], 0, self._later_rows(forward=False)
         if len(stages) > 1:
@@ -305,11 +307,11 @@ class _Local:
                 # Row sums of own outputs, from the beginning to the end.
                 total += self._own_rows * self.heads * self.acc_bytes
                 moments.append(total + _eighth(self._own_rows) * self.heads * self.step.value_head_dim * self.acc_bytes)
-        # What comes back is added to sums of the own keys' gradients, in their type. Where a stage of own keys, as they
-        # stand, comes first, it writes to them.
+        # Returned gradients are added to sums of the own keys' gradients, in the type of the sums. A first stage of own
+        # keys writes to these sums.
         sums = self._block_of(self.kv_rank, self.acc_bytes) if self._returns else 0
-        at_home = stages[0].keys is None
-        before = sums if at_home else 0
+        starts_local = stages[0].keys is None
+        before = sums if starts_local else 0
         moments += [total + before + count * self._most_heads * row for count in parts]
         for stage in stages:
             if isinstance(stage.gradients, Return):
@@ -317,33 +319,34 @@ class _Local:
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
             if stage.remote_queries is not None:
-                moments += [total + sums + most for chunk in self._chunks for most in self._visited(stage, chunk)]
-        if self._returns and not at_home:
-            # The sums are made when the first gradients are back: after the second part, which they never meet.
-            meeting = parts if len(self._chunks) > 1 else parts[1:]
-            moments += [total + sums + _size(chunk.heads) * rows * row for chunk in self._chunks for rows in meeting]
+                remote = (most for chunk in self._chunks for most in self._remote_moments(stage, chunk))
+                moments += [total + sums + most for most in remote]
+        if self._returns and not starts_local:
+            # The sums are made when the first gradients have returned: after the second part, which is freed by then.
+            beside = parts if len(self._chunks) > 1 else parts[1:]
+            moments += [total + sums + _size(chunk.heads) * rows * row for chunk in self._chunks for rows in beside]
         return moments
 
-    def _visited(self, stage: Stage, chunk: HeadChunk) -> list[int]:
-        """Moments of a stage that queries of other ranks visit, in backward."""
+    def _remote_moments(self, stage: Stage, chunk: HeadChunk) -> list[int]:
+        """Returns the bytes at each moment of a stage with remote queries, in backward."""
         assert stage.remote_queries is not None
         assert isinstance(stage.keys, Fetch)
         heads, head_dim, value_head_dim = _size(chunk.heads), self.step.head_dim, self.step.value_head_dim
-        visitors = sum(stage.remote_queries.split_counts.received_by(self.kv_rank))
-        own, visiting = self.step.tiles(self.kv_rank, stage), self.step.remote_tiles(self.kv_rank, stage)
-        both = bool(len(own.bands) and len(visiting.bands))
+        remote_rows = sum(stage.remote_queries.split_counts.received_by(self.kv_rank))
+        own, remote = self.step.tiles(self.kv_rank, stage), self.step.remote_tiles(self.kv_rank, stage)
+        both = bool(len(own.bands) and len(remote.bands))
         rows = sum(stage.keys.split_counts.received_by(self.kv_rank))
         keys = self.block(rows, chunk.num_groups, self.acc_bytes) if both and self.is_wider else 0
-        # Of visitors: their gradients before they are rounded, a stand-in for outputs, and then the log-sum-exp.
+        # For remote queries: gradients before they are rounded, a substitute for outputs, and then the log-sum-exp.
         columns = (head_dim if self.is_wider else 0) + value_head_dim
-        made = keys + visitors * heads * columns * self.acc_bytes
+        made = keys + remote_rows * heads * columns * self.acc_bytes
         moments = [
-            made + visitors * heads * self.acc_bytes,
-            made + _eighth(visitors) * heads * (value_head_dim * self.item + PLACE),
+            made + remote_rows * heads * self.acc_bytes,
+            made + _eighth(remote_rows) * heads * (value_head_dim * self.item + PLACE),
         ]
-        # What comes home is widened.
-        home = max(stage.remote_queries.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
-        moments.append(keys + (home if self.is_wider else 0))
+        # Returned gradients are widened.
+        returned = max(stage.remote_queries.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
+        moments.append(keys + (returned if self.is_wider else 0))
         if both:
             part = self.block(_size(own.key_rows), chunk.num_groups, self.acc_bytes)
             moments.append(keys + part + _size(own.query_rows) * heads * head_dim * self.acc_bytes)
@@ -354,7 +357,7 @@ class _Local:
 
     @property
     def is_wider(self) -> bool:
-        """Whether sums are of a wider type than what is summed."""
+        """Sums have a wider type than their terms."""
         return self.acc_bytes > self.item
 
     @property
@@ -363,7 +366,7 @@ class _Local:
 
     @property
     def _returns(self) -> bool:
-        """Whether gradients of keys come back to their owner, who sums them."""
+        """Gradients of keys return to their owner, which sums them."""
         return any(isinstance(stage.gradients, Return) for stage in self.step.backward_stages)
 
     @property
@@ -372,16 +375,16 @@ class _Local:
 
     @property
     def _most_heads(self) -> int:
-        """Query heads of the chunk that has most."""
+        """The query heads of the largest chunk."""
         return max(_size(chunk.heads) for chunk in self._chunks)
 
     def _later_rows(self, *, forward: bool) -> list[int]:
-        """Queries that see a key of each stage after the first."""
+        """Returns, for each stage after the first, the queries that see a key of it."""
         stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_in(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def _rows_home(self, *, forward: bool) -> list[int]:
-        """The most own queries of which one rank sends results home, for each stage with visitors."""
+    def _returned_rows(self, *, forward: bool) -> list[int]:
+        """Returns, for each stage with remote queries, the most own queries whose results one rank returns."""
         stages = self.step.stages_in(forward=forward)
         flows = (stage.remote_queries for stage in stages if stage.remote_queries is not None)
         return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 class AttentionWalk(WalkBase):
-    """The softmax of a plan, in the order of its program."""
+    """A walk over the softmax of a plan, in the order of its program."""
 
     def _attend(self, step: Attend) -> None:
         keys = dict[int, int]()
@@ -76,12 +76,12 @@ class AttentionWalk(WalkBase):
     def _compute_assigned(self, step: Attend, do: Compute) -> None:
         stage = do.part.stage
         if stage.local is not None:
-            self._tiles(step, stage.local.local_tiles, do.part.chunk, "at home")
+            self._tiles(step, stage.local.local_tiles, do.part.chunk, "own keys")
         elif stage.assigned is not None:
             self._tiles(step, stage.assigned.own, do.part.chunk, "far keys", merges=True)
 
     def _merge(self, step: Attend, do: Merge) -> None:
-        """Prices adding what has come back: three passes where partial outputs are merged."""
+        """Prices the addition of returned rows: three passes where partial outputs are merged."""
         tokens, chunk, payload = step.keys.token_counts, do.part.chunk, do.payload
         if do.flow is not None:
             rows, passes = self._message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
