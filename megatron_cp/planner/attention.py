@@ -1,4 +1,4 @@
-"""`plan_attention`: from a batch and a layer of softmax attention to the steps that run it."""
+"""`plan_attention`: plans a softmax attention layer on a batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan_attention(
     search_cache: str | os.PathLike[str] | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
-    """How to run softmax attention over a batch.
+    """Plans a softmax attention layer on a batch.
 
     A scheme is a head exchange among `u` neighbouring ranks (DeepSpeed Ulysses, arXiv 2309.14509) and a schedule by
     which keys and values travel between the `cp_size / u` groups of such ranks:
@@ -75,48 +75,48 @@ def plan_attention(
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
         tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
-                         queries whose partial results go home (after UltraAttn, doi 10.1145/3712285.3759894)
+                         queries, whose partial results return (after UltraAttn, doi 10.1145/3712285.3759894)
         a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
 
     Args:
         packing: the documents.
-        layout: who holds which tokens of q and the output, and of k and v.
+        layout: the assignment of tokens to ranks, for q and the output, and for k and v.
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
-        mask: which keys a query sees; causal in each document if None, or full if keys are given a packing or a layout.
-        kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
-            holds them; None for self-attention.
-        scheme: one of the above, or "auto", which takes the way that is predicted to be fastest: the scheme, its degree
-            and, where that is left open, the number of head chunks.
+        mask: the keys that each query sees; causal in each document if None, or full if `kv_packing` or `kv_layout` is
+            given.
+        kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and
+            their layout; None for self-attention.
+        scheme: one of the above, or "auto", which takes the candidate that is predicted to be fastest: the scheme, its
+            degree and, unless given, the number of head chunks.
         ulysses_degree: `u`, for the last four; the largest divisor of `cp_size` by which the key/value heads can be
-            shared out evenly if None. With "auto", that of the ways to choose from.
+            shared out evenly if None. With "auto", only candidates with this degree are compared.
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
-        codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
-            "int8", each with a scale for each token and head.
-        hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
-        topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions, for the limit, and for the tiles of tiled, which weigh what
-            travels.
-        search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
-            they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
-            weighs the two only if this is above 0, since they take seconds to plan; other schemes refuse a search.
-        search_cache: a folder with what searches found before, for all ranks the same; None for none.
+        transport: the transport of messages: "collective", "pairwise" or a `Transport`, which hierarchical needs.
+        codec: the codec of heads in the messages of an exchange: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2)
+            or "int8", each with a scale for each token and head.
+        hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
+        topology: the hosts of the ranks; full hosts of that machine if None.
+        item_size: bytes of an activation, for predictions, for the limit, and for the bytes of tiles.
+        search_seconds: the time limit, for each of forward and backward, of a further search for better tiles in tiled
+            and a2a+tiled, with OR-Tools (the extra `solver`). All ranks find the same. "auto" compares these two
+            schemes only if this is above 0, since they take seconds to plan; other schemes refuse a search.
+        search_cache: a folder with results of earlier searches, the same for all ranks; None for none.
         memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
-            `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
-            helps; another scheme that does is refused.
+            `buffer_bytes` counts them; None for no limit. "auto" takes no candidate that needs more, and uses more head
+            chunks if that helps; any other scheme that needs more is refused.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, that no scheme here can run, or a memory limit that no
-            way keeps: with the way that needs least.
+        ArgumentError: an argument that does not fit the others or that no scheme can run, or a memory limit below the
+            needs of all candidates; the error names the one that needs least.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
-    # By what was asked for, not by whether lengths happen to be equal: the default mask must not depend on the batch.
+    # The arguments decide, not equal lengths by chance: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
     if mask is None:
@@ -145,17 +145,17 @@ def plan_attention(
         return plan
     key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
     found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, looked_at))
-    # Made once more where it was found, from the same tables: its notes are said aloud now.
+    # The plan is made again, from the same tables, so that its warnings are given now.
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
-_OF_SEARCH = ("search_seconds", "search_cache")  # arguments that only ways with assigned tiles read
-_OF_WAYS = ("ulysses_degree", "head_chunks", "codec")  # arguments that rule out ways: as who gave them wants
+_SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
+_FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
 class _Choice(NamedTuple):
-    """What "auto" takes. No plan: a layout remembers it, which plans refer to."""
+    """The choice of "auto". It holds no plan, since plans refer to the layout that keeps it."""
 
     way: Scheme
     degree: int | None
@@ -166,7 +166,7 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for, but for the scheme."""
+    """The arguments of `plan_attention` after checks, without the scheme."""
 
     layout: Layout
     kv_layout: Layout
@@ -183,7 +183,7 @@ class _Request:
     on: Machine
 
     def tiles(self, step: Attend) -> TiledWork:
-        """Who computes which tile: searched once for each batch, layer shape and mask."""
+        """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (step.partition, self.head_dim, self.value_head_dim)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # whatever the chunks of heads
@@ -191,7 +191,7 @@ class _Request:
         return found
 
     def in_rounds(self, plan: Plan) -> Plan:
-        """A plan with assigned tiles, their rows in as many rounds as are predicted to be fastest."""
+        """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
         if plan.attend is None or plan.attend.tiled is None:
             return plan
         on, topology, item_size = self.on, self.topology, self.search.item_size
@@ -201,13 +201,13 @@ class _Request:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All of it but the layout."""
+        """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
         return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport, self.search)
 
     def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
-        """The plan of one scheme, which takes what queries see from another one in whose heads are spread alike."""
+        """Plans a scheme, and shares tables with one of `others` of the same degree."""
         degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
@@ -230,7 +230,7 @@ class _Request:
         return self.in_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
-        """The same way in so many head chunks; None where it cannot be, or was asked for otherwise."""
+        """Returns the plan in so many head chunks; None if it cannot have them, or the user fixed another number."""
         way = SCHEMES[plan.scheme]
         if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
             return None
@@ -241,15 +241,15 @@ def _cheapest(
     request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
     ways: list[Plan],
 ) -> _Choice:  # fmt: skip
-    """The way that is predicted to be fastest of those that keep the limit, with the prices of all.
+    """Chooses the candidate that is predicted to be fastest of those within the limit.
 
     Args:
         request, ulysses_degree, on, topology: see `plan_attention`.
-        limit: what the ways must keep.
-        ways: gets the plans of all.
+        limit: the memory limit of candidates.
+        ways: the list to which the plans of all candidates are appended.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
+        warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
         refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
@@ -279,7 +279,7 @@ def _cheapest(
 def _ways(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
-    """The schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
+    """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
     schemes = [way for way in SCHEMES.values() if way.assigns_tiles == tiles]
     return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
 
@@ -288,29 +288,29 @@ _Refusals = list[tuple[str, ArgumentError]]
 
 
 def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> _Refusals:
-    """Appends the plans of ways; the refusals of those that cannot be, with their names."""
+    """Appends the plans of candidates; returns the names and the refusals of those that cannot be planned."""
     refused = _Refusals()
     for way, degree in wanted:
         try:
             ways.append(request.plan(way, degree, ways))
         except ArgumentError as error:
-            if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
+            if error.argument in _SEARCH_ARGUMENTS:  # the search is impossible for all candidates
                 raise
             refused.append((way.name + words_of_degree(way, degree), error))
     return refused
 
 
 def _left_out(refused: _Refusals) -> tuple[str, ...]:
-    """A note for each reason that the batch itself gives against ways that a search was to weigh."""
+    """Returns a note for each reason, not given by the user, that ruled out candidates with tiles."""
     reasons: dict[str, list[str]] = {}
     for name, error in refused:
-        if error.argument not in _OF_WAYS:
+        if error.argument not in _FILTERS:
             reasons.setdefault(str(error), []).append(name)
     return tuple(f"left out: {', '.join(names)}, for {reason}" for reason, names in reasons.items())
 
 
 def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
-    """What the searches of the ways that were not taken could not do: a plan says that of itself."""
+    """Returns notes on the limits of searches of the other candidates; the chosen plan has its own."""
     others = [plan for plan in ways if (plan.scheme, plan.ulysses_degree) != (chosen.scheme, chosen.ulysses_degree)]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
 
@@ -318,7 +318,7 @@ def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
 def _weighed_alone(
     request: _Request, ways: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
 ) -> list[tuple[Price, Plan]]:
-    """The ways without tiles, weighed; none where none keeps the limit."""
+    """Returns the candidates without tiles with their prices; none where none keeps the limit."""
     try:
         kept, _ = limit.keeping(ways, request.with_chunks) if ways else ([], ())
     except ArgumentError:
@@ -327,7 +327,7 @@ def _weighed_alone(
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
-    """The degrees among which "auto" chooses; of very many fragments, and of tiles, the ranks of a host."""
+    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
     if asked is not None or not way.is_product:
         return [asked]
     is_many = layout.starts.size > VERY_MANY or way.assigns_tiles
@@ -343,10 +343,10 @@ def _steps(
     blocks: tuple[Section, Section, Section], chunks: int, codec: Codec | None,
     tiles: Callable[[Attend], TiledWork],
 ) -> tuple[Step, ...]:  # fmt: skip
-    """The attention, between two head exchanges where there are some.
+    """Returns the steps: the attention, between two head exchanges if the scheme has them.
 
     Args:
-        tiles: assigns those of a step, where the scheme wants that.
+        tiles: assigns the tiles of a step, for schemes that assign them.
     """
     q, k, v = blocks
     degree = len(partition.heads)
@@ -377,7 +377,7 @@ def _steps(
 
 
 def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
-    """How many ranks exchange heads with one another."""
+    """Returns the number of ranks that exchange heads with one another."""
     products = [other.name for other in SCHEMES.values() if other.is_product]
     if not scheme.is_product:
         degree = cp_size if scheme.exchanges_heads else 1
@@ -419,7 +419,7 @@ def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) ->
 def _key_side(
     packing: Packing, layout: Layout, kv_packing: Packing | None, kv_layout: Layout | None
 ) -> tuple[Packing, Layout]:
-    """The documents and the layout of the keys: those of the queries where none are given."""
+    """Returns the documents and the layout of the keys, by default those of the queries."""
     if kv_packing is None and kv_layout is None:
         return packing, layout
     if not isinstance(kv_packing, Packing) or kv_packing.num_documents != packing.num_documents:

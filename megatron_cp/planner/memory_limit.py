@@ -1,4 +1,4 @@
-"""`MemoryLimit`: which ways of running an attention need no more buffers than a rank may have. No torch in here."""
+"""`MemoryLimit`: selects the candidates whose buffers fit in the memory of a rank. No torch in here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WithChunks = Callable[[Plan, int], Plan | None]
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The most that buffers of messages may take on a rank.
+    """A limit on the buffers of messages on a rank.
 
     Attributes:
-        limit: in bytes; None for any.
+        limit: the limit in bytes; None for no limit.
         item_size: bytes of an activation.
     """
 
@@ -27,10 +27,10 @@ class MemoryLimit:
     item_size: int
 
     def check(self, plan: Plan) -> None:
-        """Refuses a plan that needs more.
+        """Refuses a plan that exceeds the limit.
 
         Raises:
-            ArgumentError: with what it needs.
+            ArgumentError: the plan exceeds the limit; the error says how much it needs.
         """
         if self.limit is not None:
             needed = self._needed(plan)
@@ -38,10 +38,10 @@ class MemoryLimit:
                 self._refuse(plan, needed, "")
 
     def keeping(self, ways: Sequence[Plan], with_chunks: WithChunks) -> tuple[list[Plan], tuple[str, ...]]:
-        """The ways that fit, each in as few head chunks as that takes, and a note about those that do not.
+        """Returns the candidates that fit, with as few head chunks as necessary, and a note about the others.
 
         Raises:
-            ArgumentError: none fits; with the one that needs least.
+            ArgumentError: none fits; the error names the one that needs least.
         """
         if (limit := self.limit) is None:
             return list(ways), ()
@@ -54,14 +54,14 @@ class MemoryLimit:
                 missed.append((needed, best))
         missed.sort(key=lambda pair: pair[0])
         if not found:
-            self._refuse(missed[0][1], missed[0][0], ", the way that needs least")
+            self._refuse(missed[0][1], missed[0][0], ", the candidate that needs least")
         if not missed:
             return found, ()
         words = ", ".join(f"{plan.scheme}{detail_of(plan)} needs {size(needed)}" for needed, plan in missed)
         return found, (f"over the memory limit of {size(limit)} of buffers a rank: {words}",)
 
     def only_fitting(self, with_chunks: WithChunks) -> WithChunks:
-        """The same, but for plans that need more."""
+        """Wraps `with_chunks` so that it returns None for plans that exceed the limit."""
         if self.limit is None:
             return with_chunks
 
@@ -72,7 +72,7 @@ class MemoryLimit:
         return fitting
 
     def _tried(self, plan: Plan, with_chunks: WithChunks) -> list[tuple[int, Plan]]:
-        """The plan and, until one fits, the same in more and more chunks, with what they need."""
+        """Returns the needed bytes and the plan, with more and more head chunks until one fits."""
         tried = [(self._needed(plan), plan)]
         for chunks in CHUNKS:
             if tried[-1][0] <= (self.limit or 0):
@@ -83,7 +83,7 @@ class MemoryLimit:
         return tried
 
     def _needed(self, plan: Plan) -> int:
-        """Bytes on the rank that needs most."""
+        """Returns the bytes of the rank that needs most."""
         return max(buffer_bytes(plan, rank, self.item_size) for rank in range(plan.cp_size))
 
     def _refuse(self, plan: Plan, needed: int, which: str) -> None:

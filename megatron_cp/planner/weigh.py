@@ -1,4 +1,4 @@
-"""Which of several ways of running an attention is predicted to be fastest."""
+"""Compares candidates, the schemes of an attention with their options, by predicted time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_cp.planner.predict.bound import bounds_of_directions
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.price import described, priced
 
-# What a prediction must gain before a way is taken that another is preferred to. A head exchange gives the bits of one
-# rank; a kernel that returns its results in bf16 rounds once where all keys are there, and in a ring once a stage.
-# Tiles are searched for, for every batch. As factors, and in milliseconds.
+# A candidate with a bias is chosen only if it is predicted to be faster by so much: a factor, and milliseconds. A head
+# exchange gives the bits of one rank; a kernel that returns its results in bf16 rounds once where all keys are present,
+# and in a ring once a stage. Tiles are searched for every batch.
 _GAIN_OF_KEYS, _GAIN_OF_STAGES, _GAIN_OF_TILES = (1.01, 0.02), (1.04, 0.1), (1.05, 0.1)
 _NO_GAIN = (1.0, 0.0)
 _REASONS = {
@@ -22,25 +22,25 @@ _REASONS = {
     _GAIN_OF_TILES: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
-# Fragments of a layout over which a plan takes seconds: few ways are looked at, by their bounds, and none whose ranks
-# fetch ranges of keys, which would be tables of as many ranges.
+# With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
+# ranks fetch ranges of keys are left out, since their tables would have as many ranges.
 VERY_MANY = 200_000
 
 
 def weighed(
     ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int, known: Sequence[tuple[Price, Plan]] = ()
 ) -> list[tuple[Price, Plan]]:
-    """The ways with their prices, the one to take first, and among them those whose prices are known.
+    """Returns the candidates with their prices, together with those in `known`, the one to choose first.
 
-    Ways are looked at in the order of what they take at least. From the first on that takes at least as much as another
-    one was predicted to take, they have that bound for a price.
+    Candidates are priced in the order of their lower bounds. From the first one on whose bound is above the best
+    prediction, the bound is the price.
     """
     if ways and ways[0].layout.starts.size > VERY_MANY:
         ways = [plan for plan in ways if plan.attend is not None and not plan.attend.fetches_ranges] or ways
     bounds = [bounds_of_directions(plan, on, topology, item_size) for plan in ways]
     found = list(known)
     best = min((_handicapped(price.total, plan) for price, plan in known if not price.is_bound), default=float("inf"))
-    # The most promising first, by what decides: a way that is looked at late is ruled out by what was found before.
+    # In the order of biased bounds, so that predictions of the first candidates rule out the later ones.
     in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(sum(pair[0]), pair[1]))
     for bound, plan in in_order:
         if _handicapped(sum(bound), plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
@@ -55,7 +55,7 @@ def weighed(
 
 
 def milliseconds_for_tiles(best: tuple[Price, Plan]) -> float:
-    """What assigned tiles must take less than, to be taken where this is the best of the other ways."""
+    """Returns the milliseconds below which assigned tiles are chosen instead of the best other candidate."""
     factor, more = _GAIN_OF_TILES
     return (_handicapped(best[0].total, best[1]) - more) / factor
 
@@ -64,7 +64,7 @@ def in_best_chunks(
     chosen: tuple[Price, Plan], with_chunks: Callable[[Plan, int], Plan | None], on: Machine, topology: Topology,
     item_size: int,
 ) -> tuple[Price, Plan]:  # fmt: skip
-    """The same way in as many head chunks as are predicted to be fastest."""
+    """Returns the chosen candidate in the number of head chunks that is predicted to be fastest."""
     best = chosen
     for chunks in CHUNKS:
         plan = with_chunks(chosen[1], chunks)
@@ -77,7 +77,7 @@ def in_best_chunks(
 
 
 def rule_of(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
-    """Why a way was taken though one of the others is predicted to be faster; empty where none is."""
+    """Explains the choice of a candidate although another is predicted to be faster; empty where none is."""
     played = [pair for pair in others if not pair[0].is_bound]
     price, plan = min(played, key=lambda pair: pair[0].total, default=chosen)
     if price.total >= chosen[0].total:
@@ -87,13 +87,13 @@ def rule_of(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) ->
 
 
 def _margin(plan: Plan) -> str:
-    """By how much more than its prediction a way counts."""
+    """Describes the bias of a candidate."""
     factor, more = _gain(plan)
     return f"{factor:g} times its prediction and {more:g} ms" if more else "predicted"
 
 
 def detail_of(plan: Plan) -> str:
-    """What a scheme's name leaves open."""
+    """Describes the degree and the chunks of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
     degree = words_of_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
     chunks = max(plan.head_chunks, plan.attend.head_chunks)
@@ -101,7 +101,7 @@ def detail_of(plan: Plan) -> str:
 
 
 def words_of_degree(way: Scheme, degree: int | None) -> str:
-    """How many ranks exchange heads, of schemes in which that is open."""
+    """Describes the number of ranks that exchange heads, for schemes that combine two exchanges."""
     return f" (u = {degree})" if way.is_product else ""
 
 
@@ -111,7 +111,7 @@ def _handicapped(milliseconds: float, plan: Plan) -> float:
 
 
 def _gain(plan: Plan) -> tuple[float, float]:
-    """What a prediction must gain before this way is taken."""
+    """Returns the bias of a candidate, as a factor and milliseconds."""
     assert plan.attend is not None
     if plan.attend.num_kv_ranks == 1:
         return _NO_GAIN

@@ -147,7 +147,7 @@ def test_zigzag_of_very_many_documents_is_not_weighed(monkeypatch):
     monkeypatch.setattr(layouts, "VERY_MANY", 100)
     choice = choose_layout(MANY, 4, [EXCHANGED])
     assert [price.name for price in choice.prices if price.name == "zigzag"] == []
-    assert "layout zigzag was not weighed" in choice.explain()
+    assert "layout zigzag was not compared" in choice.explain()
 
 
 def test_by_name_it_takes_layers():
