@@ -35,11 +35,11 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
 from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
-from megatron_cp.planner.weigh import VERY_MANY, detail_of, in_best_chunks, rule_of, weighed, words_of_degree
 
 
 def plan_attention(
@@ -257,21 +257,21 @@ def _cheapest(
             of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
             skipped = hopeless_tiles(of_tiles, ways, others, on, topology, limit.item_size)
             names = [(price.scheme, price.detail) for price in skipped]
-            hopeful = [pair for pair in of_tiles if (pair[0].name, words_of_degree(*pair)) not in names]
+            hopeful = [pair for pair in of_tiles if (pair[0].name, describe_degree(*pair)) not in names]
             not_tiled = _add_ways(request, hopeful, ways)
         if not ways:
             raise (not_tiled or refused)[0][1]
         kept, notes = limit.keeping(ways, request.with_chunks)
         new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
-        found = weighed(new, on, topology, limit.item_size, others)
+        found = priced_candidates(new, on, topology, limit.item_size, others)
         in_chunks = limit.only_fitting(request.with_chunks)
-        price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
+        price, plan = best_chunks(found[0], in_chunks, on, topology, limit.item_size)
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
-    price = replace(price, rule=rule_of((price, plan), found[1:]))
+    price = replace(price, rule=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
     return _Choice(way, degree, chunks, prices, (*notes, *_left_out(not_tiled), *_not_searched(ways, plan)))
 
@@ -296,7 +296,7 @@ def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], wa
         except ArgumentError as error:
             if error.argument in _SEARCH_ARGUMENTS:  # the search is impossible for all candidates
                 raise
-            refused.append((way.name + words_of_degree(way, degree), error))
+            refused.append((way.name + describe_degree(way, degree), error))
     return refused
 
 
@@ -323,7 +323,7 @@ def _weighed_alone(
         kept, _ = limit.keeping(ways, request.with_chunks) if ways else ([], ())
     except ArgumentError:
         return []
-    return weighed(kept, on, topology, limit.item_size)
+    return priced_candidates(kept, on, topology, limit.item_size)
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:

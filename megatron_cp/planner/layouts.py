@@ -19,9 +19,9 @@ from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import checked_topology
+from megatron_cp.planner.choose import VERY_MANY
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.weigh import VERY_MANY
 
 # The candidates of "auto"; among equally fast ones it takes the first.
 CHOICES = ("contiguous", "zigzag", "balanced")

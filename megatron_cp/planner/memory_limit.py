@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.describe import size
 from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.choose import CHUNKS, detail_of
 from megatron_cp.planner.predict.memory import buffer_bytes
-from megatron_cp.planner.weigh import CHUNKS, detail_of
 
 WithChunks = Callable[[Plan, int], Plan | None]
 

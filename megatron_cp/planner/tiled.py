@@ -19,6 +19,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
+from megatron_cp.planner.choose import describe_degree, milliseconds_for_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
@@ -30,7 +31,6 @@ from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.exact import beyond_solver
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 from megatron_cp.planner.tiles.problem import volumes
-from megatron_cp.planner.weigh import milliseconds_for_tiles, words_of_degree
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
 # planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
@@ -262,7 +262,7 @@ def hopeless_tiles(
         except ArgumentError:  # too many tiles: planning them raises it again
             continue
         if forward + backward >= enough:
-            machine_words, detail = described(on, topology), words_of_degree(way, degree)
+            machine_words, detail = described(on, topology), describe_degree(way, degree)
             found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
     return found
 

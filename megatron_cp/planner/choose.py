@@ -14,12 +14,12 @@ from megatron_cp.planner.predict.price import described, priced
 # A candidate with a bias is chosen only if it is predicted to be faster by so much: a factor, and milliseconds. A head
 # exchange gives the bits of one rank; a kernel that returns its results in bf16 rounds once where all keys are present,
 # and in a ring once a stage. Tiles are searched for every batch.
-_GAIN_OF_KEYS, _GAIN_OF_STAGES, _GAIN_OF_TILES = (1.01, 0.02), (1.04, 0.1), (1.05, 0.1)
-_NO_GAIN = (1.0, 0.0)
+_KEYS_BIAS, _STAGES_BIAS, _TILES_BIAS = (1.01, 0.02), (1.04, 0.1), (1.05, 0.1)
+_NO_BIAS = (1.0, 0.0)
 _REASONS = {
-    _GAIN_OF_KEYS: "keys that are fetched are not summed in one rank's order",
-    _GAIN_OF_STAGES: "a ring rounds once a stage",
-    _GAIN_OF_TILES: "tiles are searched for with every batch",
+    _KEYS_BIAS: "keys that are fetched are not summed in one rank's order",
+    _STAGES_BIAS: "a ring rounds once a stage",
+    _TILES_BIAS: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
 # With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
@@ -27,40 +27,42 @@ CHUNKS = (1, 2, 4)
 VERY_MANY = 200_000
 
 
-def weighed(
-    ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int, known: Sequence[tuple[Price, Plan]] = ()
-) -> list[tuple[Price, Plan]]:
+def priced_candidates(
+    candidates: Sequence[Plan], on: Machine, topology: Topology, item_size: int,
+    known: Sequence[tuple[Price, Plan]] = (),
+) -> list[tuple[Price, Plan]]:  # fmt: skip
     """Returns the candidates with their prices, together with those in `known`, the one to choose first.
 
     Candidates are priced in the order of their lower bounds. From the first one on whose bound is above the best
     prediction, the bound is the price.
     """
-    if ways and ways[0].layout.starts.size > VERY_MANY:
-        ways = [plan for plan in ways if plan.attend is not None and not plan.attend.fetches_ranges] or ways
-    bounds = [bounds_of_directions(plan, on, topology, item_size) for plan in ways]
+    if candidates and candidates[0].layout.starts.size > VERY_MANY:
+        few = [plan for plan in candidates if plan.attend is not None and not plan.attend.fetches_ranges]
+        candidates = few or candidates
+    bounds = [bounds_of_directions(plan, on, topology, item_size) for plan in candidates]
     found = list(known)
-    best = min((_handicapped(price.total, plan) for price, plan in known if not price.is_bound), default=float("inf"))
+    best = min((_biased_cost(price.total, plan) for price, plan in known if not price.is_bound), default=float("inf"))
     # In the order of biased bounds, so that predictions of the first candidates rule out the later ones.
-    in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(sum(pair[0]), pair[1]))
-    for bound, plan in in_order:
-        if _handicapped(sum(bound), plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
+    ordered = sorted(zip(bounds, candidates, strict=True), key=lambda pair: _biased_cost(sum(pair[0]), pair[1]))
+    for bound, plan in ordered:
+        if _biased_cost(sum(bound), plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
             sent = max(plan.bytes_sent(item_size, forward=True))
-            words = described(on, topology)
-            price = Price(plan.scheme, *bound, sent, True, words, detail=detail_of(plan))
+            machine_words = described(on, topology)
+            price = Price(plan.scheme, *bound, sent, True, machine_words, detail=detail_of(plan))
         else:
             price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
-            best = min(best, _handicapped(price.total, plan))
+            best = min(best, _biased_cost(price.total, plan))
         found.append((price, plan))
-    return sorted(found, key=lambda pair: (pair[0].is_bound, _handicapped(pair[0].total, pair[1])))
+    return sorted(found, key=lambda pair: (pair[0].is_bound, _biased_cost(pair[0].total, pair[1])))
 
 
 def milliseconds_for_tiles(best: tuple[Price, Plan]) -> float:
     """Returns the milliseconds below which assigned tiles are chosen instead of the best other candidate."""
-    factor, more = _GAIN_OF_TILES
-    return (_handicapped(best[0].total, best[1]) - more) / factor
+    factor, more = _TILES_BIAS
+    return (_biased_cost(best[0].total, best[1]) - more) / factor
 
 
-def in_best_chunks(
+def best_chunks(
     chosen: tuple[Price, Plan], with_chunks: Callable[[Plan, int], Plan | None], on: Machine, topology: Topology,
     item_size: int,
 ) -> tuple[Price, Plan]:  # fmt: skip
@@ -76,45 +78,43 @@ def in_best_chunks(
     return best
 
 
-def rule_of(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
+def reason(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
     """Explains the choice of a candidate although another is predicted to be faster; empty where none is."""
-    played = [pair for pair in others if not pair[0].is_bound]
-    price, plan = min(played, key=lambda pair: pair[0].total, default=chosen)
+    simulated = [pair for pair in others if not pair[0].is_bound]
+    price, plan = min(simulated, key=lambda pair: pair[0].total, default=chosen)
     if price.total >= chosen[0].total:
         return ""
-    counts = [f"{each.scheme}{each.detail} counts as {_margin(of)}" for each, of in (chosen, (price, plan))]
-    return f"{' and '.join(counts)}, since {_REASONS[_gain(plan)]}"
+    counts = [f"{each.scheme}{each.detail} counts as {_describe_bias(of)}" for each, of in (chosen, (price, plan))]
+    return f"{' and '.join(counts)}, since {_REASONS[_bias(plan)]}"
 
 
-def _margin(plan: Plan) -> str:
-    """Describes the bias of a candidate."""
-    factor, more = _gain(plan)
+def _describe_bias(plan: Plan) -> str:
+    factor, more = _bias(plan)
     return f"{factor:g} times its prediction and {more:g} ms" if more else "predicted"
 
 
 def detail_of(plan: Plan) -> str:
     """Describes the degree and the chunks of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
-    degree = words_of_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
+    degree = describe_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
     chunks = max(plan.head_chunks, plan.attend.head_chunks)
     return degree + (f", {chunks} chunks" if chunks > 1 else "")
 
 
-def words_of_degree(way: Scheme, degree: int | None) -> str:
+def describe_degree(scheme: Scheme, degree: int | None) -> str:
     """Describes the number of ranks that exchange heads, for schemes that combine two exchanges."""
-    return f" (u = {degree})" if way.is_product else ""
+    return f" (u = {degree})" if scheme.is_product else ""
 
 
-def _handicapped(milliseconds: float, plan: Plan) -> float:
-    factor, more = _gain(plan)
+def _biased_cost(milliseconds: float, plan: Plan) -> float:
+    factor, more = _bias(plan)
     return milliseconds * factor + more
 
 
-def _gain(plan: Plan) -> tuple[float, float]:
-    """Returns the bias of a candidate, as a factor and milliseconds."""
+def _bias(plan: Plan) -> tuple[float, float]:
     assert plan.attend is not None
     if plan.attend.num_kv_ranks == 1:
-        return _NO_GAIN
+        return _NO_BIAS
     if plan.attend.tiled is not None:
-        return _GAIN_OF_TILES
-    return _GAIN_OF_STAGES if plan.attend.num_stages > 1 else _GAIN_OF_KEYS
+        return _TILES_BIAS
+    return _STAGES_BIAS if plan.attend.num_stages > 1 else _KEYS_BIAS
