@@ -143,10 +143,10 @@ def plan_attention(
         plan = request.plan(scheme_named(scheme), ulysses_degree)
         limit.check(plan)
         return plan
-    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, looked_at))
+    key, planned = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
+    chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
@@ -157,7 +157,7 @@ _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a us
 class _Choice(NamedTuple):
     """The choice of "auto". It holds no plan, since plans refer to the layout that keeps it."""
 
-    way: Scheme
+    scheme: Scheme
     degree: int | None
     head_chunks: int | None
     prices: tuple[Price, ...]
@@ -190,7 +190,7 @@ class _Request:
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
 
-    def in_rounds(self, plan: Plan) -> Plan:
+    def schedule_rounds(self, plan: Plan) -> Plan:
         """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
         if plan.attend is None or plan.attend.tiled is None:
             return plan
@@ -206,131 +206,134 @@ class _Request:
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
         return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport, self.search)
 
-    def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
+    def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
         """Plans a scheme, and shares tables with one of `others` of the same degree."""
-        degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
+        degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
         k = Section("k", self.kv_heads, self.head_dim, partition.groups)
         v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
-        chunks = _head_chunks(self.head_chunks, way, partition)
-        coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
-        steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
+        chunks = _head_chunks(self.head_chunks, scheme, partition)
+        coding = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
+        steps = _steps(scheme, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
         attend = next(step for step in steps if isinstance(step, Attend))
         for other in others:
             if other.attend is not None and other.ulysses_degree == degree:
                 attend.share_seen(other.attend)
                 break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
-        notes += many_bands(attend, way)
+        notes += many_bands(attend, scheme)
         plan = Plan(
-            "attention", way.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
+            "attention", scheme.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
             transport=self.transport,
         )  # fmt: skip
-        return self.in_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
+        return self.schedule_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
         """Returns the plan in so many head chunks; None if it cannot have them, or the user fixed another number."""
-        way = SCHEMES[plan.scheme]
-        if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
+        scheme = SCHEMES[plan.scheme]
+        if self.head_chunks is not None or not scheme.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree, [plan])
+        return replace(self, head_chunks=chunks).plan(scheme, plan.ulysses_degree, [plan])
 
 
 def _cheapest(
     request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
-    ways: list[Plan],
+    candidates: list[Plan],
 ) -> _Choice:  # fmt: skip
     """Chooses the candidate that is predicted to be fastest of those within the limit.
 
     Args:
         request, ulysses_degree, on, topology: see `plan_attention`.
         limit: the memory limit of candidates.
-        ways: the list to which the plans of all candidates are appended.
+        candidates: the list to which the plans of all candidates are appended.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
-        refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
+        untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
+        refused = _add_candidates(request, untiled, candidates)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
-            others = _weighed_alone(request, ways, on, topology, limit)
-            of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(of_tiles, ways, others, on, topology, limit.item_size)
+            others = _priced_without_tiles(request, candidates, on, topology, limit)
+            tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
+            skipped = hopeless_tiles(tiled, candidates, others, on, topology, limit.item_size)
             names = [(price.scheme, price.detail) for price in skipped]
-            hopeful = [pair for pair in of_tiles if (pair[0].name, describe_degree(*pair)) not in names]
-            not_tiled = _add_ways(request, hopeful, ways)
-        if not ways:
+            hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
+            not_tiled = _add_candidates(request, hopeful, candidates)
+        if not candidates:
             raise (not_tiled or refused)[0][1]
-        kept, notes = limit.keeping(ways, request.with_chunks)
+        kept, notes = limit.fitting(candidates, request.with_chunks)
         new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = priced_candidates(new, on, topology, limit.item_size, others)
-        in_chunks = limit.only_fitting(request.with_chunks)
-        price, plan = best_chunks(found[0], in_chunks, on, topology, limit.item_size)
-    way, chunks = SCHEMES[plan.scheme], request.head_chunks
-    if chunks is None and way.takes_chunks:
+        fitting_chunks = limit.fitting_chunks(request.with_chunks)
+        price, plan = best_chunks(found[0], fitting_chunks, on, topology, limit.item_size)
+    scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
+    if chunks is None and scheme.takes_chunks:
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
-    degree = plan.ulysses_degree if way.is_product else None
+    degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, rule=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
-    return _Choice(way, degree, chunks, prices, (*notes, *_left_out(not_tiled), *_not_searched(ways, plan)))
+    notes = (*notes, *_refusal_notes(not_tiled), *_search_notes(candidates, plan))
+    return _Choice(scheme, degree, chunks, prices, notes)
 
 
-def _ways(
+def _schemes_to_try(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
     """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    schemes = [way for way in SCHEMES.values() if way.assigns_tiles == tiles]
-    return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
+    schemes = [scheme for scheme in SCHEMES.values() if scheme.assigns_tiles == tiles]
+    return [(scheme, degree) for scheme in schemes for degree in _degrees(scheme, layout, ulysses_degree, topology)]
 
 
 _Refusals = list[tuple[str, ArgumentError]]
 
 
-def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> _Refusals:
+def _add_candidates(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], into: list[Plan]) -> _Refusals:
     """Appends the plans of candidates; returns the names and the refusals of those that cannot be planned."""
     refused = _Refusals()
-    for way, degree in wanted:
+    for scheme, degree in wanted:
         try:
-            ways.append(request.plan(way, degree, ways))
+            into.append(request.plan(scheme, degree, into))
         except ArgumentError as error:
             if error.argument in _SEARCH_ARGUMENTS:  # the search is impossible for all candidates
                 raise
-            refused.append((way.name + describe_degree(way, degree), error))
+            refused.append((scheme.name + describe_degree(scheme, degree), error))
     return refused
 
 
-def _left_out(refused: _Refusals) -> tuple[str, ...]:
+def _refusal_notes(refused: _Refusals) -> tuple[str, ...]:
     """Returns a note for each reason, not given by the user, that ruled out candidates with tiles."""
-    reasons: dict[str, list[str]] = {}
+    causes: dict[str, list[str]] = {}
     for name, error in refused:
         if error.argument not in _FILTERS:
-            reasons.setdefault(str(error), []).append(name)
-    return tuple(f"left out: {', '.join(names)}, for {reason}" for reason, names in reasons.items())
+            causes.setdefault(str(error), []).append(name)
+    return tuple(f"left out: {', '.join(names)}, for {cause}" for cause, names in causes.items())
 
 
-def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
+def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     """Returns notes on the limits of searches of the other candidates; the chosen plan has its own."""
-    others = [plan for plan in ways if (plan.scheme, plan.ulysses_degree) != (chosen.scheme, chosen.ulysses_degree)]
+    own = chosen.scheme, chosen.ulysses_degree
+    others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
 
 
-def _weighed_alone(
-    request: _Request, ways: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
+def _priced_without_tiles(
+    request: _Request, candidates: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
 ) -> list[tuple[Price, Plan]]:
     """Returns the candidates without tiles with their prices; none where none keeps the limit."""
     try:
-        kept, _ = limit.keeping(ways, request.with_chunks) if ways else ([], ())
+        kept, _ = limit.fitting(candidates, request.with_chunks) if candidates else ([], ())
     except ArgumentError:
         return []
     return priced_candidates(kept, on, topology, limit.item_size)
 
 
-def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
+def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
     """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
-    if asked is not None or not way.is_product:
+    if asked is not None or not scheme.is_product:
         return [asked]
-    is_many = layout.starts.size > VERY_MANY or way.assigns_tiles
+    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
     degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
     if not is_many:
         return degrees
@@ -357,8 +360,8 @@ def _steps(
         Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
         for each in (layout, kv_layout)
     )
-    parts, of_keys = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, of_keys)
+    parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, key_chunks)
     if scheme.assigns_tiles and queries.cp_size > 1:
         attend = replace(attend, tiled=tiles(attend))
     if not exchanged:
@@ -377,7 +380,6 @@ def _steps(
 
 
 def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
-    """Returns the number of ranks that exchange heads with one another."""
     products = [other.name for other in SCHEMES.values() if other.is_product]
     if not scheme.is_product:
         degree = cp_size if scheme.exchanges_heads else 1

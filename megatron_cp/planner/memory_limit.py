@@ -33,21 +33,21 @@ class MemoryLimit:
             ArgumentError: the plan exceeds the limit; the error says how much it needs.
         """
         if self.limit is not None:
-            needed = self._needed(plan)
+            needed = self._needed_bytes(plan)
             if needed > self.limit:
                 self._refuse(plan, needed, "")
 
-    def keeping(self, ways: Sequence[Plan], with_chunks: WithChunks) -> tuple[list[Plan], tuple[str, ...]]:
+    def fitting(self, candidates: Sequence[Plan], with_chunks: WithChunks) -> tuple[list[Plan], tuple[str, ...]]:
         """Returns the candidates that fit, with as few head chunks as necessary, and a note about the others.
 
         Raises:
             ArgumentError: none fits; the error names the one that needs least.
         """
         if (limit := self.limit) is None:
-            return list(ways), ()
+            return list(candidates), ()
         found, missed = list[Plan](), list[tuple[int, Plan]]()
-        for plan in ways:
-            needed, best = min(self._tried(plan, with_chunks), key=lambda pair: (pair[0] > limit, pair[0]))
+        for plan in candidates:
+            needed, best = min(self._attempts(plan, with_chunks), key=lambda pair: (pair[0] > limit, pair[0]))
             if needed <= limit:
                 found.append(best)
             else:
@@ -57,33 +57,32 @@ class MemoryLimit:
             self._refuse(missed[0][1], missed[0][0], ", the candidate that needs least")
         if not missed:
             return found, ()
-        words = ", ".join(f"{plan.scheme}{detail_of(plan)} needs {size(needed)}" for needed, plan in missed)
-        return found, (f"over the memory limit of {size(limit)} of buffers a rank: {words}",)
+        needs = ", ".join(f"{plan.scheme}{detail_of(plan)} needs {size(needed)}" for needed, plan in missed)
+        return found, (f"over the memory limit of {size(limit)} of buffers a rank: {needs}",)
 
-    def only_fitting(self, with_chunks: WithChunks) -> WithChunks:
+    def fitting_chunks(self, with_chunks: WithChunks) -> WithChunks:
         """Wraps `with_chunks` so that it returns None for plans that exceed the limit."""
         if self.limit is None:
             return with_chunks
 
-        def fitting(plan: Plan, chunks: int) -> Plan | None:
+        def with_fitting(plan: Plan, chunks: int) -> Plan | None:
             found = with_chunks(plan, chunks)
-            return None if found is None or self._needed(found) > (self.limit or 0) else found
+            return None if found is None or self._needed_bytes(found) > (self.limit or 0) else found
 
-        return fitting
+        return with_fitting
 
-    def _tried(self, plan: Plan, with_chunks: WithChunks) -> list[tuple[int, Plan]]:
+    def _attempts(self, plan: Plan, with_chunks: WithChunks) -> list[tuple[int, Plan]]:
         """Returns the needed bytes and the plan, with more and more head chunks until one fits."""
-        tried = [(self._needed(plan), plan)]
+        attempts = [(self._needed_bytes(plan), plan)]
         for chunks in CHUNKS:
-            if tried[-1][0] <= (self.limit or 0):
+            if attempts[-1][0] <= (self.limit or 0):
                 break
             found = with_chunks(plan, chunks)
             if found is not None:
-                tried.append((self._needed(found), found))
-        return tried
+                attempts.append((self._needed_bytes(found), found))
+        return attempts
 
-    def _needed(self, plan: Plan) -> int:
-        """Returns the bytes of the rank that needs most."""
+    def _needed_bytes(self, plan: Plan) -> int:
         return max(buffer_bytes(plan, rank, self.item_size) for rank in range(plan.cp_size))
 
     def _refuse(self, plan: Plan, needed: int, which: str) -> None:
