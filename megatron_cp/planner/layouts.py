@@ -82,13 +82,13 @@ class KindPrice(NamedTuple):
 
     Attributes:
         kind: the kind of the layers.
-        way: their scheme or mode.
+        scheme: their scheme or mode.
         layers: the number of layers.
         milliseconds: the time of a layer, forward and backward, including its share of a redistribution.
     """
 
     kind: str
-    way: str
+    scheme: str
     layers: int
     milliseconds: float
 
@@ -111,7 +111,7 @@ class LayoutPrice(NamedTuple):
 
     def describe(self, which: str) -> str:
         """Returns a line of text about the layout and its price."""
-        kinds = ", ".join(f"{n} x {kind} by {way} {each:.3f} ms" for kind, way, n, each in self.kinds)
+        kinds = ", ".join(f"{n} x {kind} by {scheme} {each:.3f} ms" for kind, scheme, n, each in self.kinds)
         return f"{which} layout {self.name:<10} predicted {self.milliseconds:.3f} ms of all layers: {kinds}"
 
 
@@ -183,10 +183,10 @@ def choose_layout(
     if cp_size == 1:
         return LayoutChoice(CHOICES[0], make(CHOICES[0]), notes=("one rank holds all tokens",))
     if mask is not None:
-        prices, notes = _weighed(layers, make, packing, cp_size)
+        prices, notes = _priced_layouts(layers, make, packing, cp_size)
     else:
         key = (packing.lengths.tobytes(), cp_size, align, min_rows, tuple(layers.items()))
-        prices, notes = _CHOSEN.recall(key, lambda: _weighed(layers, make, packing, cp_size))
+        prices, notes = _CHOSEN.recall(key, lambda: _priced_layouts(layers, make, packing, cp_size))
     return LayoutChoice(prices[0].name, make(prices[0].name), prices, notes)
 
 
@@ -203,10 +203,12 @@ def _counted(slots: Iterable[Slot]) -> Counter[Slot]:
     return Counter(given)
 
 
-_Weighed = tuple[tuple[LayoutPrice, ...], tuple[str, ...]]
+_PricedLayouts = tuple[tuple[LayoutPrice, ...], tuple[str, ...]]
 
 
-def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Packing, cp_size: int) -> _Weighed:
+def _priced_layouts(
+    layers: Counter[Slot], make: Callable[[str], Layout], packing: Packing, cp_size: int
+) -> _PricedLayouts:
     """Returns the prices of layouts, the chosen one first, and the reasons why others have none."""
     prices, notes, refused = list[LayoutPrice](), list[str](), None
     for name in CHOICES:
@@ -215,7 +217,7 @@ def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Pack
             notes.append(f"layout {name} was not compared: it would have more than {VERY_MANY} fragments")
             continue
         try:
-            prices.append(LayoutPrice(name, tuple(_price(slot, n, make(name)) for slot, n in layers.items())))
+            prices.append(LayoutPrice(name, tuple(_kind_price(slot, n, make(name)) for slot, n in layers.items())))
         except ArgumentError as error:
             refused = refused or error
             notes.append(f"layout {name} was left out: {error}")
@@ -228,19 +230,18 @@ def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Pack
     return (first, *others), tuple(notes)
 
 
-def _price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
-    """Returns the predicted milliseconds of one layer."""
+def _kind_price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen layout is planned
         plan = slot.plan(layout)
     if plan.prices:
-        return KindPrice(plan.kind, _way(plan), layers, plan.prices[0].total)
+        return KindPrice(plan.kind, _scheme_name(plan), layers, plan.prices[0].total)
     on = machine(slot.hardware)
     topology = checked_topology(slot.topology, on, layout.cp_size, plan.transport)
-    return KindPrice(plan.kind, _way(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
+    return KindPrice(plan.kind, _scheme_name(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
 
 
-def _way(plan: Plan) -> str:
+def _scheme_name(plan: Plan) -> str:
     return plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
 
 
@@ -248,9 +249,9 @@ class _Recent:
     """A cache of the results for the last keys, by value."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._made, self._lock = most, OrderedDict[Hashable, _Weighed](), threading.Lock()
+        self._most, self._made, self._lock = most, OrderedDict[Hashable, _PricedLayouts](), threading.Lock()
 
-    def recall(self, key: Hashable, make: Callable[[], _Weighed]) -> _Weighed:
+    def recall(self, key: Hashable, make: Callable[[], _PricedLayouts]) -> _PricedLayouts:
         """Returns the cached result for the key, or calls `make` and caches its result."""
         with self._lock:
             if key in self._made:

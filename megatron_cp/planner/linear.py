@@ -162,13 +162,13 @@ def plan_linear(
         makers = {MODES[mode]: makers[MODES[mode]]}
     elif not _can_redistribute(layout, hidden_size):
         del makers[REDISTRIBUTE]
-    weighed = _weighed(makers, on, topology, item_size)
-    chosen = next(plan for _, plan in weighed if plan is not None)
+    candidates = _priced_candidates(makers, on, topology, item_size)
+    chosen = next(plan for _, plan in candidates if plan is not None)
     if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
-    way = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
-    notes = (*chosen.notes, *_notes(chosen), *(() if way.exchanges_heads else unused(way.name, codec, chunks)))
-    return replace(chosen, notes=notes, prices=tuple(price for price, _ in weighed), transport=transport)
+    taken = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
+    notes = (*chosen.notes, *_notes(chosen), *(() if taken.exchanges_heads else unused(taken.name, codec, chunks)))
+    return replace(chosen, notes=notes, prices=tuple(price for price, _ in candidates), transport=transport)
 
 
 def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> str:
@@ -199,23 +199,23 @@ def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadParti
     return chunks if len(partition.heads) > 1 else 1
 
 
-def _weighed(
+def _priced_candidates(
     makers: dict[LinearMode, Callable[[], Plan]], on: Machine, topology: Topology, item_size: int
 ) -> list[tuple[Price, Plan | None]]:
     """Returns candidates' prices and plans, the cheapest first; no plan where a bound of the price ruled it out."""
-    weighed: list[tuple[Price, Plan | None]] = []
+    found: list[tuple[Price, Plan | None]] = []
     for mode, make in makers.items():
         plan = make()
-        if weighed and mode is CHUNKWISE:
-            best, _ = weighed[0]
+        if found and mode is CHUNKWISE:
+            best, _ = found[0]
             bound = next(
                 (bound for bound in state_bounds(plan, on, topology, item_size) if bound.total > best.total), None
             )
             if bound is not None:
-                weighed.append((bound, None))  # to price it would take longer than it is worth
+                found.append((bound, None))  # to price it would take longer than it is worth
                 continue
-        weighed.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
-    return sorted(weighed, key=lambda pair: pair[0].total)
+        found.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
+    return sorted(found, key=lambda pair: pair[0].total)
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
@@ -280,7 +280,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return (f"hidden states are redistributed to contiguous ranges around {run}, and back after it",)
 
 
-def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
+def unused(mode: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
     """Returns a note on options of a head exchange that the chosen mode does not use."""
     asked = [
         *([f"codec {codec}"] if codec != "none" else []),
@@ -289,7 +289,7 @@ def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
     if not asked:
         return ()
     are = "is" if asked[-1].startswith("codec") else "are"
-    return (f"{' and '.join(asked)} {are} unused: {way} was chosen, which exchanges no heads; headwise uses them",)
+    return (f"{' and '.join(asked)} {are} unused: {mode} was chosen, which exchanges no heads; headwise uses them",)
 
 
 def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape:

@@ -55,14 +55,14 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     whole: Any = Figure(figsize=(11, height * len(streams) + 5.5 * (tiled is not None)), layout="constrained")
     figure = whole
     if tiled is not None:
-        figure, of_tiles = whole.subfigures(2, 1, height_ratios=(height, 5.5))
+        figure, tile_figure = whole.subfigures(2, 1, height_ratios=(height, 5.5))
         directions = (("forward", tiled.forward), ("backward", tiled.backward))
-        for axis, (name, assignment) in zip(of_tiles.subplots(1, 2), directions, strict=True):
+        for axis, (name, assignment) in zip(tile_figure.subplots(1, 2), directions, strict=True):
             _draw_tiles(axis, f"{name}: who computes which tile of the mask", assignment)
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
-    way = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
+    scheme = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(
-        f"{plan.kind} by {way} over {plan.cp_size} ranks: "
+        f"{plan.kind} by {scheme} over {plan.cp_size} ranks: "
         f"{counted(plan.packing.num_documents, 'document')}, {counted(plan.packing.total, 'token')}"
     )
     for (stream, shares), (title, layout) in zip(axes, streams, strict=True):

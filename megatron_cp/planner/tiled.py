@@ -61,7 +61,7 @@ class TileSearch(NamedTuple):
 
 
 def checked_search(
-    search_seconds: object, search_cache: object, ways: Iterable[str], *, item_size: int = 2,
+    search_seconds: object, search_cache: object, schemes: Iterable[str], *, item_size: int = 2,
     names: tuple[str, str] = _NAMES,
 ) -> TileSearch:  # fmt: skip
     """Checks and returns the options of a search for tiles.
@@ -69,7 +69,7 @@ def checked_search(
     Args:
         search_seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
         search_cache: the path of a folder; None for none.
-        ways: the schemes of all attention layers that are given this search; one of them must assign tiles.
+        schemes: the schemes of all attention layers that are given this search; one of them must assign tiles.
         item_size: bytes of an element.
         names: the user's names of the first two arguments.
 
@@ -82,7 +82,7 @@ def checked_search(
         raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     folder = checked_directory(search_cache, names[1])
     if seconds or folder is not None:
-        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), ways)
+        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), schemes)
     # Refused here, since "auto" would only leave out a scheme that cannot be planned.
     if seconds and folder is None and find_spec("ortools") is None:
         remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
@@ -90,15 +90,15 @@ def checked_search(
     return TileSearch(item_size, seconds, None if folder is None else str(folder))
 
 
-def _refuse_unread(given: tuple[str, object, str], ways: Iterable[str]) -> None:
+def _refuse_unread(given: tuple[str, object, str], schemes: Iterable[str]) -> None:
     """Refuses a search that no layer uses; `given` is its name, its value and the allowed value."""
-    ways = list(dict.fromkeys(ways))
-    if any(map(may_assign_tiles, ways)):
+    schemes = list(dict.fromkeys(schemes))
+    if any(map(may_assign_tiles, schemes)):
         return
     name, value, none = given
-    takers = " or ".join([*(way.name for way in SCHEMES.values() if way.assigns_tiles), AUTO])
+    takers = " or ".join([*(scheme.name for scheme in SCHEMES.values() if scheme.assigns_tiles), AUTO])
     remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
-    where = f"with {' and '.join(ways)}" if ways else "without attention"
+    where = f"with {' and '.join(schemes)}" if schemes else "without attention"
     raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
@@ -239,21 +239,21 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
         # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
         by_proxies = bool(alike.transport.hosts)
-        for number, (problem, of_head_ranks) in enumerate(_directions(step, topology, item_size)[0]):
-            for weights in of_head_ranks:
+        for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
+            for weights in head_rank_weights:
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
                 found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
 
 
 def hopeless_tiles(
-    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
+    tiled: Sequence[tuple[Scheme, int | None]], candidates: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
     on: Machine, topology: Topology, item_size: int,
 ) -> list[Price]:  # fmt: skip
     """Returns the candidates with tiles that no search makes fast enough to be chosen, with bounds as prices."""
     found = []
-    for way, degree in of_tiles if others else ():
-        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
+    for scheme, degree in tiled if others else ():
+        alike = next((plan for plan in candidates if _shares_heads(plan, scheme, degree)), None)
         if alike is None:
             continue
         enough = milliseconds_for_tiles(others[0])
@@ -262,15 +262,15 @@ def hopeless_tiles(
         except ArgumentError:  # too many tiles: planning them raises it again
             continue
         if forward + backward >= enough:
-            machine_words, detail = described(on, topology), describe_degree(way, degree)
-            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
+            machine_words, detail = described(on, topology), describe_degree(scheme, degree)
+            found.append(Price(scheme.name, forward, backward, 0, True, machine_words, detail=detail))
     return found
 
 
-def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
+def _shares_heads(plan: Plan, scheme: Scheme, degree: int | None) -> bool:
     """Tells whether a plan fetches keys and gives each rank the same heads as the scheme with tiles."""
     is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
-    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
+    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == scheme.is_product
 
 
 def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:

@@ -203,7 +203,7 @@ def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _
 
 
 def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     live, moments = sum(sum(move.heads) for move in inbound if move.in_order), []
     for number, local in enumerate(chunks):
         live += sum(move.heads[number] for move in inbound if not move.in_order)
@@ -213,7 +213,7 @@ def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
 
 
 def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     output, saved = sum(move.tokens for move in outbound), sum(sum(move.heads) for move in inbound)
     live = output + saved + sum(local.out + local.lse for local in chunks)
     live += sum(sum(move.heads) for move in outbound if move.in_order)

@@ -31,8 +31,8 @@ def timelines(
     """
     topology = on.topology(plan.cp_size) if topology is None else topology
     forward, backward = (
-        simulate(program_of(plan, on.hardware, item_size, forward=way), topology, cores=on.hardware.cores)
-        for way in (True, False)
+        simulate(program_of(plan, on.hardware, item_size, forward=is_forward), topology, cores=on.hardware.cores)
+        for is_forward in (True, False)
     )
     return forward, backward
 
