@@ -285,9 +285,7 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
     busiest, most = float(program.busy().max(initial=0.0)), 0.0
     kinds = ((topology.within, np.arange(program.ranks), True), (topology.between, rail, False))
     load = {
-        (kind, side): np.zeros(program.ranks + topology.num_hosts * topology.rails)
-        for kind in (0, 1)
-        for side in (0, 1)
+        (kind, end): np.zeros(program.ranks + topology.num_hosts * topology.rails) for kind in (0, 1) for end in (0, 1)
     }
     for operation in program.operations:
         if isinstance(operation, Work):
@@ -299,9 +297,9 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                 chosen = near if is_near else ~near
                 took = (operation.edges.nbytes / link.bandwidth + link.message) * chosen
                 both = []
-                for side, ends in enumerate((operation.edges.senders, operation.edges.receivers)):
-                    port_seconds = np.bincount(port[ends], took, minlength=load[kind, side].size)
-                    load[kind, side] += port_seconds
+                for end, ranks in enumerate((operation.edges.senders, operation.edges.receivers)):
+                    port_seconds = np.bincount(port[ranks], took, minlength=load[kind, end].size)
+                    load[kind, end] += port_seconds
                     both.append(float(port_seconds.max(initial=0.0)))
                 if chosen.any():
                     longest = max(longest, sum(both) + link.latency * operation.starts)
