@@ -156,16 +156,17 @@ def many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     """Warns where a ring needs very many kernel calls and other schemes need few; returns the warning as a note."""
     if attend.num_stages == 1 or attend.tiled is not None:
         return ()
-    in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # the last rank sees most in stream order
-    if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
+    last_rank = attend.num_kv_ranks - 1  # which sees most in stream order
+    staged_calls, gathered_calls = attend.count_bands(last_rank)
+    if staged_calls < max(_AT_LEAST, _MANY * attend.num_kv_ranks * gathered_calls):
         return ()
     gathering = [
         other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
     ]
     note = (
-        f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"{scheme.name} computes {staged_calls} pieces of attention on a rank, a call of the CPU's kernel each, since "
         f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
-        f"and compute {at_once}"
+        f"and compute {gathered_calls}"
     )
     warnings.warn(note, stacklevel=4)
     return (note,)

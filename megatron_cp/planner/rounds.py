@@ -55,10 +55,10 @@ def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> 
 
 def plan_in_rounds(plan: Plan, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...] = ()) -> Plan:
     """Returns the plan with so many rounds of the tiles' rows, forward and backward."""
-    steps = tuple(_in_rounds(step, rounds, schedules) if isinstance(step, Attend) else step for step in plan.steps)
+    steps = tuple(_step_in_rounds(step, rounds, schedules) if isinstance(step, Attend) else step for step in plan.steps)
     return replace(plan, steps=steps)
 
 
-def _in_rounds(step: Attend, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...]) -> Attend:
+def _step_in_rounds(step: Attend, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...]) -> Attend:
     assert step.tiled is not None
     return step.with_tiles(replace(step.tiled, rounds=rounds, schedules=schedules))

@@ -159,7 +159,7 @@ def _quality(direction: _Direction, solution: Solution) -> AssignmentQuality:
     problem, most, bound = direction.problem, 0, 0
     is_searched = problem.hosts is None and direction.weights == (problem.weights,)
     for weights in direction.weights:
-        alone = problem if is_searched else problem.on_one_host().with_weights(weights)
+        alone = problem if is_searched else problem.single_host().with_weights(weights)
         most = max(most, *(int(each.max(initial=0)) for each in volumes(alone, solution.ranks)))
         bound = max(bound, solution.bound if is_searched else lower_bound(alone))
     return AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
@@ -238,10 +238,10 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
         # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
-        by_proxies = bool(alike.transport.hosts)
+        proxied = bool(alike.transport.hosts)
         for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
             for weights in head_rank_weights:
-                least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
+                least = _least_seconds(problem.with_weights(weights), rates[number], topology, proxied=proxied)
                 found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
 
@@ -273,7 +273,7 @@ def _shares_heads(plan: Plan, scheme: Scheme, degree: int | None) -> bool:
     return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == scheme.is_product
 
 
-def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:
+def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, proxied: bool) -> float:
     """Returns a lower bound on the seconds of the busiest rank's work, or of its ports, for any answer.
 
     A rank's two ports, for its host and for others, work at the same time: in a second they move at most the sum of
@@ -281,9 +281,9 @@ def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topo
     """
     within, between = topology.within.bandwidth, topology.between.bandwidth
     fastest = within + between if topology.num_hosts > 1 else within
-    alone = problem.on_one_host()
+    alone = problem.single_host()
     bounds = [lower_bound_of_seconds(alone, pairs_per_second=pairs_per_second, bytes_per_second=fastest)]
-    if problem.hosts is not None and not by_proxies:
+    if problem.hosts is not None and not proxied:
         fastest = within + problem.host_cost * between
         bounds.append(lower_bound_of_seconds(problem, pairs_per_second=pairs_per_second, bytes_per_second=fastest))
     return max(max(each.values()) for each in bounds)
@@ -310,8 +310,8 @@ def _largest(weights: tuple[TileWeights, ...]) -> TileWeights:
 
 def _hosts(step: Attend, topology: Topology) -> tuple[IntArray | None, int]:
     """Returns each KV rank's host and the cost of a byte between hosts; None and 1 for one host or split KV ranks."""
-    of_ranks = np.array(topology.hosts).reshape(step.num_kv_ranks, -1)
-    if topology.num_hosts == 1 or (of_ranks != of_ranks[:, :1]).any():
+    rank_hosts = np.array(topology.hosts).reshape(step.num_kv_ranks, -1)
+    if topology.num_hosts == 1 or (rank_hosts != rank_hosts[:, :1]).any():
         return None, 1
     ratio = topology.within.bandwidth / topology.between.bandwidth
-    return np.unique(of_ranks[:, 0], return_inverse=True)[1], int(np.clip(round(ratio), 1, _MOST_HOST_COST))
+    return np.unique(rank_hosts[:, 0], return_inverse=True)[1], int(np.clip(round(ratio), 1, _MOST_HOST_COST))

@@ -42,16 +42,16 @@ def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size:
     for forward in (True, False):
         path = 0.0
         if step.tiled is not None:
-            work = _of_pairs(plan, step, on, item_size, forward=forward)
-            busy = np.maximum(work, _ports_of_tiles(plan, step, topology, item_size, forward=forward))
+            work = _pair_seconds(plan, step, on, item_size, forward=forward)
+            busy = np.maximum(work, _tile_port_seconds(plan, step, topology, item_size, forward=forward))
             path = longest_path(plan, step, on, topology, item_size, forward=forward)
         elif flow is None:
-            busy = _kernels(plan, step, on, item_size, forward=forward)
+            busy = _kernel_seconds(plan, step, on, item_size, forward=forward)
         elif isinstance(flow, PassOn):
-            busy = _ring(plan, step, on, topology, item_size, forward=forward)
+            busy = _ring_seconds(plan, step, on, topology, item_size, forward=forward)
         else:
             assert isinstance(flow, Fetch)
-            busy = _fetched(plan, step, flow, on, topology, item_size, forward=forward)
+            busy = _fetch_seconds(plan, step, flow, on, topology, item_size, forward=forward)
         rank_seconds = exchanged + busy
         found.append(1e3 * max(float(rank_seconds.max(initial=0.0)), float(exchanged.min(initial=0.0)) + path))
     return found[0], found[1]
@@ -76,12 +76,12 @@ class _Load(NamedTuple):
         """Returns the load multiplied by `[ranks]` sizes."""
         return _Load(*(each * size for each in self))
 
-    def and_then(self, other: _Load) -> _Load:
+    def plus(self, other: _Load) -> _Load:
         """Returns the sum of two loads."""
         return _Load(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
+def _kernel_seconds(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
     """Returns `[ranks]` the seconds of one stage's kernels."""
     ranks, degree = np.arange(plan.cp_size), plan.ulysses_degree
     heads = np.array([hi - lo for lo, hi in plan.partition.heads])[ranks % degree]
@@ -89,14 +89,14 @@ def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: 
     return found
 
 
-def _of_pairs(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
+def _pair_seconds(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
     """Returns `[ranks]` the seconds of all pairs of a rank in one call, with no tile cut by the mask."""
     rate = pair_rate(step, on.hardware, item_size, forward=forward)
     work: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) / rate
     return work
 
 
-def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload, bool]]:
+def _tile_transfers(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload, bool]]:
     """Returns the fewest transfers of assigned tiles, each row once: the rows, their payload, and if they return."""
     tiles = step.assigned_tiles(forward=forward)
 
@@ -117,14 +117,14 @@ def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload,
     return found
 
 
-def _ports_of_tiles(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
+def _tile_port_seconds(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
     """Returns `[ranks]` the seconds in which a rank's ports move the rows of assigned tiles."""
     head_ranks = np.arange(plan.cp_size) % plan.ulysses_degree
     load: _Load | None = None
-    for flow, name, back in _rows_of_tiles(step, forward=forward):
+    for flow, name, back in _tile_transfers(step, forward=forward):
         width = np.array([step.row_bytes(name, rank, item_size) for rank in range(plan.ulysses_degree)])[head_ranks]
         more = _fetch_load(plan, flow, topology, back=back).times(width)
-        load = more if load is None else load.and_then(more)
+        load = more if load is None else load.plus(more)
     return np.zeros(plan.cp_size) if load is None else load.seconds(topology)
 
 
@@ -199,7 +199,9 @@ def _remote_tiles(
     return found
 
 
-def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
+def _ring_seconds(
+    plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool
+) -> Seconds:
     """Returns `[ranks]` the seconds of a ring: its work, as all pairs in one call with no tile cut, or its ports.
 
     Nothing hides the gradients that return last: backward's work includes them.
@@ -210,11 +212,11 @@ def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: 
         np.array([hi - lo for lo, hi in each])[ranks % degree] for each in (plan.partition.heads, plan.partition.groups)
     )
     size, value = step.head_dim, step.value_head_dim
-    work = _of_pairs(plan, step, on, item_size, forward=forward)
+    work = _pair_seconds(plan, step, on, item_size, forward=forward)
     merged = step.queries.token_counts[kv_ranks] * heads * (value * 3 if forward else size) * max(item_size, 4)
     work = work + later * copy_seconds(hardware, merged)
     row, tokens, total = groups * (size + value) * item_size, step.keys.token_counts, step.keys.packing.total
-    load = _passed(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
+    load = _ring_load(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
     if forward:
         return np.maximum(work, load.seconds(topology))
     wide = row * max(4 // item_size, 1)
@@ -224,27 +226,29 @@ def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: 
         + copy_seconds(hardware, tokens[kv_ranks] * row)
     )
     all_rows = np.full(ranks.size, total)
-    last = _passed(plan, topology, wide * (plan.head_chunks == 1), tokens[np.roll(kv_ranks, -degree)], tokens[kv_ranks])
-    both = load.and_then(_passed(plan, topology, wide, all_rows, all_rows))
+    last = _ring_load(
+        plan, topology, wide * (plan.head_chunks == 1), tokens[np.roll(kv_ranks, -degree)], tokens[kv_ranks]
+    )
+    both = load.plus(_ring_load(plan, topology, wide, all_rows, all_rows))
     found: Seconds = np.maximum(work + last.seconds(topology), both.seconds(topology))
     return found
 
 
-def _passed(plan: Plan, topology: Topology, row: IntArray, sent: IntArray, got: IntArray) -> _Load:
+def _ring_load(plan: Plan, topology: Topology, row: IntArray, sent: IntArray, got: IntArray) -> _Load:
     """Returns the load of a ring from `[ranks]` rows that each rank sends to the next and receives."""
     hosts, degree = np.array(topology.hosts), plan.ulysses_degree
-    to_near, from_near = (hosts == np.roll(hosts, by) for by in (-degree, degree))
-    return _Load(sent * row * to_near, sent * row * ~to_near, got * row * from_near, got * row * ~from_near)
+    sends_near, gets_near = (hosts == np.roll(hosts, by) for by in (-degree, degree))
+    return _Load(sent * row * sends_near, sent * row * ~sends_near, got * row * gets_near, got * row * ~gets_near)
 
 
-def _fetched(
+def _fetch_seconds(
     plan: Plan, step: Attend, flow: Fetch, on: Machine, topology: Topology, item_size: int, *, forward: bool
 ) -> Seconds:
     """Returns `[ranks]` the seconds of an attention whose keys arrive in chunks of heads.
 
     This is the work plus the transfer of the smallest chunk, in backward also of its gradients; or all transfers.
     """
-    kernels = _kernels(plan, step, on, item_size, forward=forward)
+    kernels = _kernel_seconds(plan, step, on, item_size, forward=forward)
     degree = plan.ulysses_degree
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
     rows = np.array([[min(each), sum(each)] for each in groups]) * (step.head_dim + step.value_head_dim) * item_size
@@ -253,7 +257,7 @@ def _fetched(
     exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)
     if not forward:
         back = _fetch_load(plan, flow, topology, back=True)
-        exposed, moved = exposed + back.times(smallest).seconds(topology), moved.and_then(back.times(whole))
+        exposed, moved = exposed + back.times(smallest).seconds(topology), moved.plus(back.times(whole))
     found: Seconds = np.maximum(kernels + exposed, moved.seconds(topology))
     return found
 
@@ -295,6 +299,6 @@ def exchange_seconds(plan: Plan, topology: Topology, item_size: int) -> Seconds:
         tokens = exchange.layout.token_counts.reshape(-1, degree)
         # Bytes from a holder of tokens to each reader of heads, or from a reader of heads to the owner of each token.
         mine, theirs = (tokens, np.broadcast_to(rows, tokens.shape)) if to_heads else (rows, tokens)
-        to_near, to_far = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
-        seconds = seconds + _Load(to_near, to_far, nothing, nothing).seconds(topology)
+        near_bytes, far_bytes = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
+        seconds = seconds + _Load(near_bytes, far_bytes, nothing, nothing).seconds(topology)
     return seconds

@@ -135,7 +135,7 @@ class Hardware:
         _, _, ahead, back, _ = self._rule_row(kind, head_dim)
         return ahead if forward else back
 
-    def beside_rule(self, kind: str, head_dim: int) -> float:
+    def rule_host_seconds(self, kind: str, head_dim: int) -> float:
         """Returns the additional seconds of the host in a direction of such a layer."""
         return self._rule_row(kind, head_dim)[4]
 
@@ -193,8 +193,8 @@ class Topology:
         hosts = np.array(self.hosts)
         place = np.zeros_like(hosts)
         for host in range(self.num_hosts):
-            of_host = np.flatnonzero(hosts == host)
-            place[of_host] = np.arange(of_host.size) * min(self.rails, of_host.size) // of_host.size
+            members = np.flatnonzero(hosts == host)
+            place[members] = np.arange(members.size) * min(self.rails, members.size) // members.size
         return frozen(hosts * self.rails + place)
 
 

@@ -57,8 +57,8 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     # Only a ring computes the keys of one rank in each stage; rounds of assigned tiles are no such stages.
     if stages == 1 or step.tiled is not None or int(met.sum()) > _MOST_PIECES:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
-        at_once = np.array([step.area(rank) for rank in range(size)]), *others
-        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in at_once))
+        whole = np.array([step.area(rank) for rank in range(size)]), *others
+        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in whole))
     found = np.zeros((4, stages * size), dtype=np.int64)
     before = np.cumsum(met) - met
     blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
@@ -218,8 +218,8 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
     taken = products / rule_rate(plan, hardware, item_size, forward=forward)
     floor = hardware.rule_floor * (1 if forward else 2)
-    beside = hardware.beside_rule(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
-    found: Seconds = (products > 0) * (np.maximum(taken, floor) + beside)
+    host_seconds = hardware.rule_host_seconds(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
+    found: Seconds = (products > 0) * (np.maximum(taken, floor) + host_seconds)
     return found
 
 

@@ -93,10 +93,10 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
     and for a chunkwise linear layer the sent and received parts of its halo and its maps. The sent part of an
     all-gather is as long as the longest share, the received part that times the number of KV ranks.
     """
-    return _in_pool(plan, rank, item_size) + _along_segments(plan, rank, item_size)
+    return _pool_bytes(plan, rank, item_size) + _segment_bytes(plan, rank, item_size)
 
 
-def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
+def _pool_bytes(plan: Plan, rank: int, item_size: int) -> int:
     """Returns the bytes that `Buffers` makes for head exchanges and attention, in one forward and one backward."""
     pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
@@ -107,7 +107,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
             chunk: [
                 pool.acquire(size)
                 for exchange in leading
-                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=True)
+                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=True)
             ]
             for chunk in chunks
         }
@@ -119,13 +119,15 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
             leaving += [
                 pool.acquire(size)
                 for exchange in trailing
-                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=False)
+                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=False)
             ]
         pool.release(leaving)
     return sum(pool.capacities)
 
 
-def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
+def _message_bytes(
+    plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool
+) -> list[int]:
     """Returns the bytes of the buffers that a part of an exchange receives and sends in."""
     kv_rank, head_rank = divmod(rank, exchange.degree)
     layout, blocks = exchange.subgroup(kv_rank).layout, exchange.sections.blocks
@@ -143,7 +145,7 @@ def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: i
     return [tokens] if as_it_lies else [tokens, heads]
 
 
-def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
+def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
     sizes: list[int] = []
     for step in plan.recurrent_steps:
         match step:
@@ -284,7 +286,7 @@ class _Local:
             return [self.out + self.lse]
         base = self.out // self.item * self.acc_bytes + self.lse
         rows = [*self._later_rows(forward=True), *self._returned_rows(forward=True)]
-        parts = [self._merged(count) for count in rows]
+        parts = [self._merge_bytes(count) for count in rows]
         parts += [
             sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
             for stage in self.step.stages
@@ -292,7 +294,7 @@ class _Local:
         ]
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
-    def _merged(self, rows: int) -> int:
+    def _merge_bytes(self, rows: int) -> int:
         """Returns the bytes of so many queries' partial results and their merge, with heads padded to cache lines."""
         padded = (rows // 16 + 1) * 16 if rows else 0
         return (rows * (self.step.value_head_dim + 2) + padded * MERGING) * self._most_heads * self.acc_bytes

@@ -72,7 +72,7 @@ def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program
     np.add.at(counts, (before, after), sizes)
     senders, receivers = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(ranks), indexing="ij"))
     row = plan.redistribution.hidden_size * item_size
-    edges = Edges.of(senders, receivers, counts.ravel() * row)
+    edges = Edges.from_messages(senders, receivers, counts.ravel() * row)
     for messages in (edges, edges.reversed()):
         for moved in (counts.sum(axis=1), counts.sum(axis=0)):
             program.work("order hidden states", "copy", moved * row / hardware.copy + hardware.launch)

@@ -30,7 +30,7 @@ class Edges:
     nbytes: IntArray
 
     @classmethod
-    def of(cls, senders: IntArray, receivers: IntArray, nbytes: IntArray) -> Edges:
+    def from_messages(cls, senders: IntArray, receivers: IntArray, nbytes: IntArray) -> Edges:
         """Makes edges of messages, except empty ones and those from a rank to itself."""
         travels = (senders != receivers) & (nbytes > 0)
         if travels.all():  # the same arrays, by which `simulate` recognises the route of the transfer before

@@ -186,10 +186,10 @@ class _Cores:
         self.shares = bool(cores) and bool((self._count > cores).any())
         self.handles: Seconds = (self._count >= cores).astype(np.float64)  # 0 where a spare core handles messages
         self._always = np.maximum(self._count / cores, 1.0) if cores else np.ones(computers.size)
-        self._clocks = None if busy is None or not self.shares else self._clocks_of(computers, cores, busy)
+        self._clocks = None if busy is None or not self.shares else self._speed_changes(computers, cores, busy)
 
     @staticmethod
-    def _clocks_of(computers: IntArray, cores: int, busy: list[Seconds]) -> list[tuple[Seconds, Seconds]]:
+    def _speed_changes(computers: IntArray, cores: int, busy: list[Seconds]) -> list[tuple[Seconds, Seconds]]:
         """Returns for each rank the times at which its speed changes, and the work that it can do until each."""
         clocks = []
         for rank, computer in enumerate(computers.tolist()):
@@ -203,7 +203,7 @@ class _Cores:
             clocks.append((np.append(times, times[-1] + 1e9), np.append(done, done[-1] + 1e9)))
         return clocks
 
-    def after(self, now: Seconds, seconds: Seconds) -> Seconds:
+    def finish(self, now: Seconds, seconds: Seconds) -> Seconds:
         """Returns `[ranks]` the times at which work that begins now is finished."""
         if self._clocks is None:
             found: Seconds = now + seconds * self._always
@@ -253,21 +253,21 @@ def _played(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    under_way: dict[int, tuple[Seconds, Seconds, Start]] = {}
+    pending: dict[int, tuple[Seconds, Seconds, Start]] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
-                begun, now = now, cores.after(now, seconds)
+                begun, now = now, cores.finish(now, seconds)
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
                 left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
-                under_way[key] = left, arrived, operation
+                pending[key] = left, arrived, operation
             case Wait(key):
-                left, arrived, start = under_way.pop(key)
+                left, arrived, start = pending.pop(key)
                 if start.handling.any():
-                    begun, now = now, cores.after(now, start.handling * cores.handles)
+                    begun, now = now, cores.finish(now, start.handling * cores.handles)
                     spans.append(Span(f"handle {start.name}", "copy", begun, now))
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
                 waited = waited + now - begun

@@ -96,7 +96,7 @@ class _Walk(AttentionWalk):
         rows, tokens = self._rows(exchange, part), exchange.layout.token_counts
         senders = np.repeat(self.ranks, self.degree)
         readers = np.tile(np.arange(self.degree), self.plan.cp_size)
-        return Edges.of(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
+        return Edges.from_messages(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
 
     def _to_heads(self, exchange: Exchange) -> dict[int, int]:
         """Starts all parts, in the order in which they are waited for; returns the key of each."""
@@ -167,7 +167,7 @@ class _Walk(AttentionWalk):
         if step.crosses:
             counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
             self._copy("pack halo", counts.sum(axis=1) * step.channels * self.item)
-            self._wait(self._start("halo", self._of_counts(counts * step.channels * self.item)))
+            self._wait(self._start("halo", self._count_edges(counts * step.channels * self.item)))
         if self.is_forward:
             self._linear_work("conv", 0)
 
@@ -178,7 +178,7 @@ class _Walk(AttentionWalk):
         )
         if step.crosses:
             counts = step.split_counts(forward=self.is_forward).counts
-            key = self._start("states of segments", self._of_counts(counts * max(self.item, 4)))
+            key = self._start("states of segments", self._count_edges(counts * max(self.item, 4)))
             self.program.work("rule, before states", "kernel", local / 2)
             self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
@@ -186,9 +186,9 @@ class _Walk(AttentionWalk):
         else:
             self.program.work("rule", "kernel", local)
 
-    def _of_counts(self, nbytes: IntArray) -> Edges:
+    def _count_edges(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
-        return Edges.of(senders, readers, nbytes[senders, readers])
+        return Edges.from_messages(senders, readers, nbytes[senders, readers])
 
 
 def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:
@@ -197,12 +197,12 @@ def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, i
         edges = start.edges
         sent, received = edges.senders == rank, edges.receivers == rank
         yield (
-            start.name, _by_peer(edges.receivers[sent], edges.nbytes[sent]),
-            _by_peer(edges.senders[received], edges.nbytes[received]),
+            start.name, _bytes_by_peer(edges.receivers[sent], edges.nbytes[sent]),
+            _bytes_by_peer(edges.senders[received], edges.nbytes[received]),
         )  # fmt: skip
 
 
-def _by_peer(peers: IntArray, nbytes: IntArray) -> dict[int, int]:
+def _bytes_by_peer(peers: IntArray, nbytes: IntArray) -> dict[int, int]:
     found: dict[int, int] = {}
     for peer, count in zip(peers.tolist(), nbytes.tolist(), strict=True):
         found[peer] = found.get(peer, 0) + count

@@ -35,7 +35,7 @@ class WalkBase:
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
-        self.after = (self.ranks + self.degree) % plan.cp_size  # in a ring
+        self.next_ranks = (self.ranks + self.degree) % plan.cp_size  # in a ring
 
     def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
         """Starts a transfer by the plan's transport; returns the key to wait for it.
@@ -45,7 +45,7 @@ class WalkBase:
         """
         transport = self.plan.transport
         if transport.hosts:
-            first, second = _by_hosts(edges, np.array(transport.hosts), shares=shares)
+            first, second = _host_hops(edges, np.array(transport.hosts), shares=shares)
             key = self.program.start(name, first)
             self.second_hops[key] = name, second
             return key
@@ -65,7 +65,7 @@ class WalkBase:
         self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
 
 
-def _by_hosts(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
+def _host_hops(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
     """Splits messages into the two hops of a hierarchical transport.
 
     The first hop is a message to each other host, to the rank of the same place there, which forwards it in the second.
@@ -95,4 +95,4 @@ def _by_hosts(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Ed
         np.concatenate([edges.receivers[~far], pairs % hosts.size]),
         np.concatenate([edges.nbytes[~far], together]),
     )
-    return first, Edges.of(proxy, receivers, nbytes)
+    return first, Edges.from_messages(proxy, receivers, nbytes)

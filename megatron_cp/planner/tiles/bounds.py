@@ -31,7 +31,7 @@ def lower_bound(problem: TileProblem) -> int:
         hosts = np.unique(problem.hosts, return_inverse=True)[1]
         if (np.bincount(hosts) == np.bincount(hosts)[0]).all():
             members = int(np.bincount(hosts)[0])
-            between = _bound(_of_hosts(problem, hosts), problem.load_cap * members)
+            between = _bound(_host_problem(problem, hosts), problem.load_cap * members)
             found = max(found, -(-between * problem.host_cost // members))
     return found
 
@@ -56,7 +56,7 @@ def lower_bound_of_seconds(
     return {"work": share / pairs_per_second, "transfers": lower_bound(problem) / bytes_per_second}
 
 
-def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
+def _host_problem(problem: TileProblem, hosts: IntArray) -> TileProblem:
     """Returns the problem with each host as one rank: a line that a host needs is sent to it at least once."""
     rows, columns = (
         Chunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
@@ -86,21 +86,21 @@ class _Options(NamedTuple):
 def _bound(problem: TileProblem, cap: int) -> int:
     if problem.num_tiles == 0 or problem.num_ranks == 1:
         return 0
-    returned, fetched = _fan_out(problem, cap)
+    returned, fetched = _owner_bytes(problem, cap)
     options = _all_options(problem, returned, fetched, cap)
     unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
     low, high = 0, -(-int(problem.num_ranks * max(sum(each.sum() for each in problem.line_costs), 1)) // unit)
     high *= problem.host_cost
     while low < high:
         middle = (low + high) // 2
-        if _possible(options, middle * unit, problem.total, problem.num_ranks):
+        if _is_possible(options, middle * unit, problem.total, problem.num_ranks):
             high = middle
         else:
             low = middle + 1
     return low * unit
 
 
-def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
+def _is_possible(options: _Options, most: int, total: int, ranks: int) -> bool:
     """Tells whether every rank may have an option of at most `most` bytes; True where that is not refuted."""
     allowed = (options.received <= most) & (options.sent <= most)
     work = np.where(allowed, options.work, -1)
@@ -124,7 +124,7 @@ def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
     return True
 
 
-def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
+def _owner_bytes(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
     """Returns `[ranks]` the fewest bytes that each receives, and sends, as the owner of lines that others must have.
 
     A line with more work than the cap goes to several ranks, all of them others but for one. Of lines that a rank owns
@@ -144,11 +144,11 @@ def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
             np.add.at(into, owners, others * cost)
             for rank in range(size):
                 own = (owners == rank) & (work > 0) & (others == 0)
-                into[rank] += _left_out(work[own], cost[own], cap)
+                into[rank] += _excess_cost(work[own], cost[own], cap)
     return received, sent
 
 
-def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
+def _excess_cost(work: IntArray, cost: IntArray, cap: int) -> int:
     """Returns a lower bound on the cost of the lines that exceed the cap: sums the cheapest ones, the last in part."""
     too_much = int(work.sum()) - cap
     if too_much <= 0:
@@ -188,9 +188,9 @@ def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray
     )
     costs = problem.line_costs
     received, sent = (
-        _least(of_rows, problem, problem.rows, rank, rows)[:, None]
-        + _least(of_columns, problem, problem.columns, rank, columns)
-        for of_rows, of_columns in ((costs[0], costs[2]), (costs[1], costs[3]))
+        _least(row_costs, problem, problem.rows, rank, rows)[:, None]
+        + _least(column_costs, problem, problem.columns, rank, columns)
+        for row_costs, column_costs in ((costs[0], costs[2]), (costs[1], costs[3]))
     )
     return work.ravel(), received.ravel(), sent.ravel()
 

@@ -76,7 +76,7 @@ def tiles_of(
     row_starts, column_starts, pieces = _halved(mask, row_starts, column_starts, size)
     owners = queries.located(row_starts)[0], keys.located(column_starts)[0]
     for groups in (_RANGES_A_RANK, 8, 4, 2, 1):
-        row_chunks, column_chunks = _merged(pieces, owners, size, groups)
+        row_chunks, column_chunks = _merge(pieces, owners, size, groups)
         tile, work = _tiles(row_chunks[pieces.row], column_chunks[pieces.column], pieces.work, column_chunks)
         if work.size <= usual_tiles:
             break
@@ -175,12 +175,12 @@ def _middles(starts: IntArray, total: int, numbers: IntArray) -> IntArray:
 
 
 def _cut(mask: Mask, rows: IntArray, columns: IntArray) -> _Pieces:
-    number, row, pieces = _met(mask.bands, np.arange(len(mask.bands)), rows, mask.packing.total, axis=0)
-    inner, column, pieces = _met(pieces, np.arange(len(pieces)), columns, mask.kv_packing.total, axis=2)
+    number, row, pieces = _cut_axis(mask.bands, np.arange(len(mask.bands)), rows, mask.packing.total, axis=0)
+    inner, column, pieces = _cut_axis(pieces, np.arange(len(pieces)), columns, mask.kv_packing.total, axis=2)
     return _Pieces(number[inner], row[inner], column, band.areas(pieces))
 
 
-def _met(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: int) -> tuple[IntArray, ...]:
+def _cut_axis(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: int) -> tuple[IntArray, ...]:
     """Cuts bands at the ranges of one axis; returns the band's id, the range and the tight box of each piece."""
     ends = np.append(starts[1:], total)
     lowest = np.searchsorted(ends, bands[:, axis], side="right")
@@ -201,7 +201,7 @@ def _met(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: 
 # -- chunks of several ranges ------------------------------------------------------------------------------------------
 
 
-def _merged(pieces: _Pieces, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
+def _merge(pieces: _Pieces, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
     """Returns the chunk of each range of rows, and of columns.
 
     Ranges whose tiles all lie between one owner's own rows and columns are merged as far as a chunk stays a small part

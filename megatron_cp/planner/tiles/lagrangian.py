@@ -48,7 +48,7 @@ class _Lines:
         self.problem = problem
         self.unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
         costs = [each // self.unit for each in problem.line_costs]
-        self.of_tiles = np.stack([problem.tile_rows, problem.tile_columns + problem.rows.owners.size])
+        self.tile_lines = np.stack([problem.tile_rows, problem.tile_columns + problem.rows.owners.size])
         self.owners = np.concatenate([problem.rows.owners, problem.columns.owners])
         self.out, self.back = np.concatenate([costs[0], costs[2]]), np.concatenate([costs[1], costs[3]])
 
@@ -60,7 +60,7 @@ class _Lines:
 
     def volumes(self, number: int, tiles: IntArray) -> tuple[IntArray, IntArray]:
         """Returns `[ranks]` the units that each receives, and sends, if rank `number` has these tiles."""
-        lines = np.unique(self.of_tiles[:, tiles])
+        lines = np.unique(self.tile_lines[:, tiles])
         owners, received = self.owners[lines], np.zeros(self.problem.num_ranks, dtype=np.int64)
         sent, rank = received.copy(), np.full_like(owners, number)
         factor = self.problem.pair_cost[owners, rank]
@@ -90,8 +90,8 @@ class _Pricing:
         self.foreign = np.flatnonzero(lines.owners != rank)
         has = {line: model.new_bool_var("") for line in self.foreign.tolist()}
         self.has = list(has.values())
-        for of_tiles in lines.of_tiles.tolist():
-            for tile, line in zip(self.tiles, of_tiles, strict=True):
+        for tile_lines in lines.tile_lines.tolist():
+            for tile, line in zip(self.tiles, tile_lines, strict=True):
                 if line in has:
                     model.add_implication(tile, has[line])
         model.add(weighted_sum(self.tiles, problem.work.tolist()) <= problem.load_cap)

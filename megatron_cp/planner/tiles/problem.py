@@ -107,7 +107,7 @@ class Chunks:
         return frozen(found)
 
     @classmethod
-    def of_equal_size(cls, owners: IntArray, size: int = 1) -> Chunks:
+    def equal_sized(cls, owners: IntArray, size: int = 1) -> Chunks:
         """Makes chunks of one range of `size` tokens each."""
         count = owners.size
         return cls(np.arange(count) * size, count * size, np.arange(count), owners)
@@ -116,7 +116,7 @@ class Chunks:
 class TileProblem:
     """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one from a mask and layouts, `of_table` from a table of work.
+    Immutable. `tiles_of` makes one from a mask and layouts, `from_table` from a table of work.
 
     Args:
         num_ranks: ranks that compute.
@@ -173,7 +173,7 @@ class TileProblem:
         self.load_cap = self._checked_cap(load_cap)
 
     @classmethod
-    def of_table(
+    def from_table(
         cls,
         work: IntArray,
         row_owners: IntArray,
@@ -195,8 +195,9 @@ class TileProblem:
         if table.shape != shape or not is_integral(table) or (table < 0).any():
             raise ArgumentError("work", f"{table.dtype} {table.shape}", f"integers of at least 0, of shape {shape}")
         rows, columns = np.nonzero(table)
-        of_rows, of_columns = (Chunks.of_equal_size(np.asarray(owners)) for owners in (row_owners, column_owners))
-        return cls(num_ranks, of_rows, of_columns, rows, columns, table[rows, columns], weights, load_cap=load_cap)
+        row_chunks, column_chunks = (Chunks.equal_sized(np.asarray(owners)) for owners in (row_owners, column_owners))
+        work = table[rows, columns]
+        return cls(num_ranks, row_chunks, column_chunks, rows, columns, work, weights, load_cap=load_cap)
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class TileProblem:
         """Returns the same tiles with other bytes of a token."""
         return self._but(load_cap=self.load_cap, weights=weights)
 
-    def on_one_host(self) -> TileProblem:
+    def single_host(self) -> TileProblem:
         """Returns the same problem with all ranks on one host."""
         return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
 

@@ -28,20 +28,20 @@ def starts(rows: IntArray, columns: IntArray, work: IntArray, size: int) -> IntA
     """
     random = np.random.Generator(np.random.PCG64(5))
     natural = np.arange(size)
-    orders = [natural, _by_component(rows, columns, size)]
+    orders = [natural, _component_order(rows, columns, size)]
     found = [longest_first(work, size)]
     for count in range(1, size + 1):
         if size % count:
             continue
         turns = [natural.reshape(count, -1).T.ravel(), natural.reshape(-1, count).T.ravel()]
         shuffles = [random.permutation(size) for _ in range(_SHUFFLES if 1 < count < size else 0)]
-        found += [_on_grid(order, count, rows, columns) for order in (*orders, *turns, *shuffles)]
+        found += [_grid_assignment(order, count, rows, columns) for order in (*orders, *turns, *shuffles)]
     answers = np.stack(found, axis=1)
     _, first = np.unique(answers, axis=1, return_index=True)
     return answers[:, np.sort(first)]
 
 
-def _on_grid(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) -> IntArray:
+def _grid_assignment(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) -> IntArray:
     """Assigns each tile to the cell of its owners; `order` lists the ranks of the cells in `num_rows` rows."""
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
@@ -49,7 +49,7 @@ def _on_grid(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) 
     return order[place[rows] // width * width + place[columns] % width]
 
 
-def _by_component(rows: IntArray, columns: IntArray, size: int) -> IntArray:
+def _component_order(rows: IntArray, columns: IntArray, size: int) -> IntArray:
     """Orders ranks so that those whose queries see each other's keys, directly or not, are adjacent."""
     label = np.arange(size)
     while True:
