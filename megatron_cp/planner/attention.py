@@ -186,7 +186,7 @@ class _Request:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (step.partition, self.head_dim, self.value_head_dim)
-        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # whatever the chunks of heads
+        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
 
@@ -353,7 +353,7 @@ def _steps(
     """
     q, k, v = blocks
     degree = len(partition.heads)
-    # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
+    # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
     in_order = layout.in_stream_order and kv_layout.in_stream_order
     exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
     queries, keys = (
@@ -394,7 +394,7 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
         remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
         raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
     if ulysses_degree is None:
-        # As many as share the key/value heads evenly; else as many as leave no rank without one.
+        # The largest degree that shares key/value heads evenly; else the largest that leaves no rank without one.
         even, some = (
             [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
         )

@@ -48,7 +48,7 @@ def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> No
     own = lengths.copy()
     own[: given.size] = given
     first, bands = filled[0], mask.bands.copy()
-    if not is_cross and not is_block_table(mask.name):  # both are placed by a document's filled-up length
+    if not is_cross and not is_block_table(mask.name):  # both depend on a document's padded length
         ends = (layout.packing.cu_seqlens[:-1] + own)[layout.packing.documents_of(bands[:, 0])]
         bands[:, 1] = np.minimum(bands[:, 1], ends)
         seen = band.area(bands)
@@ -60,7 +60,7 @@ def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> No
         allowed = "one of a pack to itself where documents are filled up"
     remedy = (
         f"Document {first} has {given[first]} tokens and is filled up to {lengths[first]}. With a2a, GraphTables of"
-        " align_documents=1 fill up none; p2p wants lengths that are multiples already."
+        " align_documents=1 fill up none; p2p needs lengths that are multiples already."
     )
     raise ArgumentError("mask", mask.name, allowed, remedy)
 

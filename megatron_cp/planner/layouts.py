@@ -28,7 +28,7 @@ CHOICES = ("contiguous", "zigzag", "balanced")
 # Predictions with a smaller ratio count as equal. The ratio is far below the error of predictions, and far above the
 # last bits in which processors of two ranks may differ.
 _EQUAL = 1.001
-_REMEMBERED = 128  # choices; a few kilobytes each
+_REMEMBERED = 128  # choices that are kept; a few kilobytes each
 
 
 def layout_by_name(
@@ -212,7 +212,7 @@ def _priced_layouts(
     """Returns the prices of layouts, the chosen one first, and the reasons why others have none."""
     prices, notes, refused = list[LayoutPrice](), list[str](), None
     for name in CHOICES:
-        # Zigzag alone cuts every document; where that makes tables of a second, no layer is faster for it.
+        # Only zigzag cuts every document; where its tables take a second to make, no layer gains as much.
         if name == "zigzag" and 2 * cp_size * packing.num_documents > VERY_MANY:
             notes.append(f"layout {name} was not compared: it would have more than {VERY_MANY} fragments")
             continue

@@ -152,7 +152,7 @@ def plan_linear(
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:
-        mode = CHUNKWISE.name  # already there
+        mode = CHUNKWISE.name  # hidden states have that layout already
     makers: dict[LinearMode, Callable[[], Plan]] = {
         HEADWISE: lambda: _headwise(layout, shape, partition, chunks, coding),
         CHUNKWISE: lambda: _chunkwise(layout, shape),
@@ -212,7 +212,7 @@ def _priced_candidates(
                 (bound for bound in state_bounds(plan, on, topology, item_size) if bound.total > best.total), None
             )
             if bound is not None:
-                found.append((bound, None))  # to price it would take longer than it is worth
+                found.append((bound, None))  # a full prediction would take longer and not change the choice
                 continue
         found.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
     return sorted(found, key=lambda pair: pair[0].total)

@@ -14,8 +14,8 @@ from megatron_cp.planner.predict.simulate import simulate
 from megatron_cp.planner.predict.walk import program_of
 
 _COUNTS = (1, 2)  # three and four were never 1 % faster in the simulator, and often slower: see docs/tiles.md
-# A schedule that is so near to its bound is not worth another simulation, nor one round more so small a gain: every
-# message has costs of the host, which no prediction for a GPU counts.
+# A schedule within this factor of its bound needs no further simulation, and a smaller gain does not justify another
+# round: every message has costs of the host, which predictions for a GPU do not count.
 _NEAR = 1.005
 
 Rounds = tuple[tuple[int, int], tuple[ScheduleQuality, ScheduleQuality]]

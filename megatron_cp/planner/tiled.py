@@ -39,8 +39,8 @@ MOST_RUNS, _FEW_RUNS = 1 << 14, 128
 _TILES_OF_TABLES, _MOVES_OF_TABLES, _LEAST_MOVES = 2048, 1 << 17, 200
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # below, sums of work are exact
-_PAIRS_A_STEP = 1000  # visible pairs for each random move of the search: all moves from 4,000 causal tokens on
-_MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
+_PAIRS_A_STEP = 1000  # visible pairs for each random move; 4,000 causal tokens get all moves
+_MOST_HOST_COST = 64  # the highest cost of a byte between hosts, in bytes within a host
 
 
 _NAMES = ("search_seconds", "search_cache")
@@ -237,7 +237,7 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
         rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
-        # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
+        # With two hops, a byte from another host may reach its rank by the links within its host.
         proxied = bool(alike.transport.hosts)
         for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
             for weights in head_rank_weights:
@@ -294,7 +294,7 @@ def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tu
     remote = (
         (Payload.QUERIES, Payload.PARTIALS) if forward else (Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS)
     )
-    step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
+    step = replace(step, head_chunks=1)  # chunks round rows up, which must not change the assignment
     rows = [
         [step.row_bytes(each, rank, item_size) for each in (*remote, Payload.KEYS)]
         for rank in range(step.num_head_ranks)

@@ -54,7 +54,7 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     bands, ranks = step.bands_of_kv_ranks()
     edges, owners = owned_fragments(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
-    # Only a ring computes the keys of one rank in each stage; rounds of assigned tiles are no such stages.
+    # Only a ring has the keys of one rank in each stage; rounds of assigned tiles do not.
     if stages == 1 or step.tiled is not None or int(met.sum()) > _MOST_PIECES:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
         whole = np.array([step.area(rank) for rank in range(size)]), *others

@@ -19,9 +19,9 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.stage import Stage
 from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
-MERGING = 3  # log-sum-exps for each query and head while partial results are merged: before, added, the share
-PLACE = 8  # bytes of the place of an element
-LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
+MERGING = 3  # log-sum-exps for each query and head while partial results are merged: old, new, and the weight
+PLACE = 8  # bytes of the index of an element
+LSE = 4  # the fewest bytes of a log-sum-exp and of any sum
 
 
 def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
@@ -137,8 +137,8 @@ def _message_bytes(
     as_it_lies = layout.in_stream_order and not any(exchange.coded(sizes))
     if to_heads:
         return [tokens] if as_it_lies else [heads, tokens]
-    # Attention writes the gradients of what came in one message as one, and a section alone lies like a message
-    # unless that has gaps.
+    # Attention writes the gradients of one message as one tensor, and a single section has the form of a message unless
+    # that has gaps.
     (block, *others) = exchange.parts[part].blocks
     alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
     as_it_lies &= alone or (plan.attend is not None and not exchange.section_major)
@@ -153,7 +153,7 @@ def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
                 tables = step.tables(rank)
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
-                # Maps and their adjoints go to other ranks, and a buffer for the ones may be too small for the others.
+                # Maps and their adjoints go to different ranks; a buffer of the former may be too small for the latter.
                 counts = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
                     Counter(rounded(sum(n) * max(item_size, LSE)) for n in (each.sent_by(rank), each.received_by(rank)))
@@ -222,7 +222,7 @@ def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
     moments = [live]
     for number, local in reversed(list(enumerate(chunks))):
         live += sum(move.heads[number] for move in outbound if not move.in_order)
-        # Gradients lie to each other as their inputs do: where those are one message, so are they, and go as they lie.
+        # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
         gradients = inbound[0].heads[number] if len(inbound) == 1 else local.dq + local.keys
         moments += [live + gradients + moment for moment in local.backward()]
         live -= sum(move.heads[number] for move in moves) + local.out + local.lse
@@ -306,7 +306,7 @@ class _Local:
         if len(stages) > 1:
             total = self._own_rows * self.heads * row if self.is_wider else 0
             if self.step.moves_queries(forward=False):
-                # Row sums of own outputs, from the beginning to the end.
+                # Row sums of own outputs are alive during the whole loop.
                 total += self._own_rows * self.heads * self.acc_bytes
                 moments.append(total + _eighth(self._own_rows) * self.heads * self.step.value_head_dim * self.acc_bytes)
         # Returned gradients are added to sums of the own keys' gradients, in the type of the sums. A first stage of own

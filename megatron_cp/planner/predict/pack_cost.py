@@ -68,7 +68,7 @@ class PackCost:
 
         Example:
             >>> cost = PackCost.of_flops(active_parameters=8_000_000_000, softmax_features=32 * 32 * 128)
-            >>> cost.token / cost.pair  # tokens of a document whose attention costs as much as all else
+            >>> cost.token / cost.pair  # tokens of a document whose attention costs as much as the rest
             61035.15625
         """
         given = {"active_parameters": active_parameters, "softmax_features": softmax_features, "token": token}

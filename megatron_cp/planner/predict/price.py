@@ -93,7 +93,7 @@ def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) ->
         return
     owners = layout.located(np.sort(layout.starts))[0]
     changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
-    few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # by the rank that sends most: at least the mean
+    few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # the rank that sends most sends at least the mean
     finds: tuple[Callable[[bool], int], ...] = (
         lambda _: few,
         lambda forward: max(plan.bytes_sent(item_size, forward=forward)),

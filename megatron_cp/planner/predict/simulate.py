@@ -22,7 +22,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.predict.program import Edges, Program, Seconds, Start, Wait, Work
 
-_ROUNDS = 12  # of simulating a program again; most settle in five
+_ROUNDS = 12  # simulations of a program; most need five
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +231,10 @@ def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timelin
         raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
     computers = np.zeros(program.ranks, dtype=np.int64) if topology.shares_cores else np.array(topology.hosts)
     sharing = _Cores(computers, cores)
-    found = _played(program, topology, sharing)
+    found = _simulated(program, topology, sharing)
     for _ in range(_ROUNDS if sharing.shares else 0):
         before = found
-        found = _played(program, topology, _Cores(computers, cores, _busy(before)))
+        found = _simulated(program, topology, _Cores(computers, cores, _busy(before)))
         if np.allclose(found.end, before.end, rtol=1e-3, atol=0.0):
             break
     return found
@@ -249,7 +249,7 @@ def _busy(timeline: Timeline) -> list[Seconds]:
     return [np.stack([begin, end], axis=1)[end > begin] for begin, end in zip(starts.T, ends.T, strict=True)]
 
 
-def _played(program: Program, topology: Topology, cores: _Cores) -> Timeline:
+def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []

@@ -88,7 +88,7 @@ class AttentionWalk(WalkBase):
         if do.flow is not None:
             rows, passes = self._message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
             if payload is Payload.KEY_GRADIENTS and do.flow.fetch.equal_shares:
-                rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as machines were calibrated
+                rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as in the calibration of machines
             wider = 1 if payload.is_summed else max(4 // self.item, 1)
             self._copy(f"add {payload.value}", self._bytes(step, rows, payload, chunk) * wider * passes)
         elif do.target is None:

@@ -35,7 +35,7 @@ class WalkBase:
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
-        self.next_ranks = (self.ranks + self.degree) % plan.cp_size  # in a ring
+        self.next_ranks = (self.ranks + self.degree) % plan.cp_size  # the next rank of a ring
 
     def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
         """Starts a transfer by the plan's transport; returns the key to wait for it.

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from megatron_cp.layout.packing import IntArray
 
 FloatArray = NDArray[np.float64]
-# Found by trying, on tables of six masks: a higher price of too much work, a higher power from the start, or more
-# chains of fewer steps leave the busiest rank with an eighth more.
-_OVERLOAD = 5.0  # energy of a rank that has a whole load cap too much
-_BITS, _DRAWS = 31, 6  # of random numbers; how many a chain takes in a step
-_SEGMENTS = 12  # after each, the worst chains go on from the best answer
-_STEEP = 9  # from this segment on, powers are eighth ones
-_HOT, _COOLING = 0.5, 0.628  # the threshold's scale at the beginning, and from segment to segment: 0.003 at the end
+# Chosen by experiments on tables of six masks: a higher price of overload, a higher power from the start, or more
+# chains with fewer steps leave the busiest rank with an eighth more.
+_OVERLOAD = 5.0  # energy of a rank with twice the load cap
+_BITS, _DRAWS = 31, 6  # bits of a random number; random numbers of a chain in a step
+_SEGMENTS = 12  # after each, the worst chains restart from the best answer
+_STEEP = 9  # from this segment on, energy uses eighth powers
+_HOT, _COOLING = 0.5, 0.628  # the first scale of the threshold, and its factor from segment to segment: ends at 0.003
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Chains:
         """Counts tiles, volumes and loads of all answers from scratch."""
         moves, size = self.moves, self.moves.num_ranks
         held = self.ranks[:-1]
-        self.tiles_at = []  # for each axis [lines, ranks, chains], how many tiles of a line a rank has
+        self.tiles_at = []  # for each axis [lines, ranks, chains] the number of tiles of a line on a rank
         self.volumes = np.zeros((2, size, self.count))  # sent, received
         for axis in moves.axes:
             count = np.zeros((axis.owners.size, size, self.count), dtype=np.int32)
@@ -135,7 +135,7 @@ class Chains:
         for _ in range(self.squarings):
             share *= share
         above = np.maximum(loads * (1 / max(self.moves.load_cap, 1)) - 1.0, 0.0)
-        # As far as work is above the cap, and once more that it is, so that little is not better than nothing.
+        # The excess of work, plus a constant where there is any, so that a small excess is not free.
         return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
 
     def energies(self) -> FloatArray:
@@ -181,7 +181,7 @@ class Chains:
         place, chain = np.nonzero(chosen)
         moved = members[place, chain]
         volumes, loads = self.volumes.copy(), self.loads.copy()
-        self._weigh(volumes, number, line, source, target, chosen.sum(axis=0), moved, chain)
+        self._update_volumes(volumes, number, line, source, target, chosen.sum(axis=0), moved, chain)
         work = (self.work[members] * chosen).sum(axis=0)
         loads[source, self.all] -= work
         loads[target, self.all] += work
@@ -206,7 +206,7 @@ class Chains:
             target = np.where((draw // 2 == number + 1) & (other >= 0), other, target)
         return target
 
-    def _weigh(
+    def _update_volumes(
         self, volumes: FloatArray, number: int, line: IntArray, source: IntArray, target: IntArray,
         count: IntArray, moved: IntArray, chain: IntArray,
     ) -> None:  # fmt: skip

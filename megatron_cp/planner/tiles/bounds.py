@@ -17,8 +17,8 @@ from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem
 
-_DENSE, _SPARSE = 24, 24  # counts of foreign lines that are told apart: so many small ones, so many in all
-_PRICES = 60  # of work, that are tried for the cheapest options
+_DENSE, _SPARSE = 24, 24  # numbers of foreign lines that are told apart: all up to the first, and so many in all
+_PRICES = 60  # prices of work that are tried
 
 
 def lower_bound(problem: TileProblem) -> int:
@@ -106,8 +106,8 @@ def _is_possible(options: _Options, most: int, total: int, ranks: int) -> bool:
     work = np.where(allowed, options.work, -1)
     if (work.max(axis=1) < 0).any() or int(work.max(axis=1).sum()) < total:
         return False
-    # At a price of work, every rank takes the option that is cheapest: no choice that has all of the work moves less
-    # than what they cost together and the price of all work, whatever the price is.
+    # At any price of work, let every rank take the option with the least bytes minus the price of its work. The sum of
+    # these, plus the price of all work, is a lower bound on the bytes of any choice that has all of the work.
     moved = np.where(allowed, options.moved, np.inf)
     low, high = 0.0, float(options.moved.max()) + 1.0
     for _ in range(_PRICES):
@@ -157,7 +157,7 @@ def _excess_cost(work: IntArray, cost: IntArray, cap: int) -> int:
     work, cost = work[order], cost[order]
     before = np.cumsum(work) - work
     part = np.clip(too_much - before, 0, work)
-    # The work of one line at most is taken in part; in Python's integers, which have no end.
+    # At most one line counts in part; Python's integers do not overflow.
     return sum(-(-int(c) * int(p) // int(w)) if p < w else int(c) for c, p, w in zip(cost, part, work, strict=True))
 
 
@@ -168,7 +168,7 @@ def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: 
     found = []
     for rank in range(problem.num_ranks):
         work, own_received, own_sent = _options(problem, table, rank)
-        # A byte is received once: of all ranks together, as many as their tiles' foreign lines take both ways.
+        # Every byte is received once: all ranks together receive the bytes of their foreign lines, both ways.
         moved = own_received + own_sent
         found.append((np.minimum(work, cap), own_received + received[rank], own_sent + sent[rank], moved))
     most = max(each[0].size for each in found)
@@ -181,7 +181,7 @@ def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray
     """Returns a rank's most work, and fewest bytes received and sent, for each option (q, p) as a flat array."""
     own_rows, own_columns = problem.rows.owners == rank, problem.columns.owners == rank
     rows, columns = _counts(int((~own_rows).sum())), _counts(int((~own_columns).sum()))
-    # The same limit from both sides: rows have some of their tiles, and columns have.
+    # Two limits on the same work: by the tiles of rows, and by the tiles of columns.
     work = np.minimum(
         _work_of_counts(table, own_rows, own_columns, rows, columns),
         _work_of_counts(table.T, own_columns, own_rows, columns, rows).T,

@@ -20,7 +20,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import TileProblem, check, cost
 
 _FORMAT = 1
-_MOST_BYTES = 1 << 23  # of a file: eight times what `MOST_TILES` ranks take
+_MOST_BYTES = 1 << 23  # limit of a file: eight times the bytes of `MOST_TILES` ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         part = directory / f"{secrets.token_hex(8)}.part"
         try:
-            # With the rights of any other file, since others may share the folder: `tempfile` would keep them out.
+            # With the usual permissions, since others may share the folder: `tempfile` would exclude them.
             with part.open("x") as file:
                 json.dump(content, file)
             part.replace(directory / f"{problem.digest}.json")

@@ -13,12 +13,12 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem, TileWeights, check, default_load_cap
 
-MOST_PIECES = 1 << 22  # of bands, cut at all chunks: seconds of numpy
+MOST_PIECES = 1 << 22  # pieces of bands cut at all chunks; numpy takes seconds for them
 USUAL_TILES = 1 << 14  # above, chunks of one owner are merged
-# No tile has more than this part of the mean work, as far as cutting helps. With 4, causal receives 15 % more; with 8,
-# strided and global_local are cut finer than moves make use of.
+# Tiles are cut, if that helps, until none has more than 1 / _SHARE of the mean work. With 4, causal receives 15 % more;
+# with 8, strided and global_local are cut finer than moves can use.
 _SHARE = 5
-_RANGES_A_RANK = 16  # to which chunks are cut at most, on average
+_RANGES_A_RANK = 16  # limit on the mean number of ranges that cutting makes
 
 
 class _Pieces(NamedTuple):

@@ -26,10 +26,10 @@ from megatron_cp.planner.tiles import fast
 from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
-MOST_CHOICES = 1 << 16  # of a tile and a rank: the program of more takes minutes to write down
+MOST_CHOICES = 1 << 16  # pairs of a tile and a rank; with more, the program takes minutes to build
 _SEED = 7
-_UNITS_A_SECOND = 0.5  # of CP-SAT's deterministic time: measured on a core of two that were busy
-_MOVES_A_SECOND = 1500  # of each answer of the fast stage, where ranks are many: measured on one core, 64 ranks
+_UNITS_A_SECOND = 0.5  # CP-SAT's deterministic time in a second: measured on one of two busy cores
+_MOVES_A_SECOND = 1500  # random moves of an answer in a second, for many ranks: measured on one core, 64 ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
         return Exact(longer if cost(problem, longer) < reached else start, False, bound)
     budget = seconds * _UNITS_A_SECOND
-    # At most half of the time is for the bound; what that leaves is for answers.
+    # The bound gets at most half of the time; the search for answers gets the rest.
     lagrangian, left = lagrangian_bound(problem, start, budget=budget / 2)
     bound = max(bound, lagrangian)
     if reached <= bound:
@@ -79,17 +79,17 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     model.hint(_ordered(problem, start))
     solver = model_of.CpSolver()
     solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = True  # several strategies in turns, in one thread: so that the order is fixed
+    solver.parameters.interleave_search = True  # strategies take turns in one thread, in a fixed order
     solver.parameters.random_seed = _SEED
     solver.parameters.max_deterministic_time = budget / 2 + left
     solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
     if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:
-        # A clock, which would end ranks at different answers.
+        # The clock ended the search, which may give ranks different answers.
         remedy = "Search for less time, or once alone into a cache that all ranks read."
         raise ArgumentError("search_seconds", seconds, f"what ends within {60 * seconds + 60:g} s by the clock", remedy)
     if status not in (model_of.OPTIMAL, model_of.FEASIBLE):
-        # The start is an answer, so none was found only because time was up.
+        # The start is an answer, so the solver found none only because time was up.
         assert status == model_of.UNKNOWN, solver.status_name(status)
         return Exact(start, False, bound)
     ranks = model.answer(solver)
@@ -132,7 +132,7 @@ def _interchangeable(problem: TileProblem) -> list[list[int]]:
 
 
 def _ordered(problem: TileProblem, ranks: IntArray) -> IntArray:
-    """Returns the answer with interchangeable ranks in falling order of work, as the program wants them."""
+    """Returns the answer with interchangeable ranks in falling order of work, as the program requires."""
     name, work = np.arange(problem.num_ranks), loads(problem, ranks)
     for same in _interchangeable(problem):
         name[np.array(same)[np.argsort(-work[same], kind="stable")]] = same

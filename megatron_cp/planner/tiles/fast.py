@@ -14,8 +14,8 @@ from megatron_cp.planner.tiles.problem import TileProblem, loads, longest_first
 from megatron_cp.planner.tiles.starts import repaired, starts
 
 _CHAINS, USUAL_STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
-_STEPS_A_TILE = 200  # at most, so that small problems take milliseconds
-_ENTRIES = 1 << 18  # of the tables of counts: fewer chains where there are many lines and ranks
+_STEPS_A_TILE = 200  # a limit, so that small problems take milliseconds
+_ENTRIES = 1 << 18  # limit on a table of counts: fewer chains where there are many lines and ranks
 _FEW_RANKS = 16  # above, twice as many steps
 
 

@@ -21,12 +21,12 @@ from megatron_cp.planner.tiles.problem import TileProblem, cost
 FloatArray = NDArray[np.float64]
 _SCALE = 10**4  # prices are whole multiples of 1 / _SCALE, so that the bound is of integers
 _EXACT = 2**53  # below, doubles hold every whole number
-_HIGHEST = 8  # of the prices of all tiles, in what all ranks send if each sends as much as the start's busiest
+_HIGHEST = 8  # limit on the sum of tile prices, in units of all ranks if each sends as much as the start's busiest
 _SEED = 7
 _FIRST_ROUNDS, _MOST_ROUNDS = 7, 1000
-_LONGEST, _SHORTEST = 0.3, 0.005  # of one rank's pattern, in CP-SAT's deterministic time: at most; counted at least
-_BOX, _SMALLEST_BOX, _LARGEST_BOX = 0.3, 1e-4, 5.0  # how far prices may go, in mean prices
-_CONVERGED = 0.005  # of the bound: less than the linear program promises is not worth a round
+_LONGEST, _SHORTEST = 0.3, 0.005  # time of one rank's pattern (CP-SAT's deterministic): limit; least that is counted
+_BOX, _SMALLEST_BOX, _LARGEST_BOX = 0.3, 1e-4, 5.0  # largest change of prices, in mean prices
+_CONVERGED = 0.005  # share of the bound; a smaller promise of the linear program is not worth a round
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +101,8 @@ class _Pricing:
         self.solver = solver.CpSolver()
         parameters = self.solver.parameters
         parameters.num_workers, parameters.random_seed = 1, _SEED
-        # Of all that was tried, linear relaxations of everything are what counts (30 times as fast on `star`); presolve
-        # takes longer than it saves.
+        # Full linear relaxation helped most in experiments (30 times as fast on `star`); presolve takes longer than it
+        # saves.
         parameters.linearization_level, parameters.cp_model_presolve = 2, False
         parameters.max_deterministic_time = _LONGEST
 
@@ -125,7 +125,7 @@ class _Master:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
         program, size = self.program, lines.problem.num_ranks
         program.SuppressOutput()
-        self.from_scratch = solver.MPSolverParameters()  # from the last basis, with other costs, GLOP often gives up
+        self.from_scratch = solver.MPSolverParameters()  # GLOP often fails from the last basis with other costs
         self.from_scratch.SetIntegerParam(self.from_scratch.INCREMENTALITY, self.from_scratch.INCREMENTALITY_OFF)
         self.infinity = program.infinity()
         self.objective = program.Objective()
@@ -138,7 +138,7 @@ class _Master:
         for constraint in self.received + self.sent:
             constraint.SetCoefficient(most, 1)
         for constraint in self.tiles + self.received + self.sent:
-            above, below = self._variable(), self._variable()  # whose costs limit the constraint's price
+            above, below = self._variable(), self._variable()  # their costs limit the constraint's price
             constraint.SetCoefficient(above, 1)
             constraint.SetCoefficient(below, -1)
             self.box.append((above, below))
@@ -183,7 +183,7 @@ class _Bound:
     def __init__(self, problem: TileProblem, start: IntArray, budget: float) -> None:
         cp_model = importlib.import_module("ortools.sat.python.cp_model")
         self.lines, self.budget = _Lines(problem), budget
-        self.most = cost(problem, start) // self.lines.unit - 1  # an answer that is better has no more
+        self.most = cost(problem, start) // self.lines.unit - 1  # a better answer has at most this
         self.master = _Master(importlib.import_module("ortools.linear_solver.pywraplp"), self.lines)
         self.pricing = [_Pricing(cp_model, self.lines, rank, self.most) for rank in range(problem.num_ranks)]
         self.highest = _HIGHEST * problem.num_ranks * (self.most + 1)
@@ -215,7 +215,7 @@ class _Bound:
         """Returns prices in proportion to work, at which ranks take about all of it: the best of a few."""
         problem = self.lines.problem
         even = np.full(problem.num_ranks, 0.5 / problem.num_ranks)
-        # Tiles of one price have many best patterns, which take the solver long.
+        # Equal prices have many best patterns, which slow the solver down.
         uneven = problem.work * np.random.Generator(np.random.PCG64(_SEED)).uniform(0.9, 1.1, problem.num_tiles)
         low, high = 0.0, 4.0 * max(self.most, 1) * problem.num_ranks / problem.total
         center = _Prices(high / 2 * uneven, even, even)

@@ -22,9 +22,9 @@ from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
-MOST_TILES = 1 << 16  # of a problem: full attention on 256 ranks
-_IMBALANCE = 1.05  # of the busiest rank's work over the mean, unless told otherwise
-_MOST_BYTES = 1 << 53  # in all: sums of costs are exact, in numpy's integers and in floats of 64 bits
+MOST_TILES = 1 << 16  # tiles of a problem: full attention on 256 ranks
+_IMBALANCE = 1.05  # the default of the busiest rank's work over the mean
+_MOST_BYTES = 1 << 53  # below, sums of costs are exact in integers and floats of 64 bits
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = _IMBALAN
     Raises:
         ArgumentError: an imbalance below 1.
     """
-    most = max(num_ranks, _IMBALANCE)  # one rank has all the work, whatever the default allows
+    most = max(num_ranks, _IMBALANCE)  # a single rank has all the work, and the default is always allowed
     if not 1 <= as_number(imbalance) <= most:
         raise ArgumentError("imbalance", imbalance, f"a number from 1 to {most} for {num_ranks} ranks")
     loads = np.bincount(longest_first(work, num_ranks), weights=work, minlength=num_ranks)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import TileProblem, longest_first
 
-_SHUFFLES = 12  # random orders of ranks for each shape of a grid
+_SHUFFLES = 12  # random orders of ranks for each grid
 
 
 def starts(rows: IntArray, columns: IntArray, work: IntArray, size: int) -> IntArray:
