@@ -64,9 +64,9 @@ CAPABILITIES = (
     Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
     Capability("transport", "hierarchical", True, "one message a rank to each other host, and on from there"),
-    Capability("codec", "none", True, "heads change places in their own type"),
+    Capability("codec", "none", True, "heads are exchanged in their own type"),
     Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
-    Capability("codec", "fp8_e5m2", True, "likewise, gradients in E5M2"),
+    Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
     Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),
     Capability("layout", "contiguous", True, "the stream cut into equal ranges"),
     Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
@@ -75,7 +75,7 @@ CAPABILITIES = (
     Capability("layout", AUTO, True, "contiguous, zigzag or balanced: in which all layers are predicted to be fastest"),
     Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
     Capability(
-        "packed_order", "pack", True, "likewise, the whole pack cut in 2 * cp: --dataloader-inter-document-masking"
+        "packed_order", "pack", True, "Megatron's batches, the pack cut in 2 * cp: --dataloader-inter-document-masking"
     ),
     Capability("layer", "attention", True, "softmax attention"),
     *(Capability("layer", kind.name, True, kind.mixer) for kind in KINDS.values()),

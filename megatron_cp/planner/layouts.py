@@ -245,7 +245,7 @@ def _scheme_name(plan: Plan) -> str:
     return plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
 
 
-class _Recent:
+class _RecentChoices:
     """A cache of the results for the last keys, by value."""
 
     def __init__(self, most: int) -> None:
@@ -268,4 +268,4 @@ class _Recent:
         return len(self._made)
 
 
-_CHOSEN = _Recent(_REMEMBERED)
+_CHOSEN = _RecentChoices(_REMEMBERED)

@@ -58,7 +58,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
         figure, tile_figure = whole.subfigures(2, 1, height_ratios=(height, 5.5))
         directions = (("forward", tiled.forward), ("backward", tiled.backward))
         for axis, (name, assignment) in zip(tile_figure.subplots(1, 2), directions, strict=True):
-            _draw_tiles(axis, f"{name}: who computes which tile of the mask", assignment)
+            _draw_tiles(axis, f"{name}: tiles of the mask by the rank that computes them", assignment)
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
     scheme = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(

@@ -27,10 +27,10 @@ LSE = 4  # the fewest bytes of a log-sum-exp and of any sum
 def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     """Returns the peak bytes of the tensors that `attention` keeps alive, beyond its inputs q, k and v.
 
-    Counted are outputs, what forward saves for backward, and in backward (beyond the output's gradient) all of that
-    again and the gradients. Not counted are what a kernel or a transport allocates for itself, index tables, which are
-    made once a batch, a learned sink, what coding takes, and the group's buffers, which all layers share: see
-    `buffer_bytes`. With a batch axis all of it is as many times as much.
+    Counts outputs, the tensors that forward saves for backward, and in backward (beyond the output's gradient) all of
+    these and the gradients. Does not count the allocations of kernels and transports, index tables, which are made once
+    a batch, a learned sink, the tensors of a codec, and the group's buffers, which all layers share: see
+    `buffer_bytes`. A batch axis multiplies all of it.
 
     In elements of `item_size` bytes, or of `acc_bytes = max(item_size, 4)` where marked `w`; `t` own rows of queries,
     `s` of keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
@@ -60,13 +60,13 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     For tiled this assumes a kernel with unrounded partial results; other kernels need a narrower out of remote queries,
     and no dq beside it.
 
-    Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
-    if they arrive in stream order, and its gradients to the end if they go in place.
+    Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are alive from the beginning
+    if they arrive in stream order, and its gradients until the end if they are sent from where they were written.
     """
     assert plan.attend is not None
     kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
-    chunks = [_Local(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
-    moves = list(_moves(plan, rank, item_size))
+    chunks = [_RankBytes(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
+    moves = list(_exchange_bytes(plan, rank, item_size))
     return _forward(chunks, moves) if forward else _backward(chunks, moves)
 
 
@@ -75,9 +75,9 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
 
     Other layers share them. The staging of a hierarchical transport is not counted. The reuse of buffers is followed
     message by message for softmax attention and head exchanges (within a fifth), and not for the messages of chunkwise
-    linear layers (within a half). With a batch axis all of it is as many times as much.
+    linear layers (within a half). A batch axis multiplies all of it.
 
-    Counted are the messages of head exchanges, both ways; besides, in the terms of `peak_bytes`, at the worst moment
+    Counts the messages of head exchanges, both ways; besides, in the terms of `peak_bytes`, at the worst moment
 
         p2p         forward     the blocks of two stages
                     backward    those, and three gradients (w) of blocks: own, on the way in, on the way out
@@ -164,7 +164,7 @@ def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Move:
+class _ExchangeBytes:
     """The bytes of a head exchange on a rank.
 
     Attributes:
@@ -182,20 +182,20 @@ class _Move:
     in_order: bool
 
 
-def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
+def _exchange_bytes(plan: Plan, rank: int, item_size: int) -> list[_ExchangeBytes]:
     return [
-        _move(exchange, rank, item_size, to_heads=to_heads)
+        _bytes_of_exchange(exchange, rank, item_size, to_heads=to_heads)
         for exchange, to_heads in plan.exchanges(forward=True)
         if not exchange.is_local
     ]
 
 
-def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
+def _bytes_of_exchange(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _ExchangeBytes:
     kv_rank, head_rank = divmod(rank, exchange.degree)
     exchange, blocks = exchange.subgroup(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
     num_tokens, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
-    return _Move(
+    return _ExchangeBytes(
         to_heads=to_heads,
         tokens=int(layout.row_counts[head_rank]) * exchange.sections.width * item_size,
         summed=num_tokens * sum(shared) * LSE if item_size < LSE else 0,
@@ -204,7 +204,7 @@ def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _
     )
 
 
-def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
+def _forward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
     inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     live, moments = sum(sum(move.heads) for move in inbound if move.in_order), []
     for number, local in enumerate(chunks):
@@ -214,7 +214,7 @@ def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
     return max(*moments, *(live + move.tokens + move.summed for move in outbound), 0)
 
 
-def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
+def _backward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
     inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     output, saved = sum(move.tokens for move in outbound), sum(sum(move.heads) for move in inbound)
     live = output + saved + sum(local.out + local.lse for local in chunks)
@@ -235,7 +235,7 @@ def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
 
 
 @dataclass(frozen=True)
-class _Local:
+class _RankBytes:
     """The bytes of the attention of a rank's heads."""
 
     step: Attend

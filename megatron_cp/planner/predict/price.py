@@ -87,7 +87,7 @@ def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) ->
     table of segments; the second one counts the maps that are sent.
     """
     bandwidth = topology.within.bandwidth + (topology.between.bandwidth if topology.num_hosts > 1 else 0.0)
-    words, layout = described(on, topology), plan.layout
+    machine_words, layout = described(on, topology), plan.layout
     scan = next((step for step in plan.recurrent_steps if isinstance(step, Scan)), None)
     if scan is None:
         return
@@ -101,4 +101,4 @@ def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) ->
     for find in finds:
         sent = find(True), find(False)
         forward, backward = (each / bandwidth * 1e3 for each in sent)
-        yield Price(plan.scheme, forward, backward, sent[0], is_bound=True, hardware=words)
+        yield Price(plan.scheme, forward, backward, sent[0], is_bound=True, hardware=machine_words)

@@ -21,7 +21,7 @@ LINEAR = cp.LinearSpec("gdn", 32, 16, 128, 128, mode="chunkwise")
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(layouts, "_CHOSEN", layouts._Recent(4))
+    monkeypatch.setattr(layouts, "_CHOSEN", layouts._RecentChoices(4))
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "llama3-8b", "nemotron-h"])
