@@ -406,7 +406,7 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
 
 def _codec_remedy() -> str:
     names = " or ".join(scheme.name for scheme in SCHEMES.values() if scheme.takes_codec)
-    return f"Only exchanged heads are coded: use {names}."
+    return f"Only heads of an exchange are coded: use {names}."
 
 
 def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:

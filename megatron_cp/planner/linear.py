@@ -184,7 +184,7 @@ def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> s
 
 
 def _coding(kind: LinearKind, mode: str, codec: str) -> Codec | None:
-    remedy = "" if may_exchange_heads(mode) else "Only exchanged heads are coded: use headwise."
+    remedy = "" if may_exchange_heads(mode) else "Only heads of an exchange are coded: use headwise."
     if not kind.takes_codec:
         remedy = "It has single channels, which coding does not shorten: leave the codec out."
     return checked_codec(codec, mode if kind.takes_codec else kind.name, remedy)
@@ -194,7 +194,7 @@ def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadParti
     if asked is None:
         return 1
     if not may_exchange_heads(mode):
-        return no_chunks(asked, mode, "Only exchanged heads travel in chunks: use headwise.")
+        return no_chunks(asked, mode, "Only heads of an exchange travel in chunks: use headwise.")
     chunks = checked_chunks(asked, partition, kind.group)
     return chunks if len(partition.heads) > 1 else 1
 
