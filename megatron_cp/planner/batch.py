@@ -101,7 +101,7 @@ class LinearSpec:
         head_dim: features of a key head; for mamba, of B and C, which is the size of the state.
         value_head_dim: features of a value head; for mamba, of a head of x.
         conv_width: taps of the convolution.
-        mode: one of `--linear-cp-mode`.
+        mode: a value of `--linear-cp-mode`.
         hidden_size: the model's hidden size, if hidden states may be redistributed around this layer's run of linear
             layers; else None.
         item_size: bytes of an activation, for predictions.

@@ -81,12 +81,12 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
 
         p2p         forward     the blocks of two stages
                     backward    those, and three gradients (w) of blocks: own, on the way in, on the way out
-        gathering   forward     of each of two head chunks: what is sent, what is received and, where it does not arrive
-                                in stream order, the same in order
-                    backward    those, and of two chunks: the gradients of what was received, those in the order in
-                                which they go, and those that come back
-        tiled       forward     as gathering, of keys and of remote queries; and of two chunks: the results of remote
-                                queries (w), those in the order in which they go, and those that return
+        gathering   forward     for each of two head chunks: the sent rows, the received rows and, where they do not
+                                arrive in stream order, these in order
+                    backward    those, and for two chunks: the gradients of received rows, these in the order in which
+                                they are sent, and the gradients that return
+        tiled       forward     as gathering, of keys and of remote queries; and for two chunks: the results of remote
+                                queries (w), these in the order in which they are sent, and the results that return
                     backward    the same, where out's gradient, lse (w) and row sums (w) travel with remote queries,
                                 and their gradients return
 

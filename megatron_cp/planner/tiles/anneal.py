@@ -1,6 +1,6 @@
 """Improves many answers side by side by random moves, in numpy: the local moves of the fast stage.
 
-Each *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
+A *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
 column, go to another rank. It is kept if the chain's energy falls, or does not rise by more than a random threshold
 that falls from step to step. Energy is the sum of fourth, later eighth, powers of what ranks send and receive,
 which the busiest dominate, and of work above the load cap.
@@ -82,7 +82,7 @@ class Chains:
     Args:
         moves: the problem.
         answers: `[tiles, chains]` the rank of each tile.
-        seed: of the random moves.
+        seed: the seed of random moves.
     """
 
     def __init__(self, moves: Moves, answers: IntArray, seed: int) -> None:

@@ -1,9 +1,9 @@
 """Lower bounds on the bytes of the busiest rank, and on time, for any answer. docs/tiles.md has the argument in words.
 
-For each rank, *options* (q, p): it has tiles of q foreign rows and p foreign columns. An option limits from above the
-work that it can do, and from below the bytes that it receives and sends. The bound is the least z for which there are
-options that cost no rank more than z and all ranks together no more than n * z each way, and whose work adds up to all
-of it, no rank's counting above the load cap.
+An *option* (q, p) of a rank is to have tiles of q foreign rows and p foreign columns. It bounds from above the work of
+the rank, and from below the bytes that it receives and sends. The bound is the least z for which there are options that
+cost no rank more than z and all n ranks together no more than n * z each way, and whose work, at most the load cap for
+a rank, adds up to all of it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _is_possible(options: _Options, most: int, total: int, ranks: int) -> bool:
 def _owner_bytes(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
     """Returns `[ranks]` the fewest bytes that each receives, and sends, as the owner of lines that others must have.
 
-    A line with more work than the cap goes to several ranks, all of them others but for one. Of lines that a rank owns
-    on one axis, it can keep no more than the cap's work wholly to itself; each other one goes to a rank at least.
+    A line with more work than the cap goes to several ranks, at most one of which is the owner. A rank can keep lines
+    of an axis to itself up to the cap's work; any other line that it owns goes to at least one other rank.
     """
     size = problem.num_ranks
     received, sent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)

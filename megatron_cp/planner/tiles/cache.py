@@ -45,7 +45,7 @@ def checked_directory(cache: object, argument: str = "cache") -> Path | None:
 
     Args:
         cache: its path; None for none.
-        argument: how the user spells it.
+        argument: the user's name of the argument.
 
     Raises:
         ArgumentError: no path, or the path of something other than a directory.

@@ -1,12 +1,12 @@
 """The exact stage: solves the problem as an integer program, by OR-Tools' CP-SAT (the extra `solver`).
 
     x[tile, rank]     the rank computes the tile; one rank a tile
-    row[i, rank]      the rank has a tile of row i: implied by x; columns likewise
+    row[i, rank]      the rank has a tile of row i: implied by x; column[j, rank] is its counterpart
     load              the sum of work * x of each rank is at most the load cap
     z                 is least, and at least what each rank sends and what it receives, sums of costs * row, * column
 
 A line that its owner computes a tile of costs nothing there, so there are variables for foreign ranks alone. Ranks
-that own nothing may change places: of such answers one is searched. The solver finds other symmetries by itself.
+that own nothing are interchangeable, so only one order of them is searched. The solver finds other symmetries itself.
 """
 
 from __future__ import annotations

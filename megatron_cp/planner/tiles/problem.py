@@ -5,8 +5,8 @@ row) and a chunk of keys (a column) with visible pairs between them. An answer g
 computes tiles of a row that it does not own receives the row once and sends a result back; columns work the same way.
 
     in     foreign rows * row_in + foreign columns * col_in
-           + own rows, once for each other rank that has tiles of them, * row_back, + own columns likewise * col_back
-    out    its mirror image: what is "in" at one end of a transfer is "out" at the other
+           + own rows, once for each other rank that has tiles of them, * row_back, + own columns so counted * col_back
+    out    the same with the two ends of each transfer exchanged
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TileWeights:
         """Returns forward's weights: queries, keys and values go out; outputs and log-sum-exps return in at least fp32.
 
         Args:
-            heads, kv_heads: of queries, and of keys.
+            heads, kv_heads: heads of queries, and of keys.
             head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
             item_size: bytes of an element.
         """
@@ -73,7 +73,7 @@ class TileWeights:
         Queries, outputs' gradients, log-sum-exps, row sums, keys and values go out; gradients of q, k and v return.
 
         Args:
-            heads, kv_heads: of queries, and of keys.
+            heads, kv_heads: heads of queries, and of keys.
             head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
             item_size: bytes of an element.
         """
@@ -88,7 +88,7 @@ class Chunks:
     """The chunks of one axis of a mask: each has one range of the stream or several, all of one owner.
 
     Attributes:
-        starts: `[ranges]` where each range begins, rising from 0; it ends where the next one begins.
+        starts: `[ranges]` the start of each range, rising from 0; a range ends at the start of the next.
         total: tokens of the stream.
         chunk_of_range: `[ranges]` the chunk that each range belongs to.
         owners: `[chunks]` the rank that holds each chunk's tokens.
@@ -126,7 +126,7 @@ class TileProblem:
         weights: bytes of a token.
         load_cap: work that one rank may have at most; None for `default_load_cap`.
         hosts: `[num_ranks]` the host of each rank, numbered from 0; None for one host.
-        host_cost: what a byte between hosts costs, in bytes within a host. It counts in the answer's cost, not in the
+        host_cost: the cost of a byte between hosts, in bytes within a host. It counts in the answer's cost, not in the
             bytes that are reported.
 
     Raises:
