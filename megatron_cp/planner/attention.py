@@ -266,7 +266,8 @@ def _cheapest(
         new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = priced_candidates(new, on, topology, limit.item_size, others)
         fitting_chunks = limit.fitting_chunks(request.with_chunks)
-        price, plan = best_chunks(found[0], fitting_chunks, on, topology, limit.item_size)
+        found = best_chunks(found, fitting_chunks, on, topology, limit.item_size)
+        price, plan = found[0]
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
         assert plan.attend is not None

@@ -35,7 +35,7 @@ def last_json(text):
 
 @pytest.fixture(scope="module")
 def printed():
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     with pytest.MonkeyPatch.context() as patch:
         texts = []
         patch.setattr("builtins.print", lambda text, **_: texts.append(text))
@@ -148,7 +148,7 @@ def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
 
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     options = [*SHAPE, "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3", "--json"]
     run = subprocess.run(
         [
