@@ -58,9 +58,9 @@ def test_where_nothing_fits_the_nearest_miss_is_named():
     assert caught.value.argument == "memory_limit"
     least = int(str(caught.value).split("at least ")[1].split()[0])
     assert least > 1000
-    assert "the way that needs least" in str(caught.value)
+    assert "the candidate that needs least" in str(caught.value)
     assert needed(planned(least)) == least
-    with pytest.raises(cp.ArgumentError, match="the way that needs least"):
+    with pytest.raises(cp.ArgumentError, match="the candidate that needs least"):
         planned(least - 1)
 
 
