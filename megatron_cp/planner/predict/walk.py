@@ -7,8 +7,6 @@ written. No torch in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange

@@ -12,7 +12,7 @@ computes tiles of a row that it does not own receives the row once and sends a r
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
