@@ -259,7 +259,8 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         models = application("estimate").MODELS
         with_one = sorted(name for name, layers in models.items() if args.layer in layers)
         raise ArgumentError("--model", model, " or ".join(with_one))
-    known, groups = shapes[args.layer], _shared_by_heads(args.layer)
+    known = shapes[args.layer]
+    groups = KINDS[args.layer].argument("groups") if args.layer in KINDS else "kv_heads"  # what heads share
     for name in _not_of(args.layer):
         if getattr(args, name):
             raise ArgumentError(
