@@ -129,9 +129,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help="coding of heads that are exchanged (default: none)",
     )
     group.add_argument(
-        "--mask",
-        metavar="|".join(working("mask")),
-        help="keys that a query of attention sees (default: causal)",
+        "--mask", metavar="|".join(working("mask")), help="keys that a query of attention sees (default: causal)"
     )
 
 
