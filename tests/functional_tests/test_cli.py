@@ -419,25 +419,14 @@ def test_the_package_runs_as_a_module():
         (["--version"], 0, "megatron-cp "),
         (["plan", "--cp", "none"], 2, "megatron-cp plan: --cp: got "),
     ):
-        run = subprocess.run(
-            [sys.executable, "-m", "megatron_cp", *arguments],
-            capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
-        )  # fmt: skip
-        assert run.returncode == status, run.stderr
+        run = command(*arguments, seconds=60, status=status)
         assert (run.stdout + run.stderr).startswith(said)
 
 
 @pytest.mark.parametrize("layer", ["attention", pytest.param("gdn", marks=pytest.mark.thorough)])
 def test_check_runs_under_torchrun(layer):
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
-            "-m", "megatron_cp", "check", "--layer", layer, *BATCH, *SHAPE[layer],
-            "--cp", "2,3,4", "--layout", "random", "--json",
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    job = ["--layer", layer, *BATCH, *SHAPE[layer], "--cp", "2,3,4", "--layout", "random", "--json"]
+    run = command("check", *job, ranks=3)
     report = last_json(run.stdout)
     assert report["pass"]
     assert report["bitwise_forward"]

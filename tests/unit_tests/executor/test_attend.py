@@ -18,7 +18,7 @@ from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
 from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_query_owners, random_assignment
-from tests.scheme_cases import check, over_ranks
+from tests.scheme_cases import check, check_sequences_alone, over_ranks
 from tests.scheme_in_halves import add_by_distance, add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)

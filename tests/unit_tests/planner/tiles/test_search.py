@@ -445,7 +445,7 @@ def test_problems_that_differ_have_other_names():
     problem = drawn(4)
     moved = replace(problem.rows, owners=problem.rows.owners * 0)
     others = [
-        problem.with_load_cap(problem.total), problem.with_owners(owners[0] * 0, owners[1]), drawn(5), drawn(7),
+        problem._but(load_cap=problem.total), problem._but(load_cap=problem.load_cap, rows=moved), drawn(5), drawn(7),
         TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, FORWARD),
         TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, BACKWARD),
     ]  # fmt: skip
