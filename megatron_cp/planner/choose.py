@@ -70,7 +70,7 @@ def best_chunks(
 ) -> list[tuple[Price, Plan]]:  # fmt: skip
     """Returns the candidates again, the first one in as many head chunks as are predicted to be fastest.
 
-    Another candidate that is nearly as fast replaces it if head chunks make that one faster by more than `_CHUNKS_BIAS`.
+    Another candidate that is nearly as fast replaces it if it gains more than `_CHUNKS_BIAS` by head chunks.
     """
     most = _NEAR * _biased_cost(found[0][0].total, found[0][1])
     near = [plan for price, plan in found if _biased_cost(price.total, plan) <= most]
