@@ -35,7 +35,6 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
-from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
@@ -63,7 +62,6 @@ def plan_attention(
     item_size: int = 2,
     search_seconds: float = 0.0,
     search_cache: str | os.PathLike[str] | None = None,
-    memory_limit: int | None = None,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -100,19 +98,15 @@ def plan_attention(
             "int8", each with a scale for each token and head.
         hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions, for the limit, and for the tiles of tiled, which weigh what
+        item_size: bytes of an activation, for predictions, and for the tiles of tiled, which weigh what
             travels.
         search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
             they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
             weighs the two only if this is above 0, since they take seconds to plan; other schemes refuse a search.
         search_cache: a folder with what searches found before, for all ranks the same; None for none.
-        memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
-            `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
-            helps; another scheme that does is refused.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, that no scheme here can run, or a memory limit that no
-            way keeps: with the way that needs least.
+        ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
@@ -124,7 +118,7 @@ def plan_attention(
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree, "memory_limit": memory_limit}
+    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}
     for name, value in given.items():
         if value is not None:
             checked_integer(name, value, 1)
@@ -138,13 +132,10 @@ def plan_attention(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on,
     )  # fmt: skip
-    limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
-        plan = request.plan(scheme_named(scheme), ulysses_degree)
-        limit.check(plan)
-        return plan
-    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, looked_at))
+        return request.plan(scheme_named(scheme), ulysses_degree)
+    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, looked_at))
     # Made once more where it was found, from the same tables: its notes are said aloud now.
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
@@ -238,34 +229,31 @@ class _Request:
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
-    ways: list[Plan],
-) -> _Choice:  # fmt: skip
-    """The way that is predicted to be fastest of those that keep the limit, with the prices of all.
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, ways: list[Plan]
+) -> _Choice:
+    """The way that is predicted to be fastest, with the prices of all.
 
     Args:
         request, ulysses_degree, on, topology: see `plan_attention`.
-        limit: what the ways must keep.
         ways: gets the plans of all.
     """
+    item_size = request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
         refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
-            others = _weighed_alone(request, ways, on, topology, limit)
+            others = weighed(ways, on, topology, item_size) if ways else []
             of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(of_tiles, ways, others, on, topology, limit.item_size)
+            skipped = hopeless_tiles(of_tiles, ways, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in of_tiles if (pair[0].name, words_of_degree(*pair)) not in names]
             not_tiled = _add_ways(request, hopeful, ways)
         if not ways:
             raise (not_tiled or refused)[0][1]
-        kept, notes = limit.keeping(ways, request.with_chunks)
-        new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
-        found = weighed(new, on, topology, limit.item_size, others)
-        in_chunks = limit.only_fitting(request.with_chunks)
-        price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
+        new = [plan for plan in ways if not others or (plan.attend is not None and plan.attend.tiled is not None)]
+        found = weighed(new, on, topology, item_size, others)
+        price, plan = in_best_chunks(found[0], request.with_chunks, on, topology, item_size)
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
@@ -273,7 +261,7 @@ def _cheapest(
     degree = plan.ulysses_degree if way.is_product else None
     price = replace(price, rule=rule_of((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
-    return _Choice(way, degree, chunks, prices, (*notes, *_left_out(not_tiled), *_not_searched(ways, plan)))
+    return _Choice(way, degree, chunks, prices, (*_left_out(not_tiled), *_not_searched(ways, plan)))
 
 
 def _ways(
@@ -313,17 +301,6 @@ def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     """What the searches of the ways that were not taken could not do: a plan says that of itself."""
     others = [plan for plan in ways if (plan.scheme, plan.ulysses_degree) != (chosen.scheme, chosen.ulysses_degree)]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _weighed_alone(
-    request: _Request, ways: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
-) -> list[tuple[Price, Plan]]:
-    """The ways without tiles, weighed; none where none keeps the limit."""
-    try:
-        kept, _ = limit.keeping(ways, request.with_chunks) if ways else ([], ())
-    except ArgumentError:
-        return []
-    return weighed(kept, on, topology, limit.item_size)
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
