@@ -256,16 +256,14 @@ def test_projections_happen_while_chunks_travel():
 @pytest.mark.parametrize("made", [None, (torch.ones(235, 6, 16),) * 2, torch.ones(3, 235, 6, 16)], ids=type)
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match="one that returns q, k and v") as caught:
+    with pytest.raises(ArgumentError, match=r"^project: got .*one that returns q, k and v"):
         projected_attention(lambda *_: made, plan)
-    assert caught.value.argument == "project"
 
 
 def test_rejects_a_projection_of_other_heads():
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^k: got "):
         projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
-    assert caught.value.argument == "k"
 
 
 class Events(CountingGroup):

@@ -1,9 +1,7 @@
 """`partition_heads`, `Sections` and `RowFormat`, against loops over heads."""
 
 import itertools
-import re
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -13,18 +11,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=200)
 HEADS_PER_GROUP = st.integers(1, 9) | st.sampled_from([13, 16])
 GROUPS = st.integers(1, 12) | st.sampled_from([31, 64])
 CP_SIZES = st.integers(1, 12) | st.sampled_from([31, 64, 1024])
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
 
 
 def ceil(count, parts):

@@ -4,12 +4,10 @@ import doctest
 import itertools
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
 import timeit
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ import megatron_cp.layout.layout as layout_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -50,13 +49,6 @@ def aligned_layouts():
 
 def ranks(layout):
     return range(layout.cp_size)
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
 
 
 # -- who holds what --------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 import doctest
 import pickle
-import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,16 +12,10 @@ from hypothesis import strategies as st
 import megatron_cp.layout.packing as packing_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=100)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Plans that the tests of `plan_attention` and `plan_linear` share, and how refusals are looked for."""
 
-import re
 import warnings
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.attention import plan_attention
@@ -23,13 +20,6 @@ LINEAR = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "key_heads": 2, "hea
 PLANNERS = pytest.mark.parametrize(
     ("planner", "arguments"), [(plan_attention, ATTENTION), (plan_linear, LINEAR)], ids=["attention", "linear"]
 )
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield caught
-    assert caught.value.argument == argument
 
 
 def refused(argument):

@@ -10,7 +10,8 @@ from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.planner.linear import plan_linear
-from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, refusal_of, refused
+from tests.refusals import refusal_of
+from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, refused
 
 
 @pytest.mark.parametrize("scheme", refused("scheme"))
@@ -91,9 +92,8 @@ def test_auto_takes_the_cheapest_way():
     ids=str,
 )
 def test_rejects_shapes_that_mamba_does_not_have(argument, change):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         plan_linear(PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
-    assert caught.value.argument == argument
 
 
 def test_rejects_keys_of_another_packing():
@@ -105,9 +105,8 @@ def test_rejects_keys_of_another_packing():
     "kv_layout", [Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None], ids=repr
 )
 def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
-    with pytest.raises(ArgumentError, match="over 3 ranks") as refusal:
+    with pytest.raises(ArgumentError, match=r"^kv_layout: got .*over 3 ranks"):
         plan_attention(**ATTENTION, kv_packing=PACKING, kv_layout=kv_layout)
-    assert refusal.value.argument == "kv_layout"
 
 
 def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():

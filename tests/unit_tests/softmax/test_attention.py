@@ -74,9 +74,8 @@ def test_pad_rows_are_zero_and_pass_no_gradient():
     ],
 )
 def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         cp.attention(*change(*tensors()), plan_for())
-    assert error.value.argument == argument
 
 
 def test_rejects_a_plan_of_another_kind():
@@ -128,9 +127,8 @@ def test_rejects_a_kernel_of_the_callers_that_cannot_run():
 
 
 def test_rejects_a_device_without_a_kernel():
-    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^device: got .*cpu or cuda"):
         choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
-    assert error.value.argument == "device"
 
 
 @pytest.mark.parametrize(
@@ -161,9 +159,8 @@ def test_rejects_the_heads_first_and_says_how_to_turn_them():
 
 
 def test_rejects_tensors_that_hold_nothing():
-    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^q: got .*cpu or cuda"):
         cp.attention(*(x.to("meta") for x in tensors()), plan_for())
-    assert error.value.argument == "q"
 
 
 def test_rejects_something_that_is_no_plan():
@@ -251,16 +248,14 @@ def test_inputs_that_share_memory_get_gradients_of_their_own(share):
     ids=str,
 )
 def test_rejects_options_that_are_none(argument, given):
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         cp.attention(*tensors(), plan_for(), **{argument: given})
-    assert error.value.argument == argument
 
 
 @pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
 def test_rejects_a_kernel_without_the_feature_and_names_one_with_it(option, value):
-    with pytest.raises(cp.ArgumentError, match="use reference") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^kernel: got .*use reference"):
         cp.attention(*tensors(), plan_for(), kernel="cpu", seed=1, **{option: value})
-    assert error.value.argument == "kernel"
     assert cp.attention(*tensors(), plan_for(), seed=1, **{option: value}).isfinite().all()
 
 

@@ -104,9 +104,8 @@ def test_rejects_malformed_files(change, says, tmp_path):
     ],
 )
 def test_rejects_impossible_places(argument, call):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         call()
-    assert caught.value.argument == argument
 
 
 def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
