@@ -7,8 +7,6 @@ that it writes. No torch in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange
@@ -189,21 +187,3 @@ class _Walk(AttentionWalk):
     def _of_counts(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
         return Edges.of(senders, readers, nbytes[senders, readers])
-
-
-def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:
-    """What one rank starts, in order: the name, the bytes to each other rank, and those from each."""
-    for start in program.transfers:
-        edges = start.edges
-        sent, received = edges.senders == rank, edges.receivers == rank
-        yield (
-            start.name, _by_peer(edges.receivers[sent], edges.nbytes[sent]),
-            _by_peer(edges.senders[received], edges.nbytes[received]),
-        )  # fmt: skip
-
-
-def _by_peer(peers: IntArray, nbytes: IntArray) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for peer, count in zip(peers.tolist(), nbytes.tolist(), strict=True):
-        found[peer] = found.get(peer, 0) + count
-    return found

@@ -13,7 +13,7 @@ back; likewise for columns.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -223,10 +223,6 @@ class TileProblem:
         costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
         return tuple(map(frozen, costs))  # type: ignore[return-value]
 
-    def with_load_cap(self, load_cap: int | None) -> TileProblem:
-        """The same problem with another load cap."""
-        return self._but(load_cap=load_cap)
-
     def with_weights(self, weights: TileWeights) -> TileProblem:
         """The same tiles, tokens of other bytes."""
         return self._but(load_cap=self.load_cap, weights=weights)
@@ -234,15 +230,6 @@ class TileProblem:
     def on_one_host(self) -> TileProblem:
         """The same problem, bytes between hosts as cheap as others."""
         return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
-
-    def with_owners(self, row_owners: IntArray, column_owners: IntArray) -> TileProblem:
-        """The same tiles, chunks held by other ranks.
-
-        Args:
-            row_owners, column_owners: `[rows]`, `[columns]` the rank of each chunk.
-        """
-        rows, columns = replace(self.rows, owners=row_owners), replace(self.columns, owners=column_owners)
-        return self._but(load_cap=self.load_cap, rows=rows, columns=columns)
 
     def _but(self, **changed: object) -> TileProblem:
         own = {name: getattr(self, name) for name in _FIELDS}
