@@ -24,8 +24,8 @@ def judged(words: Sequence[str]) -> Report:
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
     args, given = _parsed(list(words))
-    errors = {error.argument: error for error in _refusals(_AsConfig(args))}
-    rows: list[tuple[str, str, str]] = [("refused", flag, _said(error)) for flag, error in errors.items()]
+    errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
+    rows: list[tuple[str, str, str]] = [("refused", flag, error) for flag, error in errors.items()]
     undecided = dict(_undecided(args))
     rows += [("undecided", flag, remark) for flag, remark in undecided.items()]
     for flag in given:
@@ -144,7 +144,3 @@ def _refusals(config: Any) -> Iterator[Any]:
             yield error
     if "D" in (config.hybrid_layer_pattern or "") and config.context_parallel_size > 1:
         yield refusals.sparse_attention_over_ranks(config.hybrid_layer_pattern)
-
-
-def _said(error: Any) -> str:
-    return str(error).removeprefix(f"{error.argument}: ")

@@ -258,7 +258,8 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         models = application("estimate").MODELS
         with_one = sorted(name for name, layers in models.items() if args.layer in layers)
         raise ArgumentError("--model", model, " or ".join(with_one))
-    known, groups = shapes[args.layer], _shared_by_heads(args.layer)
+    known = shapes[args.layer]
+    groups = KINDS[args.layer].argument("groups") if args.layer in KINDS else "kv_heads"  # what heads share
     for name in _not_of(args.layer):
         if getattr(args, name):
             raise ArgumentError(
@@ -281,11 +282,6 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
 _SHARED = ("kv_heads", "key_heads", "groups")
 _SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value_dim": "value_head_dim"}  # by flags
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
-
-
-def _shared_by_heads(layer: str) -> str | None:
-    """The flag for what heads of a layer share."""
-    return KINDS[layer].argument("groups") if layer in KINDS else "kv_heads"
 
 
 def _not_of(layer: str) -> tuple[str, ...]:

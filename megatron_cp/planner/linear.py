@@ -161,7 +161,7 @@ def plan_linear(
     }
     if mode != AUTO:
         makers = {MODES[mode]: makers[MODES[mode]]}
-    elif not _can_redistribute(layout, hidden_size):
+    elif hidden_size is None or contiguous_like(layout) == layout:
         del makers[REDISTRIBUTE]
     weighed = _weighed(makers, on, topology, item_size)
     chosen = next(plan for _, plan in weighed if plan is not None)
@@ -234,10 +234,6 @@ def contiguous_like(layout: Layout) -> Layout:
 
     found: Layout = layout.memo(("contiguous",), make)
     return found
-
-
-def _can_redistribute(layout: Layout, hidden_size: int | None) -> bool:
-    return hidden_size is not None and contiguous_like(layout) != layout
 
 
 def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chunks: int, codec: Codec | None) -> Plan:
