@@ -255,37 +255,21 @@ def test_widths_add_up():
     assert (sections.width, sections.cp_size) == (51, 2)
 
 
-def rejects_ranges(*ranges):
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        pytest.param(((1, 2), (2, 4)), id="start after head 0"),
+        pytest.param(((0, 2), (3, 4)), id="a head between them"),
+        pytest.param(((0, 2), (2, 3)), id="stop before the last head"),
+        pytest.param(((0, 2), (2, 5)), id="beyond the last head"),
+        pytest.param(((0, 2), (1, 3), (0, 4)), id="starts fall"),
+        pytest.param(((0, 4), (1, 3), (2, 4)), id="ends fall"),
+        pytest.param(((0, 4), (4, 3)), id="end before they start"),
+    ],
+)
+def test_rejects_ranges(ranges):
     with refusal_of("ranges", repr(ranges)):
         Sections((Section("q", 4, 8, partition_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
-
-
-def test_rejects_ranges_that_start_after_head_0():
-    rejects_ranges((1, 2), (2, 4))
-
-
-def test_rejects_ranges_with_a_head_between_them():
-    rejects_ranges((0, 2), (3, 4))
-
-
-def test_rejects_ranges_that_stop_before_the_last_head():
-    rejects_ranges((0, 2), (2, 3))
-
-
-def test_rejects_ranges_beyond_the_last_head():
-    rejects_ranges((0, 2), (2, 5))
-
-
-def test_rejects_ranges_whose_starts_fall():
-    rejects_ranges((0, 2), (1, 3), (0, 4))
-
-
-def test_rejects_ranges_whose_ends_fall():
-    rejects_ranges((0, 4), (1, 3), (2, 4))
-
-
-def test_rejects_ranges_that_end_before_they_start():
-    rejects_ranges((0, 4), (4, 3))
 
 
 def test_rejects_sections_over_different_numbers_of_ranks():

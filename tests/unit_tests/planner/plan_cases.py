@@ -1,4 +1,4 @@
-"""Plans that the tests of `plan_attention` and `plan_linear` share, and how refusals are looked for."""
+"""Plans that the tests of `plan_attention` and `plan_linear` share."""
 
 import warnings
 

@@ -26,25 +26,6 @@ def tensors(rows=12, heads=4, kv_heads=2, head_dim=8):
     return [torch.randn(rows, n, head_dim, generator=random, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_a_batch_of_sequences_is_each_sequence_alone(cp_size):
-    plan, alone = plan_for([11], cp_size), plan_for([11])
-    random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(11, 3, n, 8, generator=random, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-
-    def rank(group):
-        local = [plan.layout.shard(x.detach(), group.rank).requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*local, plan, group)
-        out.backward(torch.ones_like(out))
-        return [out.detach(), *(x.grad for x in local)]
-
-    results = [plan.layout.unshard(parts) for parts in zip(*run_ranks(rank, cp_size), strict=True)]
-    out = torch.stack([cp.attention(q[:, b], k[:, b], v[:, b], alone) for b in range(3)], 1)
-    out.sum().backward()
-    for actual, expected in zip(results, (out, q.grad, k.grad, v.grad), strict=True):
-        assert torch.allclose(actual, expected, atol=1e-14, rtol=0)
-
-
 def test_pad_rows_are_zero_and_pass_no_gradient():
     plan = plan_for(cp_size=2, align=4)  # 6 tokens and 2 pad rows on each rank
 
