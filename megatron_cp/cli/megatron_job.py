@@ -57,10 +57,7 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
     elif args.spec[0] != _SPECS:
-        yield (
-            "--spec",
-            f"not of {_SPECS}: context parallelism is ours only where its layers are made of those",
-        )
+        yield ("--spec", f"not of {_SPECS}: context parallelism is ours only where its layers are made of those")
     if not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",

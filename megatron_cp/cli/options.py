@@ -122,15 +122,10 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "(default: those of the job, or 2)",
     )
     group.add_argument(
-        "--codec",
-        default="none",
-        metavar="|".join(working("codec")),
-        help="of heads in an exchange (default: none)",
+        "--codec", default="none", metavar="|".join(working("codec")), help="of heads in an exchange (default: none)"
     )
     group.add_argument(
-        "--mask",
-        metavar="|".join(working("mask")),
-        help="keys that a query of attention sees (default: causal)",
+        "--mask", metavar="|".join(working("mask")), help="keys that a query of attention sees (default: causal)"
     )
 
 

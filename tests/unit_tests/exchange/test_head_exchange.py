@@ -454,9 +454,7 @@ def test_rejects_wrong_features(widths: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [(22, 1, 4), (23, 2, 4), (23, 1, 5), (23, 4), (23, 1, 1, 4)],
-    ids=lambda shape: "x".join(map(str, shape)),
+    "wrong", [(22, 1, 4), (23, 2, 4), (23, 1, 5), (23, 4), (23, 1, 1, 4)], ids=lambda shape: "x".join(map(str, shape))
 )
 def test_rejects_wrong_heads(wrong: tuple[int, ...]):
     group = ThreadGroup.create(2, timeout=1.0)[0]

@@ -235,8 +235,7 @@ class Driver:
         self.launches = 0
         self.architecture = SM_90
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (None, None, 0, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 232448},
+            load_binary=lambda *_: (None, None, 0, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 232448}
         )
 
     def launcher_cls(self, *_: object) -> Any:
