@@ -103,9 +103,6 @@ def _refuse_unread(given: tuple[str, object, str], ways: Iterable[str]) -> None:
     raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
-USUAL_SEARCH = TileSearch()
-
-
 def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
     """Tiles assigned so that the busiest KV rank sends and receives little under even work.
 
