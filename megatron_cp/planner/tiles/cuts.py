@@ -67,7 +67,7 @@ def tiles_of(
         >>> layout = Layout.contiguous(packing, 4)
         >>> problem = tiles_of(Mask.causal(packing), layout, weights=TileWeights(1, 1, 2, 0))
         >>> problem.num_tiles, problem.total, problem.load_cap
-        (10, 136, 40)
+        (36, 136, 35)
     """
     keys = queries if keys is None else keys
     _check_layouts(mask, queries, keys)

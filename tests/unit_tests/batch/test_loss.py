@@ -1,6 +1,5 @@
 """`token_loss`: one mean on every rank, and each rank's own share of its gradient."""
 
-import doctest
 import math
 import re
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.batch import loss as loss_module
 from megatron_cp.errors import ArgumentError, CallMismatchError, PeerError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -139,10 +137,6 @@ def test_a_group_of_data_and_context_parallel_ranks_has_one_mean():
     for loss, *_ in found:
         assert abs(loss - expected) < 1e-12
     assert abs(sum(share for _, share, _ in found) - 1) < 1e-12
-
-
-def test_the_example_of_the_docstring_runs():
-    assert doctest.testmod(loss_module) == doctest.TestResults(failed=0, attempted=4)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`shard_batch`: which rows, labels, weights, positions and plans each rank is given of a pack."""
 
 import dataclasses
-import doctest
 import re
 
 import numpy as np
@@ -155,10 +154,6 @@ def test_what_layers_derive_from_plans_is_made_here(monkeypatch):
     monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
     cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
     assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
-
-
-def test_the_examples_of_the_docstring_run():
-    assert doctest.testmod(shard_module) == doctest.TestResults(failed=0, attempted=4)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """`group_batches`: every document once, ranks that have room, times that add up, and a bound that nothing beats."""
 
-import doctest
 import itertools
 
 import numpy as np
 import pytest
 
-from megatron_cp.data import group_batches, groups
+from megatron_cp.data import group_batches
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
 
@@ -107,7 +106,3 @@ def test_many_documents_come_within_two_hundredths_of_the_bound():
 def test_rejects_what_is_no_batch(changes, argument):
     with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         group_batches(**{"lengths": [3, 9], "ranks": 2, "tokens_per_rank": 8, "cost": COST} | changes)
-
-
-def test_the_example_is_true():
-    assert doctest.testmod(groups).failed == 0

@@ -1,6 +1,5 @@
 """Which documents share a pack."""
 
-import doctest
 import re
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_cp.data.pieces as packing_module
 from megatron_cp.data import Piece, best_fit
 from megatron_cp.data.pieces import cut
 from megatron_cp.errors import ArgumentError
@@ -107,10 +105,6 @@ def test_a_piece_may_be_a_single_token():
 
 def test_no_lengths_need_no_packs():
     assert best_fit([], 8) == []
-
-
-def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(packing_module) == doctest.TestResults(failed=0, attempted=1)
 
 
 @pytest.mark.parametrize(

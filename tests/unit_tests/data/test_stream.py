@@ -1,6 +1,5 @@
 """`PackedStream`: the packs that training reads."""
 
-import doctest
 import re
 from collections import Counter
 from itertools import pairwise
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_cp.data.stream as stream_module
 from megatron_cp.data import GlobalBatch, PackedStream, TokenCorpus
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
@@ -277,8 +275,3 @@ def test_what_is_returned_is_the_callers():
 def test_rejects_what_is_no_global_batch(even):
     with pytest.raises(ArgumentError, match=r"even: got .* allowed: a GlobalBatch or None"):
         PackedStream(corpus_of(LENGTHS), 16, even=even)
-
-
-def test_examples_are_true():
-    assert doctest.testmod(stream_module).failed == 0
-    assert doctest.testmod(stream_module).attempted >= 5

@@ -1,6 +1,5 @@
 """`Mask` against the token-level oracle, and what it refuses."""
 
-import doctest
 import pickle
 import re
 import time
@@ -9,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-import megatron_cp.layout.mask as mask_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from tests import mask_oracle as oracle
@@ -262,10 +260,6 @@ def test_ten_thousand_documents_plan_in_milliseconds():
     Mask.from_slices(documents, slices)
     Mask.from_blocks(documents, np.ones((977, 977), dtype=bool), -(-documents.total // 977), causal=True)
     assert time.process_time() - begun < 3  # 1.4 s on an idle core, of which 0.8 s for 500,000 bands of `strided`
-
-
-def test_examples_run():
-    assert doctest.testmod(mask_module).failed == 0
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPELLED if spec not in (*TABLES, *WITH_BLOCKS)])

@@ -1,6 +1,5 @@
 """`Packing`: the documents of one packed batch."""
 
-import doctest
 import pickle
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_cp.layout.packing as packing_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from tests.refusals import refusal_of
@@ -89,10 +87,6 @@ def test_pickling_keeps_the_value_and_drops_device_tables():
 )
 def test_repr_says_how_much_it_holds(lengths, shown):
     assert repr(Packing(lengths)) == shown
-
-
-def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(packing_module) == doctest.TestResults(failed=0, attempted=3)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Every layer over n ranks is the layer on one rank: outputs, and the gradients of hidden states and parameters."""
 
 import copy
-import doctest
 
 import pytest
 import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.nn import attention
 from megatron_cp.planner.layouts import layout_by_name
 from tests.covering import covering
 
@@ -135,8 +133,3 @@ def test_parameters_start_anew(name):
         assert parameter.isfinite().all()
         assert torch.equal(parameter, other)
         assert parameter.abs().max() > 0 or parameter.ndim == 1
-
-
-def test_the_example_runs():
-    found = doctest.testmod(attention)
-    assert (found.failed, found.attempted) == (0, 4)

@@ -1,10 +1,7 @@
 """Models by Megatron's flags; `test_megatron_parameters.py` compares them with Megatron's own."""
 
-import doctest
-
 import pytest
 
-from megatron_cp.apps.estimate import megatron_flags
 from megatron_cp.apps.estimate.megatron_flags import read_flags
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.errors import ArgumentError
@@ -31,10 +28,6 @@ SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 10
 
 def masks(model):
     return [slot.mask for slot in model.slots()]
-
-
-def test_example():
-    assert doctest.testmod(megatron_flags) == doctest.TestResults(failed=0, attempted=1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Models by name and from files, and what cannot be read."""
 
-import doctest
 import json
 
 import pytest
 
-from megatron_cp.apps.estimate import model_files
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.errors import ArgumentError
@@ -14,10 +12,6 @@ SMALL = {
     "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 128,
 }  # fmt: skip
-
-
-def test_example():
-    assert doctest.testmod(model_files) == doctest.TestResults(failed=0, attempted=3)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,6 +1,5 @@
 """Whole models as data: slots and runs, products, parameters, saved activations."""
 
-import doctest
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.apps.estimate import MODELS
-from megatron_cp.apps.estimate import models as models_module
 from megatron_cp.apps.estimate.model_layers import (
     MLP,
     RECOMPUTATION,
@@ -36,10 +34,6 @@ MIXTURE = MLP(32, experts=8, experts_per_token=2, shared_size=48, shared_gate=Tr
 
 def model_of(*blocks, tied=True):
     return ModelSpec("small", 64, 100, tied, blocks)
-
-
-def test_example():
-    assert doctest.testmod(models_module) == doctest.TestResults(failed=0, attempted=4)
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""Examples in docstrings are true, in every module that has some."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_cp
+
+ROOT = Path(megatron_cp.__file__).parents[1]
+EXAMPLES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): count
+    for path in sorted((ROOT / "megatron_cp").rglob("*.py"))
+    if (count := len(re.findall(r"^ *>>> ", path.read_text(), re.MULTILINE)))
+}
+
+PUBLIC = {name: getattr(megatron_cp, name) for name in megatron_cp.__all__ if hasattr(megatron_cp, name)}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_true(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one writes a page
+    found = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, **PUBLIC})
+    assert found == doctest.TestResults(failed=0, attempted=EXAMPLES[name])
