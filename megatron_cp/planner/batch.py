@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -67,25 +67,9 @@ class AttentionSpec:
         """The plan over a layout; `lengths` are the documents' own where they end in pads, see `BatchPlan`."""
         _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
-        return plan_attention(
-            layout.packing,
-            layout,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim,
-            mask=mask if lengths is None else mask.of_tokens(lengths),
-            scheme=self.scheme,
-            ulysses_degree=self.ulysses_degree,
-            head_chunks=self.head_chunks,
-            transport=self.transport,
-            codec=self.codec,
-            hardware=self.hardware,
-            topology=self.topology,
-            item_size=self.item_size,
-            search_seconds=self.search_seconds,
-            search_cache=self.search_cache,
-        )
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        options["mask"] = mask if lengths is None else mask.of_tokens(lengths)
+        return plan_attention(layout.packing, layout, **options)
 
 
 @dataclass(frozen=True)
