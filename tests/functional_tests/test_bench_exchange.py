@@ -218,27 +218,3 @@ def test_documents_are_what_megatron_can_deal(tokens, documents, multiple):
     assert min(lengths) >= multiple
     assert all(length % multiple == 0 for length in lengths)
     assert tokens == documents * multiple or len(set(lengths)) > 1
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--cp", "3"], "--cp: got 3; allowed: divisors of the 16 key heads above 1"),
-        (["--cells", "2x1024"], "--cells: got '2x1024'; allowed: RANKSxTOKENS/DOCUMENTS"),
-        (["--cells", "2x0/1"], "--cells: got '2x0/1'"),
-        (["--cells", "2x64/20"], "--cells: got '64 tokens in 20 documents'; allowed: multiples of 2 * cp = 4"),
-        (["--cells", "32x1024/16"], "divisors of the 16 key heads"),
-        (["--lengths", "7,1", "--cp", "2"], "--lengths: got [7, 1]; allowed: multiples of 2 * cp = 4"),
-        (["--layer", "kda"], "--layer: got 'kda'; allowed: gdn"),
-        (["--scheme", "chunkwise"], "--scheme: got 'chunkwise'; allowed: headwise"),
-        (["--ranks", "threads"], "--ranks: got 'threads'; allowed: processes"),
-        (["--cp", "8", "--head-chunks", "4"], "--head-chunks"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
-    assert main(["bench", "exchange", *arguments, "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err

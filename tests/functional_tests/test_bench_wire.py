@@ -248,28 +248,3 @@ def test_halves_do_what_the_whole_does(layer, chunks):
             assert counts["transfer", way] == counts["together", way] > 0
         (brought,) = results["transfer", "forward"]
         torch.testing.assert_close(brought.flatten(), results["together", "forward"].flatten())
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--only", "wires"], "--only: got 'wires'; allowed: transports or codecs or overlap"),
-        (["--only", "codecs,"], "--only: got 'codecs,'"),
-        (["--transport", "slow"], "--transport: got 'slow'; allowed: collective or pairwise or hierarchical"),
-        (["--codec", "zip"], "--codec: got 'zip'; allowed: none or fp8"),
-        (["--layer", "mamba"], "--layer: got 'mamba'; allowed: attention or gdn"),
-        (["--scheme", "p2p"], "--scheme: got 'p2p'; allowed: nothing. This benchmark measures a2a and headwise."),
-        (["--head-chunks", "9", "--cp", "2"], "--head-chunks: got 9; allowed: 1 to 4"),
-        (["--hosts", "9", "--cp", "4"], "--hosts: got 9; allowed: 1 to the 4 ranks"),
-        (["--cp", "1"], "--cp: got 1; allowed: 2 ranks or more"),
-        (["--cp", "1024"], "at most 64 local ranks"),
-        (["--kernel", "nonsense"], "--kernel: got 'nonsense'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
-    assert main(["bench", "wire", *arguments, "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err
