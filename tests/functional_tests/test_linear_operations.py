@@ -219,7 +219,7 @@ def mixer_tensors(kind):
     return case.plan(), problem.inputs | problem.parameters
 
 
-MIXERS = {"kda": cp.kda_mixer, "mamba": cp.mamba2_mixer}
+MIXERS = {"gdn": cp.gated_delta_net, "kda": cp.kda_mixer, "mamba": cp.mamba2_mixer}
 OF_MIXERS = [(kind, name) for kind in MIXERS for name in mixer_tensors(kind)[1]]
 
 
