@@ -253,7 +253,8 @@ def _cheapest(
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in ways if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = weighed(new, on, topology, item_size, others)
-        price, plan = in_best_chunks(found[0], request.with_chunks, on, topology, item_size)
+        found = in_best_chunks(found, request.with_chunks, on, topology, item_size)
+        price, plan = found[0]
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
