@@ -27,7 +27,7 @@ GATE = "with the gate"
 
 
 def draw_local_part(axes: Any, data: dict[str, Any]) -> None:
-    """Packing and unpacking over a copy of the same bytes."""
+    """Draws the times of packing and unpacking over that of a copy of the same bytes."""
     values = {
         layout: [data[f"{stage}_over_copy"][f"{layout}, {GATE}"][way] for stage, way in STAGES]
         for layout in ("zigzag", "contiguous")
@@ -43,7 +43,7 @@ def draw_local_part(axes: Any, data: dict[str, Any]) -> None:
 
 
 def draw_exchanges(axes: Any, data: dict[str, Any]) -> None:
-    """Both peers over ours, in every cell, both directions together."""
+    """Draws the times of both peers over ours, in every cell, both directions together."""
     key, cells = f"inbound, zigzag, {GATE}", data["cells"]
     peers = {"loop": "loop_over_ours", "megatron-core": "megatron_over_ours"}
     values = {peer: [cell[name][key]["both"] for cell in cells] for peer, name in peers.items()}
@@ -58,7 +58,7 @@ def draw_exchanges(axes: Any, data: dict[str, Any]) -> None:
 
 
 def draw_transports(axes: Any, data: dict[str, Any]) -> None:
-    """How much sooner than the backend's own collective each transport is done."""
+    """Draws the speed of each transport over that of the backend's own collective."""
     of_size = {kind: sizes[str(data["cp"])] for kind, sizes in data["collective_over"].items()}
     names = [name for name in ("naive loop", "pairwise", "hierarchical") if name in of_size["all_to_all"]]
     values = {kind.replace("_", "-"): [found.get(name) for name in names] for kind, found in of_size.items()}
@@ -70,7 +70,7 @@ def draw_transports(axes: Any, data: dict[str, Any]) -> None:
 
 
 def draw_codecs(axes: Any, data: dict[str, Any]) -> None:
-    """How much sooner coded messages arrive, beside how much shorter they are."""
+    """Draws how much sooner coded messages arrive, beside how much shorter they are."""
     codecs = [codec for codec in data["codecs_ms"] if codec != "none"]
     cells = [(codec, chunks) for codec in codecs for chunks in data["codecs_ms"][codec]]
     values = {
@@ -85,7 +85,7 @@ def draw_codecs(axes: Any, data: dict[str, Any]) -> None:
 
 
 def draw_overlap(axes: Any, data: dict[str, Any]) -> None:
-    """How much of the smaller of transfer and compute head chunks hide, forward and backward together."""
+    """Draws the share of the smaller of transfer and compute that head chunks hide, forward and backward together."""
     shares = data["hidden_share"]
     chunks = sorted({count for of_chunks in shares.values() for count in of_chunks}, key=int)
     values = {
@@ -99,14 +99,14 @@ def draw_overlap(axes: Any, data: dict[str, Any]) -> None:
 
 
 def exactly(value: float) -> dict[str, float]:
-    """What was counted, as what was measured is written."""
+    """Formats counted values in the form of measured ones."""
     return {"median": value, "low": value, "high": value}
 
 
 def draw_bars(
     axes: Any, values: dict[str, list[dict[str, float] | None]], colours: list[str], *, logarithmic: bool = True
 ) -> None:
-    """Medians with their quartiles, each with its value; None leaves its place empty."""
+    """Draws medians with their quartiles and values; None leaves its place empty."""
     width = 0.8 / len(values)
     for number, ((name, spreads), colour) in enumerate(zip(values.items(), colours, strict=True)):
         drawn = [(index, spread) for index, spread in enumerate(spreads) if spread]
@@ -134,7 +134,7 @@ def draw_bars(
 
 
 def draw(data: dict[str, Any], image: Path) -> None:
-    """All that a benchmark found, side by side.
+    """Draws all results of a benchmark side by side.
 
     Raises:
         SystemExit: no plot is known for it.

@@ -1,4 +1,4 @@
-"""Training steps on ragged packed batches over several ranks, and the proof that they equal each document alone.
+"""Trains on ragged packed batches over several ranks, and proves that it equals training on each document alone.
 
 python examples/attention_without_megatron.py                            # 4 ranks, threads of this process
 torchrun --nproc-per-node 2 examples/attention_without_megatron.py       # 2 ranks, processes: NCCL or gloo
@@ -16,7 +16,7 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
-# The documents of each microbatch of each step. Any lengths do: nothing is padded.
+# The documents of each microbatch of each step. Any lengths work: nothing is padded.
 STEPS = [[[701, 1, 300, 23], [13]], [[2, 509]], [[5, 3, 1], [64, 64]]]
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """One layer of attention with rotary positions, over rows `[t]` without a batch axis."""
+    """A layer of attention with rotary positions, over rows `[t]` without a batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def rotated(x: Tensor, position_ids: Tensor) -> Tensor:
-    """Rotary phases of each row's place in its document."""
+    """Rotates each row by its position in its document."""
     half = x.shape[-1] // 2
     angles = position_ids[:, None, None] * 100 ** -torch.linspace(0, 1, half, dtype=x.dtype, device=x.device)
     first, second = x.split(half, dim=-1)
@@ -50,7 +50,7 @@ def rotated(x: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def train_step(model: Model, packs: list[tuple[cp.Packing, Tensor]], group: RankGroup, device: str) -> float:
-    """The gradients of one step, on every rank, and its loss: the mean over all tokens of all microbatches."""
+    """Computes a step's gradients on every rank. Returns its loss: the mean over all tokens of all microbatches."""
     batches = [
         cp.shard_batch(tokens, cp.Layout.balanced(packing, group.size), group, slots=[SLOT], device=device)
         for packing, tokens in packs
@@ -68,7 +68,7 @@ def train_step(model: Model, packs: list[tuple[cp.Packing, Tensor]], group: Rank
 
 
 def main(group: RankGroup, device: str = "cpu") -> None:
-    """What every rank runs."""
+    """Trains on one rank of the group, and compares every step with each document alone."""
     model, alone = (Model().double().to(device) for _ in range(2))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
     random = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def main(group: RankGroup, device: str = "cpu") -> None:
         packing = cp.Packing(STEPS[0][0])
         print(SLOT.plan(cp.Layout.balanced(packing, group.size)).explain(item_size=8))
     for number, microbatches in enumerate(STEPS):
-        # What a data loader brings: every rank reads whole packs, and keeps its own rows of them.
+        # As from a data loader, every rank reads whole packs, and keeps its own rows of them.
         packs = [
             (cp.Packing(lengths), torch.randint(VOCABULARY, (sum(lengths),), generator=random))
             for lengths in microbatches
@@ -100,7 +100,7 @@ def main(group: RankGroup, device: str = "cpu") -> None:
 
 
 def each_document_alone(model: Model, packs: list[tuple[cp.Packing, Tensor]], device: str) -> float:
-    """The gradients of the same step and its loss, in one process, by torch's own attention."""
+    """Computes the gradients of the same step in one process, with torch's own attention. Returns the loss."""
     losses = []
     for packing, tokens in packs:
         for start, end in packing.spans():
@@ -113,7 +113,7 @@ def each_document_alone(model: Model, packs: list[tuple[cp.Packing, Tensor]], de
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's attention of one document, `[t, heads, head_dim]`."""
+    """Computes torch's attention of one document, `[t, heads, head_dim]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 

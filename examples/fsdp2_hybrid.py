@@ -1,4 +1,4 @@
-"""A hybrid of Gated DeltaNet and attention learns from packed documents: context parallelism and FSDP2, torch alone.
+"""Trains a hybrid of Gated DeltaNet and attention on packed documents with context parallelism and FSDP2, torch alone.
 
 python examples/fsdp2_hybrid.py --check                          # 2 x 2 local processes over gloo, against one rank
 torchrun --nproc-per-node 8 examples/fsdp2_hybrid.py --cp 4      # 2 replicas of 4 ranks: NCCL or gloo
@@ -19,7 +19,7 @@ from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
 VOCABULARY, HIDDEN, HELD_OUT = 64, 32, 10**6  # evaluation reads packs from that number on
-TOLERANCE = 1e-5  # of every loss, in fp32
+TOLERANCE = 1e-5  # for every loss, in fp32
 
 
 class Block(nn.Module):
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
     @property
     def slots(self) -> list[cp.AttentionSpec | cp.LinearSpec]:
-        """The kinds of layers, which every batch is planned for."""
+        """The specification of each layer, for which every batch is planned."""
         return [block.mixer.slot for block in self.blocks]
 
     def forward(self, batch: cp.LocalBatch, group: RankGroup | None) -> Tensor:
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 def pack(number: int, size: int) -> tuple[cp.Packing, Tensor]:
-    """What a data loader brings: documents of any lengths, end to end. Every rank of a replica reads the same."""
+    """Draws a pack of documents of any lengths, as a data loader would. Every rank of a replica gets the same."""
     draw = torch.Generator().manual_seed(number)
     lengths = torch.randint(1, size // 2, (64,), generator=draw).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
     packing = cp.Packing([int(length) for length in lengths if length])
@@ -69,7 +69,7 @@ def pack(number: int, size: int) -> tuple[cp.Packing, Tensor]:
 
 
 def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
-    """What every rank runs; None for one rank. Returns the loss of each step, and of the evaluation."""
+    """Trains on this rank; None trains on one rank alone. Returns the loss of each step, and of the evaluation."""
     torch.manual_seed(0)  # the same weights on every rank
     model, device, cp_group, everyone = Model(), "cpu", None, None
     replica, replicas, replica_group = 0, args.dp, None
@@ -86,7 +86,7 @@ def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
 
     def batches(number: int) -> list[cp.LocalBatch]:
-        """Of a step: one pack a replica. One rank alone has the packs of all of them."""
+        """Returns this rank's batches of a step: its replica's pack, or with one rank the packs of all replicas."""
         packs = [pack(number * args.dp + each, args.seq_length) for each in range(replica, replica + replicas)]
         return [
             cp.shard_batch(tokens, cp.Layout.balanced(packing, args.cp if world else 1), cp_group, slots=model.slots,
@@ -95,7 +95,7 @@ def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
         ]  # fmt: skip
 
     def losses(number: int) -> Tensor:
-        """The mean over all tokens of a step; in backward, FSDP's mean of gradients is their sum."""
+        """Returns the mean over all tokens of a step; in backward, FSDP's mean of gradients is their sum."""
         local = batches(number)
         count = torch.tensor(sum(batch.num_tokens for batch in local), device=device)
         if replica_group is not None:
@@ -124,7 +124,9 @@ def main() -> None:
     """Trains on the ranks that torchrun started, or on local ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, default=2, help="ranks that share a pack")
-    parser.add_argument("--dp", type=int, default=2, help="replicas, of local ranks; torchrun knows")
+    parser.add_argument(
+        "--dp", type=int, default=2, help="number of replicas of local ranks; the size of a torchrun job decides it"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-length", type=int, default=256, help="tokens of a pack")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -1,4 +1,4 @@
-"""A Gated DeltaNet mixer of a ragged packed batch over several ranks, and the proof that it equals each document alone.
+"""Runs Gated DeltaNet on a ragged packed batch over several ranks, and proves that it equals each document alone.
 
 python examples/gated_delta_net_without_megatron.py                            # 4 ranks, threads of this process
 torchrun --nproc-per-node 2 examples/gated_delta_net_without_megatron.py       # 2 ranks, processes: NCCL or gloo
@@ -13,23 +13,23 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
-LENGTHS = [701, 1, 300, 23]  # any lengths do: nothing is padded
+LENGTHS = [701, 1, 300, 23]  # any lengths work: nothing is padded
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, TAPS = 8, 4, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM  # of q, k and v
 SHAPE = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": KEY_DIM, "value_head_dim": VALUE_DIM}
-INPUTS = {"qkv": (CHANNELS,), "beta": (HEADS,), "alpha": (HEADS,), "z": (HEADS, VALUE_DIM)}  # what a token brings
+INPUTS = {"qkv": (CHANNELS,), "beta": (HEADS,), "alpha": (HEADS,), "z": (HEADS, VALUE_DIM)}  # for each token
 WEIGHTS = {"conv": (CHANNELS, TAPS), "A_log": (HEADS,), "dt_bias": (HEADS,)}
 
 
 def mixer(inputs: list[Tensor], weights: list[Tensor], plan: cp.Plan, group: RankGroup | None = None) -> Tensor:
-    """One exchange in and one out. The norm and the output gate act on own tokens, so z never travels."""
+    """Runs the mixer with one exchange in and one out. Norm and output gate act on own tokens, so z is never sent."""
     *sent, z = inputs
     out = cp.gated_delta_net(*sent, plan, group, **dict(zip(WEIGHTS, weights, strict=True)))
     return F.rms_norm(out, [VALUE_DIM]) * F.silu(z)
 
 
 def main(group: RankGroup, device: str = "cpu") -> None:
-    """What every rank runs."""
+    """Runs the mixer on one rank of the group, and compares its output and gradients with each document alone."""
     packing = cp.Packing(LENGTHS)
     layout = cp.Layout.contiguous(packing, cp_size=group.size)  # who holds which tokens
     plan = cp.plan_linear(packing, layout, kind="gdn", **SHAPE)
@@ -63,7 +63,7 @@ def main(group: RankGroup, device: str = "cpu") -> None:
 def each_document_alone(
     packing: cp.Packing, inputs: list[Tensor], weights: list[Tensor], gradient: Tensor
 ) -> list[Tensor]:
-    """The output and all gradients on one rank, one document after another."""
+    """Returns the output and all gradients on one rank, computed one document after another."""
     leaves = [x.clone().requires_grad_() for x in (*inputs, *weights)]
     documents = []
     for start, end in packing.spans():

@@ -1,8 +1,8 @@
-"""A Megatron job (pretraining or SFT) on packed documents, with our layers and batches. See pretrain_hybrid.sh.
+"""Runs a Megatron job (pretraining or SFT) on packed documents, with our layers and batches. See pretrain_hybrid.sh.
 
-Megatron's own `pretrain` with three things of ours: the layer spec that `--spec` names, a `get_batch` that shards
-packed documents of any lengths, and the loss per token. Everything else is Megatron's, and so are its flags and
-checkpoints. `docs/moving-a-megatron-job.md` walks through it.
+It calls Megatron's own `pretrain` with three things of ours: the layer spec that `--spec` names, a `get_batch` that
+shards packed documents of any lengths, and the loss per token. Everything else is Megatron's, and so are its flags and
+checkpoints. `docs/moving-a-megatron-job.md` explains each step.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from megatron_cp.planner.predict.pack_cost import PackCost
 
 @cache
 def batch_groups() -> BatchGroups:
-    """Made by every rank before training starts: pipeline stages enter their first step at different times."""
+    """Makes the groups on every rank before training starts: pipeline stages enter their first step one by one."""
     return BatchGroups.make()
 
 
 def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
-    """This rank's share of the next pack. The first tensor-parallel rank reads it, the others get it from there."""
+    """Returns this rank's share of the next pack; the first tensor-parallel rank reads it and broadcasts it."""
     args, groups = get_args(), batch_groups()
     pack = next(data_iterator) if data_iterator is not None else None
     pack = broadcast_pack(pack, groups.tp_host)
@@ -64,14 +64,14 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
         labels=pack.labels,
         loss_mask=pack.loss_mask,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu",
-        seed=getattr(args, "curr_iteration", 0),  # of dropout; Megatron sets it when training begins
+        seed=getattr(args, "curr_iteration", 0),  # for dropout; Megatron sets it when training begins
     )
 
 
 def layout_of(pack: Pack, model: Any) -> Layout:
-    """Who holds which tokens of a pack; with `--cp-layout auto` the log says why, at the steps that Megatron logs."""
+    """Returns the layout of a pack; `--cp-layout auto` logs its reason at the steps that Megatron logs."""
     args = get_args()
-    # As shard_batch wants it, or what was planned to choose would be planned again.
+    # With shard_batch's options, a plan that was made to choose is not made again.
     rows = layout_options(args)
     if args.cp_layout != "auto":
         return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
@@ -82,12 +82,12 @@ def layout_of(pack: Pack, model: Any) -> Layout:
 
 
 def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
-    """What Megatron calls for each microbatch."""
+    """Computes the loss of a microbatch; Megatron calls it."""
     return forward_step_of(iter([get_batch(data_iterator, model)]), model)
 
 
 def global_batch() -> GlobalBatch | None:
-    """With `--cp-even-packs`: what a step reads, and what its packs' flops, as Megatron counts them, take."""
+    """Returns the packs that a step reads with `--cp-even-packs`, and their cost by the flops that Megatron counts."""
     args = get_args()
     if not args.cp_even_packs:
         return None
@@ -101,25 +101,25 @@ def global_batch() -> GlobalBatch | None:
 
 
 def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iterator[Pack]:
-    """One data-parallel rank's share of `number` packs, from the `first` on."""
+    """Yields this data-parallel rank's share of `number` packs, beginning with the pack `first`."""
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
-        weights = stream.loss_weights(index)  # of conversations; None where all is learnt, as in .bin/.idx pairs
+        weights = stream.loss_weights(index)  # for conversations; None if all tokens are learnt
         yield Pack(packing, torch.from_numpy(tokens), loss_mask=None if weights is None else torch.from_numpy(weights))
 
 
 def stream_of(split: int) -> PackedStream | BlendedStream | None:
-    """Packs of `--seq-length` tokens at most: 0 for training, 1 for validation; None without data for it.
+    """Returns packs of at most `--seq-length` tokens for training (0) or validation (1); None if it has no data.
 
-    Of several `.bin/.idx` prefixes, with weights or without, each gives its share of packs, in the order of Megatron's
+    Several `.bin/.idx` prefixes each give their share of packs, with weights or without, in the order of Megatron's
     blends.
     """
     args = get_args()
     blend, of_splits = get_blend_and_blend_per_split(args)
     prefixes, weights = (blend if of_splits is None else of_splits[split]) or ([], None)
     if len(prefixes) > 1 and args.cp_even_packs:
-        raise SystemExit("--cp-even-packs: not with a blend, whose packs are of one corpus each")
+        raise SystemExit("--cp-even-packs: not with a blend, whose packs each come from one corpus")
     corpora: list[Corpus | None] = [IndexedCorpus(prefix, args.padded_vocab_size) for prefix in prefixes]
     if of_splits is None:
         corpora = [split_corpus(corpus, args.split)[split] for corpus in corpora if corpus is not None]
@@ -135,10 +135,10 @@ def stream_of(split: int) -> PackedStream | BlendedStream | None:
 
 
 def conversations(samples: list[int]) -> tuple[list[Any], int]:
-    """What `--data-path` names (`.jsonl`), packed and masked by Megatron's `SFTDataset`; and its pad token.
+    """Returns the data sets of `--data-path` (`.jsonl`), packed and masked by `SFTDataset`, and their pad token.
 
-    Every rank builds the data sets of all splits, since Megatron's builder waits for all of them; the reading ranks
-    alone get them.
+    Every rank builds the data sets of all splits, since Megatron's builder waits for all of them; only the reading
+    ranks get them.
     """
     args = get_args()
     tokenizer = build_tokenizer(args)
@@ -164,14 +164,14 @@ def conversations(samples: list[int]) -> tuple[list[Any], int]:
 
 
 def sft_packs(dataset: Any, pad_token: int, first: int) -> Iterator[Pack]:
-    """The packs of one data-parallel rank, from the `first` on."""
+    """Yields the packs of this data-parallel rank, beginning with the pack `first`."""
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, len(dataset), mpu.get_data_parallel_world_size()):
         yield Pack.from_megatron(dataset[index], pad_token)
 
 
 def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] | None, None]:
-    """Training and validation packs, with `--dataloader-type external`: iterators, on the ranks that read."""
+    """Returns iterators over training and validation packs, for `--dataloader-type external`, on the reading ranks."""
     args = get_args()
     batch_groups()
     sets, pad_token = conversations(samples) if args.sft else ([None, None], 0)
@@ -191,7 +191,7 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
 
 
 def need_no_evaluation(reason: str) -> None:
-    """Megatron evaluates by --eval-iters alone, and would find no data."""
+    """Refuses `--eval-iters`: Megatron would evaluate by it alone, and find no data."""
     if get_args().eval_iters:
         raise SystemExit(f"{reason}: pass --eval-iters 0")
 
@@ -200,7 +200,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls 
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The library's flags, and this job's own."""
+    """Adds the library's flags, and this job's own."""
     even = "assign a step's documents to its packs so that all data-parallel ranks take equally long, by their flops"
     add_arguments(parser).add_argument("--cp-even-packs", action="store_true", help=even)
     return parser
@@ -215,7 +215,7 @@ def main() -> None:
     if args.cp_even_packs and not args.calculate_per_token_loss:
         raise SystemExit("pass --calculate-per-token-loss: without it the loss depends on which documents share a pack")
     if args.full_validation:
-        raise SystemExit("--full-validation: packs are numbered without an end; pass --eval-iters")
+        raise SystemExit("--full-validation: a validation set of packs has no end; pass --eval-iters")
     if args.micro_batch_size != 1:
         raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
     if args.dataloader_type != "external":

@@ -1,10 +1,11 @@
-"""A hybrid model of transformers learns from packed documents over two ranks with FSDP2, as one rank would.
+"""Trains a hybrid model of transformers on packed documents over two ranks with FSDP2, with the losses of one rank.
 
 python examples/train_transformers.py --compare          # 2 local processes over gloo; what `make train-hf` runs
 torchrun --nproc-per-node 8 examples/train_transformers.py --cp 4          # two replicas of four ranks: NCCL or gloo
 
-A tiny random Qwen3-Next (Gated DeltaNet and gated attention) on the source files of Python's standard library.
-`--compare` then trains the stock class on one rank, one document at a time, and shows how far the losses are apart.
+The model is a tiny random Qwen3-Next (Gated DeltaNet and gated attention), the data the source files of Python's
+standard library. `--compare` then trains the stock class on one rank, one document at a time, and prints the largest
+difference of the losses.
 """
 
 import argparse
@@ -31,9 +32,9 @@ LOSS_TOLERANCE = 1e-3  # over all steps: both runs round in fp32, and drift apar
 
 
 def build(vocab_size: int) -> PreTrainedModel:
-    """The same weights on every rank. No experts: a router turns roundings into other choices, and runs then differ."""
+    """Builds the model with the same weights on every rank. It has no experts: rounding would change their routing."""
     if not torch.cuda.is_available():
-        sys.modules.setdefault("fla", None)  # where it is installed, the stock class takes its kernels, for GPUs alone
+        sys.modules.setdefault("fla", None)  # the stock class would take its kernels, which need GPUs
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)
@@ -46,7 +47,7 @@ def build(vocab_size: int) -> PreTrainedModel:
 
 
 def train(world: RankGroup, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Trains on one rank of the job."""
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     replicas = world.size // args.cp
     mesh = init_device_mesh(device, (replicas, args.cp), mesh_dim_names=("dp", "cp"))
@@ -76,8 +77,8 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
 
 
 def train_stock(args: argparse.Namespace, replicas: int) -> None:
-    """The stock class on one rank: each document of a step by itself."""
-    torch.set_num_threads(1)  # as each rank has: small tensors, over which threads mostly wait for one another
+    """Trains the stock class on one rank, with each document of a step by itself."""
+    torch.set_num_threads(1)  # as on every rank: with small tensors, threads mostly wait for each other
     stream = PackedStream(read_corpus(None, read_tokenizer(None)), args.seq_length)
     model = build(stream.corpus.vocab_size)
     optimizer, log = torch.optim.AdamW(model.parameters(), args.lr), Log(args, "stock, CP=1", is_first=True)
@@ -98,14 +99,14 @@ def train_stock(args: argparse.Namespace, replicas: int) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer, lr: float, step: int) -> None:
-    """A step of the optimizer, whose rate rises over the first ones."""
+    """Takes a step of the optimizer, whose learning rate rises over the first steps."""
     optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / WARMUP)
     optimizer.step()
     optimizer.zero_grad()
 
 
 class Log:
-    """Metrics on disk and a progress bar, on the first rank."""
+    """Writes metrics to disk and shows a progress bar, on the first rank."""
 
     def __init__(self, args: argparse.Namespace, name: str, is_first: bool) -> None:
         self._file = None
@@ -115,7 +116,7 @@ class Log:
             self._bar = tqdm(total=args.steps, desc=name, unit="step", mininterval=0.2 if sys.stderr.isatty() else 20)
 
     def step(self, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        """One more."""
+        """Records one step."""
         if self._file is None:
             return
         entry = {
@@ -131,17 +132,17 @@ class Log:
 
 
 def metrics(folder: Path, name: str) -> Path:
-    """Where a run's steps are."""
+    """Returns the file of a run's steps."""
     return folder / ("reference.jsonl" if name.startswith("stock") else "metrics.jsonl")
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    """Of a run."""
+    """Reads the losses of a run."""
     return [json.loads(line)["loss"] for line in metrics(folder, name).read_text().splitlines()]
 
 
 def draw(folder: Path, curves: dict[str, list[float]]) -> None:
-    """Losses over steps."""
+    """Draws losses over steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -155,7 +156,7 @@ def draw(folder: Path, curves: dict[str, list[float]]) -> None:
 
 
 def main() -> int:
-    """Trains, and compares."""
+    """Trains, and compares if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks of a replica")
     parser.add_argument("--steps", type=int, default=60)

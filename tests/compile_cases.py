@@ -50,7 +50,7 @@ _INPUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plans:
-    """What a batch brings: plans and layouts. `plan` is None where there is nothing to plan."""
+    """The plans and layouts of a batch. `plan` is None for operations without a plan."""
 
     layout: cp.Layout
     target: cp.Layout
@@ -88,7 +88,7 @@ class Layer(nn.Module):
         self.double()
 
     def projected(self, x):
-        """What the operation takes, each `[t, features]`."""
+        """Returns the inputs of the operation, each `[t, features]`."""
         return self.before(x).split(self.widths, -1)
 
     def finished(self, out):
@@ -183,7 +183,7 @@ FUNCTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What compiling did.
+    """The results of compiling an operation.
 
     Attributes:
         breaks: graph breaks, of the first pack.
@@ -199,7 +199,7 @@ class Found:
 
 
 def compile_and_compare(group, operation, mode, backend, packs=PACKS[:1]):
-    """One rank's part: runs an operation forward and backward over some packs, compiled and not."""
+    """Runs an operation forward and backward over some packs on one rank, compiled and not, and compares."""
     torch._dynamo.reset()
     counters.clear()
     function, layer = FUNCTIONS[operation], Layer(operation)
@@ -237,14 +237,14 @@ def results(run, layer, x, batch, group):
 
 
 def difference(had, expected):
-    """Of the worst tensor, as a share of its largest value; infinite where something is not a number."""
+    """Returns the difference of the worst tensor, as a share of its largest value; infinite if any number is NaN."""
     shares = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(had, expected, strict=True)]
     return max(float("inf") if math.isnan(share) else share for share in shares)
 
 
 @contextlib.contextmanager
 def complaints():
-    """What is warned of meanwhile, by Python's warnings or by torch's log."""
+    """Collects the warnings of Python and of torch's log in a block of code."""
     found = []
 
     class Listener(logging.Handler):

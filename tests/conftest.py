@@ -1,4 +1,4 @@
-"""One thread a rank: ranks are threads or processes already, and the machine has few cores."""
+"""Fixtures, and a thread for each rank: ranks are threads or processes already, and the machine has few cores."""
 
 import multiprocessing
 from collections.abc import Hashable

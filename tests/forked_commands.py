@@ -27,7 +27,7 @@ from tests.forked_ranks import forking_context
 
 @dataclass(frozen=True)
 class Done:
-    """What a command came to, by the names of `subprocess`."""
+    """The result of a command, with the names of `subprocess`."""
 
     returncode: int
     stdout: str
@@ -60,7 +60,7 @@ def forked(
 
 
 def run_forked(arguments: Sequence[str], prints: Path, *, timeout: float, **more: Any) -> Done:
-    """What a command comes to; its output is kept in the folder `prints`.
+    """Runs a command in a fork and returns its result; its output is kept in the folder `prints`.
 
     Raises:
         AssertionError: it had not ended after `timeout` seconds.

@@ -1,4 +1,4 @@
-"""What `make fuzz` draws, as data: a case is some operations over some ranks, under way together. One line of JSON."""
+"""The cases of `make fuzz`, as data: some operations over some ranks, under way together. A case is a line of JSON."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One operation on one batch.
+    """A call of one operation on one batch.
 
     Attributes:
         operation: one of `OPERATIONS`.
@@ -132,7 +132,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Some calls over one group of ranks.
+    """Calls over one group of ranks.
 
     Attributes:
         cp_size: the ranks.
@@ -149,7 +149,7 @@ class Case:
     own_plans: bool = False
 
     def line(self):
-        """As JSON on one line, without what is as usual."""
+        """Returns the case as JSON on one line, without default values."""
         return json.dumps(_unusual(self) | {"calls": [_unusual(call) for call in self.calls]}, separators=(",", ":"))
 
     @classmethod
@@ -180,7 +180,7 @@ LAYOUTS = (
 
 
 def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
-    """A layout of the library, or of fragments that nobody would ask for.
+    """Returns a layout of the library, or one of odd fragments.
 
     edges      cuts beside the first and last tokens of documents        stripes    token i on rank i modulo the ranks
     one        all tokens on one rank, which the others have none of     pack       zigzag of the whole pack at once

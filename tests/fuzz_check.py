@@ -73,7 +73,7 @@ def plan_of(call, cp_size):
 
 
 def layouts_of(call, plan):
-    """Who holds the inputs, the keys among them, and the output; None for an output that every rank has whole."""
+    """Returns the layouts of the inputs, of the keys, and of the output; None if every rank has the whole output."""
     if isinstance(plan, tuple):
         return plan[0], plan[0], (None if call.operation == "gather" else plan[1])
     hidden_layout = plan.hidden_layout or plan.layout
@@ -84,7 +84,7 @@ def layouts_of(call, plan):
 
 
 def run_rank(group, case, plans, problems):
-    """What this rank has after all calls: for each the result and the gradients by name."""
+    """Returns this rank's results after all calls: for each the output and the gradients by name."""
     plans = [plan_of(call, case.cp_size) for call in case.calls] if case.own_plans else plans
     calls = [_Rank(group, *call) for call in zip(case.calls, plans, problems, strict=True)]
     begun = set()
@@ -99,7 +99,7 @@ def run_rank(group, case, plans, problems):
 
 
 class _Rank:
-    """One call on one rank."""
+    """A call on one rank."""
 
     def __init__(self, group, call, plan, problem):
         self.group, self.call, self.plan = group, call, plan
@@ -160,7 +160,7 @@ class _Rank:
 
 
 def _lying(x, strides):
-    """The same numbers, not densely: rows in every other place, axes turned round, or off the usual alignment."""
+    """Returns equal numbers that are not dense: in every other row, with axes turned round, or misaligned."""
     if not x.ndim or strides == "dense":
         return x.clone()
     if strides == "last":
@@ -278,7 +278,7 @@ def expectation(call, plan, problem):
 
 
 def _gathers(call):
-    """Whether each reader of keys returns gradients that are rounded, of which exact sums are known."""
+    """Returns True if each reader of keys returns rounded gradients, whose exact sums are known."""
     return (
         call.whole
         and call.dtype == "bfloat16"
@@ -306,10 +306,10 @@ def _add_rounded(leaves, gradients):
 
 
 def _largest(call, name, value, expected, problem):
-    """What an error is measured by: the largest entry, or of terms that cancel the largest term.
+    """Returns the scale of an error: the largest entry, or the largest term if terms cancel.
 
-    Whole numbers make a softmax of zeros and ones, whose scores have gradients of nothing: products of the output and
-    its gradient less equal ones. Tiles that are computed elsewhere get that product rounded (see `stand_in`).
+    Whole numbers make a softmax of zeros and ones, whose scores have zero gradients: products of the output and its
+    gradient, less equal ones. Tiles that other ranks compute get that product rounded (see `output_with_row_sums`).
     """
     if not value.numel():
         return FLOOR
@@ -346,7 +346,7 @@ def _close(call, name, found, value, largest, cp_size):
 
 
 def is_rounded_once(call, name, cp_size):
-    """Whether every entry is in bfloat16 what float32 arithmetic gives: in rings, but where the output is used.
+    """Returns True if every entry in bfloat16 is float32's result, rounded; in rings, but where the output is used.
 
     A sink scales an output that is rounded already.
     """
@@ -357,7 +357,7 @@ def is_rounded_once(call, name, cp_size):
 
 
 def is_exact(call, name, cp_size):
-    """Whether every entry is a sum of whole numbers, and rounded where `expectation` rounds if at all."""
+    """Returns True if every entry is a sum of whole numbers, rounded at most where `expectation` rounds."""
     if not call.whole or call.has("silu") or call.dtype == "float64":
         return False
     if assigns_tiles(call) and cp_size > 1 and (name in ("q", "k") or (name == "v" and call.dtype == "bfloat16")):

@@ -45,7 +45,7 @@ def _schedule(r, count):
 
 
 def _next(r, call):
-    """The same layer on another batch."""
+    """Returns a call of the same layer on another batch."""
     lengths, fresh = _lengths(r), r.randrange(10**6)
     if call.operation in ATTENTIONS:
         kv_lengths = tuple(_length(r) for _ in lengths) if call.kv_lengths else ()
@@ -212,7 +212,7 @@ def _moved(r, call):
 
 
 def _used(r, call):
-    """How tensors come in and what is done with the result."""
+    """Draws the form of the inputs and the use of the result."""
     if r.random() < 0.1 and call.dtype == "float64":
         call = _sharing(r, call)
     names = names_of(call)

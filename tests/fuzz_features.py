@@ -1,4 +1,4 @@
-"""What a drawn case has: to count what `make fuzz` met, and which pairs of features no case had."""
+"""Features of drawn cases, to count those that `make fuzz` met, and the pairs of features that no case had."""
 
 import collections
 import itertools
@@ -38,7 +38,7 @@ def features_of(case, call):
 
 
 def orders_of(case, call):
-    """How the tokens of the ranks lie in the stream."""
+    """Returns the orders of the ranks' tokens in the stream."""
     layout = layout_named(call.layout, call.packing, case.cp_size, align=call.align, seed=call.seed)
     held = [layout.fragments_of(rank) for rank in range(case.cp_size)]
     of_ranks = [sorted(fragments) for fragments in held if fragments]

@@ -60,7 +60,7 @@ def _rounded(x, kind):
 
 
 def _shares(call, plan):
-    """For each rank and chunk its heads and key heads; all at once where nothing is coded."""
+    """Returns for each rank and chunk its heads and key heads; all at once if nothing is coded."""
     if not _is_coded(call, plan):
         return [((0, call.heads), (0, call.groups))]
     partitions = [plan.chunk_partition(chunk) for chunk in range(plan.head_chunks)]
@@ -73,7 +73,7 @@ def _is_coded(call, plan):
 
 
 def _sent(call, plan, x):
-    """What the wire does to `[..., heads, d]`."""
+    """Returns `[..., heads, d]` after coding and decoding for the wire."""
     return _Coded.apply(x, *FORMATS[call.codec]) if _is_coded(call, plan) else x
 
 
@@ -168,7 +168,7 @@ def _recurrence(call, plan, tensors):
 
 
 def _sections(call, tensors, mamba):
-    """For each of q, k, v or x, B, C: `[t, n, d]`, its taps `[n, d, w]` and bias if any, and whether n is the heads."""
+    """Returns q, k and v, or x, B and C: `[t, n, d]`, taps `[n, d, w]`, bias or None, and True if n counts heads."""
     wide = (True, False, False) if mamba else (False, False, True)
     sizes = [
         (call.heads, call.value_head_dim) if is_acc_dtype else (call.groups, call.head_dim) for is_acc_dtype in wide
@@ -186,7 +186,7 @@ def _sections(call, tensors, mamba):
 
 
 def _decay(call, tensors):
-    """What each head of each token fades by and writes with, as the recurrences take it."""
+    """Returns the decay and the write strength of each head of each token, as recurrences take them."""
     softplus = torch.nn.functional.softplus
     match call.operation:
         case "gated_delta_rule" | "kda":

@@ -1,4 +1,4 @@
-"""What a layer's gates cost the host: Python calls and operators, without what stands beside them."""
+"""Measures the host's work for a layer's gates alone: Python calls and operators."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FOREIGN = ("/triton/", "/nullgpu/", "torch/_library/", "torch/_compile.py", "tor
 
 
 class Work(NamedTuple):
-    """Of one direction. What Triton and an emulated device do in Python to launch or compute counts as no call."""
+    """The work of one direction. Calls by which Triton or an emulated device launches or computes are not counted."""
 
     calls: int
     operators: int
 
 
 class HostWork(NamedTuple):
-    """Of both."""
+    """The work of both directions."""
 
     forward: Work
     backward: Work
 
 
 def host_work(layer: str, device: str) -> HostWork:
-    """Of the second call, since the first imports."""
+    """Returns the work of the second call, since the first one imports."""
     gates, sections, parameters = stage_of(layer, device)
 
     def forward() -> list[Tensor]:

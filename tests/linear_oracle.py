@@ -45,7 +45,7 @@ def state_space(inputs, groups, scale, lengths, with_state=False):
 
 
 def convolution(x, weight, bias, lengths, silu):
-    """Each document by torch's own convolution."""
+    """Convolves each document by torch's own convolution."""
     width, outputs = weight.shape[1], []
     for document in x.split([length for length in lengths if length]):
         padded = torch.nn.functional.pad(document.t(), (width - 1, 0))
@@ -85,7 +85,7 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
 
 
 def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous", ranks=1):
-    """The same of a convolution; over several ranks with the histories that a halo would bring."""
+    """Returns the errors of a convolution; over several ranks with the histories that a halo would send."""
     shapes = {"x": (sum(lengths), channels), "weight": (channels, width), **({"bias": (channels,)} if bias else {})}
     inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
     dout, assigned, asked, results = torch.randn(shapes["x"]), getattr(Layout, layout)(Packing(lengths), ranks), [], []
@@ -102,7 +102,7 @@ def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous
 
 
 def _conv_over_ranks(kernel, x, weight, bias, silu, layout, asked):
-    """One rank after another, each with a history taken from the whole stream if there are several.
+    """Convolves rank after rank, each with a history taken from the whole stream if there are several.
 
     `asked` receives what each history is told in backward.
     """
@@ -137,7 +137,7 @@ def _gradients(function, inputs, dout):
 
 
 def _over_ranks(kernel, kind, inputs, groups, scale, layout, dout):
-    """The same of a kernel that computes segments, on threads as ranks.
+    """Runs a kernel that computes segments, on threads as ranks.
 
     One rank computes at a time, because neither Triton's interpreter nor a stand-in need be safe to share.
     """

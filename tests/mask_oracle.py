@@ -1,4 +1,4 @@
-"""Which keys each query sees, token by token: what every `Mask` must agree with.
+"""Decides which keys each query sees, token by token: every `Mask` must agree.
 
 Written from the sentence that defines each kind, one (query, key) pair at a time, and knows nothing of bands.
 """
@@ -26,12 +26,12 @@ def pairs_of(bands: NDArray[np.int64], queries: int, keys: int) -> NDArray[np.in
 
 
 def causal(packing: Packing, kv_packing: Packing | None = None) -> Pairs:
-    """Up to the own position, the last query of a document seeing its last key."""
+    """Returns the pairs up to the own position, the last query of a document seeing its last key."""
     return _in_documents(packing, kv_packing, lambda _, i, j, queries, keys: j <= i + keys - queries)
 
 
 def full(packing: Packing, kv_packing: Packing | None = None) -> Pairs:
-    """Everything in the document."""
+    """Returns all pairs of each document."""
     return _in_documents(packing, kv_packing, lambda *_: True)
 
 
@@ -72,7 +72,7 @@ def shared_question(packing: Packing, parts: Sequence[Sequence[int]]) -> Pairs:
 def slices(
     packing: Packing, given: Sequence[tuple[int, int, int, int, str]], kv_packing: Packing | None = None
 ) -> Pairs:
-    """In any of the slices, and in the same document."""
+    """Returns the pairs in any of the slices, in the same document."""
     in_document = full(packing, kv_packing)
     seen = np.zeros_like(in_document)
     for q0, q1, k0, k1, kind in given:
@@ -86,7 +86,7 @@ def slices(
 
 
 def blocks(packing: Packing, table: Pairs, block_size: int, *, causal: bool = False) -> Pairs:
-    """In a block of the table, and in the same document."""
+    """Returns the pairs in a block of the table, in the same document."""
     seen = full(packing)
     for i, j in np.argwhere(seen):
         seen[i, j] = table[i // block_size, j // block_size] and (j <= i or not causal)
@@ -129,7 +129,7 @@ def _in_documents(packing: Packing, kv_packing: Packing | None, sees: Callable[.
 
 
 def pairs_of_case(case: Case) -> Pairs:
-    """Of a parity case."""
+    """Returns the visible pairs of a parity case."""
     if not isinstance(case.mask, str):
         name, *arguments = case.mask
         return _MADE_BY[name](case.packing, *arguments)

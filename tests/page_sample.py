@@ -56,7 +56,7 @@ def sample(cp_size, *, events=400, name="Qwen3-Next"):
 
 
 def tiles_of(plan):
-    """Each part of the mask on a random rank."""
+    """Puts each part of the mask on a random rank."""
     found = []
     for seed, way in enumerate(("forward", "backward")):
         shapes, ranks, count = shapes_by_rank(random_assignment(plan.attend, seed))
@@ -110,7 +110,7 @@ def candidates_about(cp_size, draw):
 
 
 def timeline_of(work, matrix, stages):
-    """Each rank: keys arrive while the stage before is computed; then a matrix product, and a wait for the slowest."""
+    """Makes a timeline: each rank receives keys while it computes, then multiplies, then waits for the slowest."""
     events = []
     micro = work / max(work.max(), 1) * 900
     for rank in range(len(work)):

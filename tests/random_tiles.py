@@ -30,7 +30,7 @@ def some_rounds(plan, *_, seed=0):
 
 
 def assign_all_to(monkeypatch, rank):
-    """One rank computes everything, for all others, until the test ends."""
+    """Makes one rank compute everything, for all others, until the test ends."""
 
     def assigned(step, *_):
         found = of_ranks(step.mask.bands, np.full(len(step.mask.bands), rank), step.num_kv_ranks)
@@ -40,7 +40,7 @@ def assign_all_to(monkeypatch, rank):
 
 
 def random_work(step, *_, seed=0):
-    """Two assignments of an attention's tiles, in place of `assigned_tiles`."""
+    """Makes two random assignments of an attention's tiles, in place of `assigned_tiles`."""
     return TiledWork(random_assignment(step, 2 * seed), random_assignment(step, 2 * seed + 1))
 
 
@@ -52,8 +52,8 @@ def random_assignment(step, seed):
     return of_ranks(bands, random.integers(0, ranks, len(bands)), ranks)
 
 
-def at_home(step):
-    """Each rank computes the queries that it holds."""
+def at_query_owners(step):
+    """Assigns to each rank the tiles of its own queries."""
     starts, ends, ranks = [], [], []
     for rank in range(step.num_kv_ranks):
         own = slice(*step.queries.fragment_offsets[rank : rank + 2])

@@ -45,7 +45,7 @@ def over_ranks(case):
 
 
 def dense(case):
-    """The same by one softmax over all keys of the stream, and torch's autograd, in float64."""
+    """Computes one softmax over all keys of the stream, with torch's autograd, in float64."""
     problem, pairs = draw_problem(case), mask_oracle.pairs_of_case(case)
     leaves = {name: x.double().requires_grad_() for name, x in (problem.inputs | problem.parameters).items()}
     ratio = case.heads // case.groups

@@ -1,4 +1,4 @@
-"""What tests of a module share: made once for all workers of a run, and no more of it than the selected tests need."""
+"""Values that tests of a module share: made once for all workers of a run, and only those that selected tests need."""
 
 import fcntl
 import os

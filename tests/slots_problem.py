@@ -72,7 +72,7 @@ def _called(
 def run_on_rank(
     group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, names: tuple[str, ...] = tuple(KINDS)
 ) -> list[dict[str, Tensor]]:
-    """For each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
+    """Returns, for each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size)
     found = []
     for lengths in packs:
@@ -95,7 +95,7 @@ def run_on_rank(
 
 
 def errors_of(found: dict[str, Tensor], lengths: list[int], size: int, dtype: torch.dtype) -> dict[str, float]:
-    """How far each stream is from one rank's in float64, as a share of its largest; attention's without the filling."""
+    """Returns each stream's error against one rank in float64, as a share of its largest; padding is left out."""
     step = 2 * size
     sizes = [-(-length // step) * step for length in lengths]
     packing = cp.Packing([*sizes, CAPACITY - sum(sizes)])

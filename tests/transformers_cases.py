@@ -163,7 +163,7 @@ def build(name, *, dtype=torch.float64, **changed):
 
 
 def tokenizer():
-    """Of words t0 to t96."""
+    """Makes a tokenizer of the words t0 to t96."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -173,7 +173,7 @@ def tokenizer():
 
 @contextlib.contextmanager
 def wide():
-    """Everything in float64: transformers and TRL compute norms, softmax, delta rules and losses in fp32 otherwise.
+    """Makes everything float64: transformers and TRL compute norms, softmax, delta rules and losses in fp32 otherwise.
 
     Those roundings, and not an exchange, are most of what two ways of computing a model differ by.
     """

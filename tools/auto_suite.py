@@ -32,7 +32,7 @@ TOKENS_PER_RANK = 8192
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the suite."""
+    """A cell of the suite."""
 
     model: str
     cp: int
@@ -42,7 +42,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """60 of them: masks and layouts take turns."""
+    """Returns 60 cells, in which masks and layouts alternate."""
     masks = {"one document": "causal", "heavy-tailed": "causal", "short documents": "window:4095,0"}
     for number, (model, cp, batch) in enumerate((m, c, b) for m in MODELS for c in SIZES for b in masks):
         yield Cell(model, cp, batch, masks[batch], ("zigzag", "balanced", "contiguous")[number % 3])

@@ -33,7 +33,7 @@ FIRST = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")  # wh
 
 
 def cases() -> Iterator[Case]:
-    """The cases; what else there is to choose goes round with their number."""
+    """Yields the cases; options that the loops do not cover alternate with the case's number."""
     number = 0
     for dtype in (torch.float32, torch.bfloat16):
         for transport in TRANSPORTS:
@@ -59,7 +59,7 @@ def cases() -> Iterator[Case]:
 
 
 def later_cases() -> Iterator[Case]:
-    """Those of schemes that came later."""
+    """Yields the cases of schemes that were added after the first ones."""
     later = [scheme for scheme in SCHEMES if scheme not in FIRST]
     choices = list(enumerate(itertools.product(LAYOUTS, (torch.float32, torch.bfloat16))))
     for scheme, (number, (layout, dtype)) in itertools.product(later, choices):
@@ -72,7 +72,7 @@ def later_cases() -> Iterator[Case]:
 
 
 def bits_of(case: Case) -> str:
-    """A hash of what every rank has in the end, its pad rows too."""
+    """Returns a hash of every rank's results, pad rows included."""
     digest = hashlib.sha256()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # ranks without heads
@@ -84,7 +84,7 @@ def bits_of(case: Case) -> str:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--write", type=Path, metavar="FILE")

@@ -1,8 +1,9 @@
-"""How long planned tiles take for block tables that change with each batch: `python -m tools.block_table_times`.
+"""Measures the time that planned tiles take for block tables that change with each batch.
 
-A table says which blocks of keys each block of queries sees: itself, and the best of those before it by a random score,
-which near blocks and the first block of a document win more often. Times are those of one `plan_attention`, as a loader
-calls it: tiles cut and assigned forward and backward, and the messages of all ranks counted. The table is made before.
+Run `python -m tools.block_table_times`. A table says which blocks of keys each block of queries sees: itself, and the
+best earlier ones by a random score, which favours near blocks and the first block of a document. Times are those of one
+`plan_attention`, as a loader calls it: it cuts and assigns tiles, forward and backward, and counts the messages of all
+ranks. The table is made before.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def timed(packing: cp.Packing, mask: cp.Mask, scheme: str, size: int) -> tuple[f
 
 
 def row(documents: int, block: int, k: int, size: int, scheme: str, batches: int) -> str:
-    """One line of the table: the median and the longest time of some batches, and what the plans are worth."""
+    """Returns a line of the table: the median and the longest time of some batches, and the quality of the plans."""
     packing = cp.Packing(DOCUMENTS[documents])
     seconds, shares, bands = [], [], 0
     for batch in range(batches):

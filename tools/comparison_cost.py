@@ -1,4 +1,4 @@
-"""What comparing a call costs: the first call of a plan, later ones, and one with the comparison off.
+"""Measures the cost of comparing a call: the first call of a plan, later ones, and one with the comparison off.
 
 PYTHONPATH=. python tools/comparison_cost.py
 """

@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of every operation, as a table: operation x mode x ranks x backend.
+"""Tabulates the results of `torch.compile` for every operation: operation x mode x ranks x backend.
 
     PYTHONPATH=. python tools/compile_table.py --ranks 1 2 --backends eager aot_eager
 
@@ -52,7 +52,7 @@ def _rows(operation: str, ranks: int, backends: list[str], packs: tuple[tuple[in
 
 
 def compared(group: RankGroup, cases: list[tuple[str, str, str]], packs: tuple[tuple[int, ...], ...]) -> list[Found]:
-    """What each case did on this rank."""
+    """Returns the result of each case on this rank."""
     with torch._inductor.config.patch(compile_threads=1):  # no processes beside the ranks
         return [compile_and_compare(group, *case, packs) for case in cases]
 

@@ -92,7 +92,7 @@ def _print_features(args: argparse.Namespace) -> int:
 
 
 def _failure(case: Case, limit: float) -> BaseException | None:
-    """What is wrong with a case. Where it hangs, every thread's stack goes to standard error."""
+    """Runs a case and returns its error, or None. If it hangs, every thread's stack is written to standard error."""
     alarms = []
 
     def alarm(*_: object) -> None:
@@ -128,7 +128,7 @@ def _report(case: Case, number: int, error: BaseException, args: argparse.Namesp
 
 
 def _alike(error: BaseException | None, other: BaseException) -> bool:
-    """Whether two cases may have failed for the same reason: in the same words, but for operations and numbers."""
+    """Returns True if two errors have the same words, except for operations and numbers."""
     return error is not None and _words(error) == _words(other)
 
 

@@ -104,7 +104,7 @@ def of_one_group(lengths: Sequence[int], ranks: int, cost: PackCost, exchange: f
 
 
 def _part(length: int, count: int, spread: int, cost: PackCost, exchange: float, *, exact: bool) -> float:
-    """Of a document, so many of its tokens: what they take apart from their pairs."""
+    """Returns the cost of `count` tokens of a document, apart from their pairs."""
     sent = count * (spread - 1) / spread
     if exact:
         sent = (length - count) * SENT_OF_KEYS / SENT_OF_HEADS  # at most: keys after a rank's last query stay
@@ -112,7 +112,7 @@ def _part(length: int, count: int, spread: int, cost: PackCost, exchange: float,
 
 
 def _with_pairs(work: Sequence[float], layout: cp.Layout, cost: PackCost) -> list[float]:
-    """With each rank's pairs, which are those of its rows and all tokens before them."""
+    """Adds the cost of each rank's pairs, which are those of its rows and all tokens before them."""
     found = []
     for rank, seconds in enumerate(work):
         positions = layout.positions(rank)[: int(layout.token_counts[rank])]

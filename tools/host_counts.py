@@ -1,4 +1,4 @@
-"""What the host does for one layer on CUDA, counted: calls of Python, operators of torch and launches of kernels.
+"""Counts the host's work for one layer on CUDA: Python calls, operators of torch and launches of kernels.
 
     python -m tools.host_counts              every layer and scheme, as a table
     python -m tools.host_counts --only a2a   those whose name has it
@@ -42,7 +42,7 @@ was before; tests/functional_tests/test_host_counts.py holds these."""
 
 
 def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
-    """By layer and direction, what one rank calls. In a process of its own.
+    """Returns, by layer and direction, the calls of one rank, counted in a separate process.
 
     Raises:
         UnavailableError: there is no emulated device here.
@@ -57,7 +57,7 @@ def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
 
 
 def table(found: dict[str, dict[str, dict[str, int]]]) -> str:
-    """Markdown."""
+    """Returns the counts as a Markdown table."""
     of_each = "Python calls | calls of C | operators | launches"
     lines = [f"| layer | forward: {of_each} | backward: {of_each} |", f"|---|{'--:|' * 8}"]
     for name, directions in found.items():
@@ -150,7 +150,7 @@ def _launches() -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a part of names")
     parser.add_argument("--json", action="store_true")

@@ -76,7 +76,7 @@ def _count(seen: list[int], _: object, event: str, __: object) -> None:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--only", default="", help="a part of names")

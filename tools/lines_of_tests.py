@@ -28,7 +28,7 @@ monitoring = sys.monitoring
 
 
 def digest(library: Path) -> str:
-    """Of all of its files: lines have other numbers in another one."""
+    """Returns a digest of all files of the library; line numbers are those of one digest."""
     found = hashlib.sha256()
     for file in sorted(library.rglob("*.py")):
         found.update(file.read_bytes())

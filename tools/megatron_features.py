@@ -33,7 +33,7 @@ built with; its exit status is then 1.
 
 
 def flags() -> dict[str, list[str]]:
-    """By group of Megatron's parser the flags in it, as they are spelled first."""
+    """Returns the flags of each group of Megatron's parser, in their first spelling."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
     groups = {group.title: group for group in parser._action_groups}
@@ -41,7 +41,7 @@ def flags() -> dict[str, list[str]]:
 
 
 def page() -> str:
-    """All of it."""
+    """Returns the whole page."""
     return "\n".join([_INTRODUCTION, *_tables(), *_others()]) + "\n"
 
 

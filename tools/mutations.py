@@ -58,7 +58,7 @@ HANG = 150  # seconds that a test may take, many times what the longest does
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line, before and after."""
+    """A line, before and after its mutation."""
 
     path: Path
     line: int
@@ -78,7 +78,7 @@ class Mutation:
 
 
 def mutations(count: int, seed: int) -> list[Mutation]:
-    """So many, a file as likely as it has places to break."""
+    """Draws mutations; the chance of a file is proportional to its places to break."""
     found = [
         mutation
         for room in ROOMS
@@ -91,7 +91,7 @@ def mutations(count: int, seed: int) -> list[Mutation]:
 
 
 def _compiles(mutation: Mutation) -> bool:
-    """Not where a bracket was lost."""
+    """Returns False if a mutation has lost a bracket."""
     lines = (HERE / mutation.path).read_text().splitlines()
     lines[mutation.line - 1] = mutation.after
     try:
@@ -114,7 +114,7 @@ def _of_file(path: Path) -> Iterator[Mutation]:
 
 
 def _edits(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int], str]]:
-    """Places, as line and byte of the first and behind the last character, and what to write there."""
+    """Yields places, from the first character to the last as line and byte, and the text to write there."""
     for node in _looked_at(tree):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
@@ -156,7 +156,7 @@ def _after(node: ast.AST) -> tuple[int, int]:
 
 
 class Map:
-    """Which tests run which lines, quick ones first."""
+    """The tests that run each line, quick ones first."""
 
     def __init__(self, folder: Path) -> None:
         found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
@@ -172,7 +172,9 @@ class Map:
                 self.of_line.setdefault(line, []).extend(one["tests"][number] for number in numbers)
 
     def tests_of(self, mutation: Mutation, seconds: float) -> list[str]:
-        """Those that run the line, or a neighbour of its statement, all if none does; quick ones, for so long."""
+        """Returns the tests that run the line or one next to it in its statement, else all; the quickest, up to
+        `seconds`.
+        """
         file = mutation.path.relative_to("megatron_cp")
         near = (f"{file}:{line}" for line in (mutation.line, mutation.line - 1, mutation.line + 1))
         found = next((self.of_line[line] for line in near if line in self.of_line), list(self.seconds))
@@ -221,7 +223,7 @@ def seen_by(mutation: Mutation, tests: Map, seconds: float, others: list[str] | 
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)

@@ -38,7 +38,7 @@ class Steps:
         self.known: dict[tuple[int, ...], float] = {}
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Of one pack, without the sums of gradients, which a step has once."""
+        """Returns the time of one pack, without the sums of gradients, which a step has once."""
         key = tuple(sorted(lengths))
         if key not in self.known:
             layout = Layout.balanced(Packing(key), self.choice.cp)
@@ -56,7 +56,7 @@ class Steps:
 
 
 def flops_of(model: ModelSpec) -> PackCost:
-    """As Megatron counts them, but for the recurrences of linear layers, which are some per cent of a token's."""
+    """Returns the cost by Megatron's count of operations, which omits a few per cent: recurrences of linear layers."""
     slots = [slot for slot in model.slots() if isinstance(slot, AttentionSpec)]
     features = sum(slot.heads * (slot.head_dim + (slot.value_head_dim or slot.head_dim)) // 2 for slot in slots)
     return PackCost.of_flops(active_parameters=model.active_parameters, softmax_features=features)

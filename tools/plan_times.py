@@ -1,4 +1,4 @@
-"""What planning takes at cp 64 and 1M tokens, warm: `python -m tools.plan_times [--json]`.
+"""Measures planning at cp 64 and 1M tokens, warm: `python -m tools.plan_times [--json]`.
 
 Masks, layouts and batches take turns, for two shapes of heads. A plan of a known scheme and the tables of one rank,
 and a plan by `auto` with the tables of what it takes; layouts are there before. Every plan is of a layout of its own,
@@ -56,7 +56,7 @@ def lengths_of(batch: str) -> list[int]:
 
 
 def make_tables(plan: Plan, rank: int) -> None:
-    """What a rank needs to run an attention."""
+    """Makes the tables that a rank needs to run an attention."""
     kv_rank = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
         layout = exchange.subgroup(kv_rank).layout

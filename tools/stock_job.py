@@ -57,7 +57,7 @@ def stock_loss(loss_mask: Any, losses: Any) -> Any:
 
 
 def our_step(batches: Any, model: Any) -> Any:
-    """The same of ours: a sample is one document, and each rank gets its part of it."""
+    """Runs the forward step with our batch: a sample is one document, and each rank gets its part of it."""
     from megatron.training import get_args
 
     from megatron_cp.layout import Packing
@@ -82,7 +82,7 @@ def _groups() -> Any:
 
 
 def data_sets(samples: list[int]) -> Any:
-    """Megatron's, by Megatron's builder."""
+    """Builds the data sets by Megatron's builder."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -100,7 +100,7 @@ def data_sets(samples: list[int]) -> Any:
 
 
 def rank_main(kind: str) -> None:
-    """What each process of a run does, with Megatron's flags as its arguments."""
+    """Runs one process of a job, with Megatron's flags as its arguments."""
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
 
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def corpus(prefix: Path, seed: int) -> Path:
 
 
 def losses(kind: str, ranks: int, folder: Path, flags: list[str]) -> tuple[list[float], list[float]]:
-    """Of all steps and of all evaluations."""
+    """Returns the losses of all steps and of all evaluations."""
     own = [*SPEC, "--context-parallel-size", str(ranks)] if kind == OURS else []
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     cache = ["--data-cache-path", str(folder / kind / str(ranks))]

@@ -1,4 +1,6 @@
-"""Are planned tiles worth it? Cell by cell, in the simulator: `python -m tools.tile_cells [--sizes 8:64 64:512]`.
+"""Compares planned tiles with the other schemes, cell by cell, in the simulator.
+
+Run `python -m tools.tile_cells [--sizes 8:64 64:512]`.
 
 A cell is a mask, documents, heads, tokens in all and ranks on full hosts of one machine. Every scheme is taken in its
 best layout, degree and number of head chunks, forward and backward together; ring and zigzag ring are p2p in those
@@ -39,7 +41,7 @@ COLUMNS = ("ring", "zigzag ring", "all_gather", "exact", "a2a", "a2a+p2p", "a2a+
 
 
 class Cell(NamedTuple):
-    """One of the grid."""
+    """A cell of the grid."""
 
     documents: int
     heads: int
@@ -50,14 +52,14 @@ class Cell(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One way of tiles in a cell.
+    """The tiles of one scheme in a cell.
 
     Attributes:
-        bound: milliseconds that it takes at least, known before tiles are assigned.
-        found: that it was predicted to take; None where tiles were not assigned.
-        of_schedule: milliseconds that the tiles found take at least, in any order.
-        rounds: forward and backward.
-        layout: in which they are.
+        bound: lower bound in milliseconds, known before tiles are assigned.
+        found: predicted milliseconds; None if tiles were not assigned.
+        of_schedule: lower bound in milliseconds for the assigned tiles, in any order.
+        rounds: rounds of forward and of backward.
+        layout: name of the layout.
     """
 
     bound: float
@@ -68,12 +70,12 @@ class Tiles(NamedTuple):
 
     @property
     def least(self) -> float:
-        """What it takes, or at least takes."""
+        """The predicted milliseconds, or their lower bound if tiles were not assigned."""
         return self.bound if self.found is None else self.found
 
 
 class Found(NamedTuple):
-    """What a cell's schemes take, in milliseconds; `enough` is what tiles must take less than for `auto`."""
+    """The predicted milliseconds of a cell's schemes; `auto` chooses tiles below `enough`."""
 
     cell: Cell
     others: dict[str, float]
@@ -83,22 +85,22 @@ class Found(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Above 1 where tiles win."""
+        """The time of the best other scheme over that of tiles: above 1 if tiles are faster."""
         return min(self.others.values()) / min(each.least for each in self.tiles.values())
 
     @property
     def is_skipped(self) -> bool:
-        """Whether `auto` assigns no tiles."""
+        """True if `auto` assigns no tiles."""
         return all(each.bound >= self.enough for each in self.tiles.values())
 
     @property
     def is_taken(self) -> bool:
-        """Whether `auto` would take tiles that it had assigned."""
+        """True if `auto` would choose tiles that it has assigned."""
         return any(each.found is not None and each.found < self.enough for each in self.tiles.values())
 
 
 def packing_of(cell: Cell) -> cp.Packing:
-    """One document, or five of lengths that follow no rule."""
+    """Returns a packing of one document, or of five with irregular lengths."""
     if cell.documents == 1:
         return cp.Packing([cell.tokens])
     lengths = [int(share * cell.tokens) | 1 for share in _SHARES[1:]]
@@ -106,7 +108,7 @@ def packing_of(cell: Cell) -> cp.Packing:
 
 
 def plans_of(cell: Cell, layout: cp.Layout, mask: cp.Mask, scheme: str, on: Machine) -> Iterator[Plan]:
-    """A scheme in every degree that leaves no rank without heads, and in the chunks that it may take."""
+    """Yields a scheme's plans in every degree that leaves no rank without heads, and in the chunks that it may take."""
     way = SCHEMES[scheme]
     degrees: list[int | None] = [None]
     if way.is_product:
@@ -123,7 +125,7 @@ def plans_of(cell: Cell, layout: cp.Layout, mask: cp.Mask, scheme: str, on: Mach
 
 
 def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
-    """All schemes of one cell."""
+    """Prices all schemes of one cell."""
     began, packing, topology = time.perf_counter(), packing_of(cell), on.topology(cell.ranks)
     mask = cp.Mask.named(packing, cell.mask)
     layouts = {name: getattr(cp.Layout, name)(packing, cell.ranks) for name in ("contiguous", "zigzag")}
@@ -158,7 +160,7 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
 
 
 def _degrees_of_tiles(cell: Cell, scheme: str) -> list[int]:
-    """That `auto` looks at: the ranks of a host, or 2."""
+    """Returns the degrees that `auto` considers for tiles: the ranks of a host, or 2."""
     if not SCHEMES[scheme].is_product:
         return [1]
     host = 8 if cell.ranks > 8 else 2
@@ -174,7 +176,7 @@ def _assigned(plan: Plan, known: Tiles, on: Machine) -> Tiles:
 
 
 def row_of(found: Found) -> str:
-    """One line of the table."""
+    """Returns a line of the table."""
     cell = found.cell
     shown = ["" if np.isinf(found.others[name]) else f"{found.others[name]:.3f}" for name in COLUMNS]
     for name in TILED:
@@ -200,7 +202,7 @@ def _mean(ratios: list[float]) -> float:
 
 
 def summary(rows: list[Found]) -> Iterator[str]:
-    """By mask, heads and ranks the geometric mean of the ratios, and how many cells tiles win."""
+    """Returns, by mask, heads and ranks, the geometric mean of the ratios and the number of cells that tiles win."""
     yield "| mask | heads | ranks | best other / best tiles, geometric mean | least | most | tiles win |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     groups = defaultdict[tuple[str, int, int], list[float]](list)

@@ -1,4 +1,4 @@
-"""How good planned tiles are, on the masks of UltraAttn (SC'25): `python -m tools.tile_masks [--seconds 60]`.
+"""Measures the quality of planned tiles on the masks of UltraAttn (SC'25): `python -m tools.tile_masks [--seconds 60]`.
 
 First in UltraAttn's own terms: its tables of blocks, contiguous owners, its load caps, and its units of volume (a chunk
 of queries is 1, of keys and values 2; in backward queries and outputs' gradients are 2). Its stored optima are not
@@ -47,7 +47,7 @@ def block_problem(name: str, weights: TileWeights) -> TileProblem:
 
 
 def _row(name: str, way: str, problem: TileProblem, seconds: float) -> str:
-    """One line of a table: both stages, the bound of each, and the time of each."""
+    """Returns a line of the table: the cost, the bound and the time of both stages."""
     began = time.perf_counter()
     quick = solve(problem)
     fast_seconds = time.perf_counter() - began
@@ -68,8 +68,8 @@ _HEAD = (
 
 
 def _large(name: str, way: str, weights: TileWeights) -> str:
-    """One line of the table of 64 ranks: every layout, and beside the best one what others make of its problem."""
-    packing, found, at_home = cp.Packing([8 * TOKENS]), [], []
+    """Returns a line of the table of 64 ranks: every layout, and other solvers on the problem of the best one."""
+    packing, found, at_query_owners = cp.Packing([8 * TOKENS]), [], []
     mask = cp.Mask.named(packing, name)
     layouts = {
         "contiguous": cp.Layout.contiguous(packing, 64),
@@ -80,14 +80,14 @@ def _large(name: str, way: str, weights: TileWeights) -> str:
         problem = tiles_of(mask, layout, weights=weights, hosts=np.arange(64) // 8, host_cost=HOST_COST)
         solution = solve(problem)
         found.append((cost(problem, solution.ranks), solution.bound, solution.seconds, problem.num_tiles))
-        at_home.append(cost(problem, problem.rows.owners[problem.tile_rows]))
+        at_query_owners.append(cost(problem, problem.rows.owners[problem.tile_rows]))
     best = min(range(3), key=lambda number: found[number][0])
     fast, bound, seconds, tiles = found[best]
     all_keys = packing.total // 64 * (weights.col_in + weights.col_back) * (7 + 56 * HOST_COST)
     shown = " | ".join(f"{each[0]:,}" for each in found)
     return (
         f"| {name} | {way} | {shown} | {list(layouts)[best]} | {tiles} | {bound:,} | {fast / bound:.2f} | "
-        f"{min(at_home) / fast:.2f} | {all_keys / fast:.2f} | {seconds:.1f} |"
+        f"{min(at_query_owners) / fast:.2f} | {all_keys / fast:.2f} | {seconds:.1f} |"
     )
 
 

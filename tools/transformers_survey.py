@@ -1,4 +1,4 @@
-"""Which causal language models of transformers run over ranks, tiny and random: `python -m tools.transformers_survey`.
+"""Finds the causal language models of transformers that run over ranks: `python -m tools.transformers_survey`.
 
 Each against the stock class in eager mode on each document alone, in float64: logits and every gradient over two ranks.
 Names of classes (`llama`) choose some.
@@ -59,7 +59,7 @@ def tiny(kind):
 
 
 def built(kind, tokens):
-    """A random model, and what the stock class makes of the documents."""
+    """Returns a random model, and the stock class's results for the documents."""
     reasons = []
     for made, given in tiny(kind):
         try:
@@ -84,7 +84,7 @@ def built(kind, tokens):
 
 
 def surveyed(kind):
-    """How it went, and why."""
+    """Returns the outcome for a model class, and the reason."""
     tokens = torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     try:
         with without("fla", "mamba_ssm", "causal_conv1d"):

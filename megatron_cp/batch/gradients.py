@@ -14,12 +14,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import DTYPES, check_dense
 from megatron_cp.executor.groups import Group, RankGroup
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 
 _BUCKET_BYTES = 64 * 2**20  # of one message, which takes memory twice, to send and to receive
 
 
-@opaque
+@no_compile
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | None = None) -> None:
     """Sums the gradients of parameters over ranks, in place: for a plain loop, once a step, after its last backward.
 

@@ -13,10 +13,10 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import DTYPES, check_dense
 from megatron_cp.executor.groups import Group, RankGroup
-from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 
 
-@opaque
+@no_compile
 def token_loss(
     losses: Tensor,
     weights: LocalBatch | Tensor,
@@ -118,7 +118,7 @@ class _GlobalMean(torch.autograd.Function):
         return (total / divisor).to(own_sum.dtype)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         return (gradient * ctx.share).to(gradient.dtype), None, None, None, None, None

@@ -18,7 +18,7 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.run import prepare
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.arrays import check_array
@@ -63,7 +63,7 @@ class LocalBatch:
         """Returns the plan of every layer of a kind, made now if `shard_batch` was not given the kind."""
         return self.plans.plan(slot)
 
-    @opaque
+    @no_compile
     def ahead(self, places: int) -> RowsAhead:
         """Returns values `places` ahead of each row in its document, for multi-token prediction, without communication.
 
@@ -75,7 +75,7 @@ class LocalBatch:
         return self.stream.ahead(places)
 
 
-@opaque
+@no_compile
 def shard_batch(
     tokens: NDArray[np.integer] | Tensor,
     layout: Layout,

@@ -1,4 +1,4 @@
-"""The command line: `megatron-cp check | plan | doctor`, one module a command; `main` starts those of `apps` too."""
+"""The command line: a module for each of `megatron-cp check | plan | doctor`; `main` also starts those of `apps`."""
 
 from megatron_cp.lazy import attach_stub
 

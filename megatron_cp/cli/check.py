@@ -1,4 +1,4 @@
-"""`megatron-cp check`: a layer over N ranks against the same layer on one."""
+"""`megatron-cp check`: compares a layer over N ranks with the same layer on one rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_cp.cli.parser import cp_sizes, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 
-HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
+HELP = "compare one layer at CP=N with CP=1: outputs and every gradient"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument(
         "--cp", type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
     )
@@ -23,21 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every scheme, layout, kind of heads and mask that has a spelling, but for what is given",
+        help="check every named scheme, layout, kind of heads and mask; options that are given stay fixed",
     )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
-    parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
+    parser.add_argument(
+        "--ranks", choices=RANK_KINDS, default="threads", help="kind of local ranks; ignored under torchrun"
+    )
     parser.add_argument(
         "--distributed-timeout-minutes",
         type=minutes,
         default=0.75,
-        help="wait so long for another rank, after the first case; in it, ten minutes (default: 0.75)",
+        help="longest wait for another rank after the first case, in which it is ten minutes (default: 0.75)",
     )
     parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Runs every case, on local ranks or on those of torchrun."""
+    """Runs every case, on local ranks or on the ranks that torchrun started."""
     check_paths(args)
     from megatron_cp.cli import check_cases
 

@@ -1,4 +1,4 @@
-"""What `megatron-cp check` does once its arguments have been read."""
+"""Runs the cases of `megatron-cp check` once its arguments have been read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_cp.testing.sweep import sweep
 
 
 def report(args: argparse.Namespace) -> Report:
-    """Runs every case, on local ranks or on those of torchrun."""
+    """Runs every case, on local ranks or on the ranks that torchrun started."""
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None
     try:
@@ -71,10 +71,10 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | None) -> tuple[list[Case], dict[int, str]]:
-    """The cases of each size, and the sizes that are left out, with the reason.
+    """Returns the cases of all sizes that can be run, and the reason for each size that cannot.
 
     Raises:
-        ArgumentError: no size fits.
+        ArgumentError: no size can be run.
     """
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
     given = given_axes(args)
@@ -121,7 +121,7 @@ def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Par
 
 
 def _run_cases(group: RankGroup, cases: list[Case], wait: float) -> list[dict[str, Tensor]]:
-    """What each case gives on this rank, which waits so many seconds for another once it has run the first."""
+    """Returns this rank's tensors of each case; from the second case on, it waits at most `wait` seconds for a rank."""
     results = []
     for case in cases:
         results.append(run_layer(group, case))
@@ -158,7 +158,7 @@ def _line(result: Parity) -> str:
 
 
 def _summary(results: list[Parity]) -> list[str]:
-    """A line for each scheme and number of ranks, and one for each case that failed."""
+    """Returns a line for each scheme and number of ranks, and one for each case that failed."""
     lines = []
     for (cp, scheme), group in itertools.groupby(results, key=lambda result: (result.case.cp, result.case.scheme)):
         cases = list(group)
@@ -170,7 +170,7 @@ def _summary(results: list[Parity]) -> list[str]:
 
 
 def _errors(results: list[Parity]) -> str:
-    """The largest error of each tensor, beside the kernel's own where it is not float64."""
+    """Returns the largest error of each tensor as text, beside the kernel's own error if that is not float64."""
     names = dict.fromkeys(name for result in results for name in result.errors)
     texts = []
     for name in names:
@@ -185,5 +185,5 @@ def _number(error: float | None) -> str:
 
 
 def _worst(errors: list[float]) -> float | None:
-    """The largest error; None, which JSON can say, if one is no number or there is none."""
+    """Returns the largest error; None, which JSON can express, if one is NaN or there is none."""
     return None if not errors or any(math.isnan(error) for error in errors) else max(errors)

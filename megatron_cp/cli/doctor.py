@@ -1,4 +1,4 @@
-"""`megatron-cp doctor`: versions, kernels, devices, and what works here."""
+"""`megatron-cp doctor`: lists versions, kernels, devices, and the features that work on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the capability table: what it is, whether it works on this machine, and what it does or needs."""
+    """A row of the capability table: a feature, and the requirement that is missing or a remark."""
 
     feature: str
     works: bool
@@ -36,12 +36,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of a job, for which the machine is not looked at."""
+    """Adds `--megatron`, which judges a job's flags and does not inspect the machine."""
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="FLAGS", help=megatron_job.HELP)
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Looks around and reports."""
+    """Inspects the machine, or judges the flags of a Megatron job, and reports."""
     if args.megatron is not None:
         # Ours wherever it stands: Megatron has no such flag, and all words that follow --megatron are in this list.
         args.json = args.json or "--json" in args.megatron
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _kernels() -> list[Finding]:
-    """Each kernel on the device that it would be used on, with the type that it would see there."""
+    """Tries every kernel for the device and type with which it would be used here."""
     import torch
 
     from megatron_cp.linear.kernels import CONVS, RULES, LinearCall
@@ -96,7 +96,6 @@ def _kernels() -> list[Finding]:
 
 
 def _backends() -> list[Finding]:
-    """How ranks can talk here."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +111,7 @@ def _backends() -> list[Finding]:
 
 
 def _plans() -> list[Finding]:
-    """What can be planned, whatever is installed, and Megatron's models where it is."""
+    """Lists the options that planning supports; Megatron's models work only if megatron-core is installed."""
     is_installed = megatron_is_installed()
     return [
         Finding(f"{entry.argument} {entry.value}", entry.works, entry.remark)
@@ -123,20 +122,20 @@ def _plans() -> list[Finding]:
 
 
 def _cuda_code() -> dict[str, Any]:
-    """How the code that runs with CUDA alone was proved, when this version was made: a table that its tests keep."""
+    """Reads the table, kept by the tests, that says how each function that runs only with CUDA was tested."""
     found: dict[str, Any] = json.loads(files("megatron_cp.cli").joinpath("cuda_code.json").read_text())
     return found
 
 
 def _proofs(table: dict[str, Any]) -> list[str]:
-    """The same in lines: a row for each file, and what nothing has run."""
+    """Returns that table as text: a row for each file, each kernel, and the code that has never run."""
     of_files: dict[str, list[dict[str, Any]]] = {}
     for row in table["functions"]:
         of_files.setdefault(row["file"], []).append(row)
     ways = {"emulated": "emulated", "cpu": "on the CPU", "gpu": "on a GPU"}
     width = max(len(name) for name in (*of_files, *(kernel["name"] for kernel in table["kernels"])))
     lines = [
-        "CUDA code of this version, in statements to which CUDA alone leads, and where its tests have run them:",
+        "Statements of this version that only CUDA reaches, and where its tests have run them:",
         f"{'':<{width}}{'pieces':>8}{''.join(f'{word:>13}' for word in ways.values())}{'nowhere':>13}",
     ]
     for name, rows in of_files.items():

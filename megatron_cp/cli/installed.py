@@ -1,4 +1,4 @@
-"""Whether Megatron-Core is installed here, and how to install it."""
+"""Checks that Megatron-Core is installed here, and says how to install it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ INSTALL_MEGATRON = install("megatron")
 
 
 def megatron_is_installed() -> bool:
-    """Whether Megatron-Core can be imported here. Another package that is called megatron is not it."""
+    """Returns True if Megatron-Core can be imported here; another package that is called megatron does not count."""
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None

@@ -23,7 +23,7 @@ _JSON = "one JSON object on the last line of standard output, and the text on st
 
 
 def command(name: str) -> Any:
-    """Returns a command's module. All are light: what they measure, check or train with is imported when they run."""
+    """Returns a command's module. Importing it is cheap: it imports torch and the like only when the command runs."""
     library = {"check": check, "plan": plan, "doctor": doctor}
     return library[name] if name in library else application(f"{name}.command")
 
@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Runs the command that was parsed, and prints what it has to say."""
     try:
         report: Report = args.run(args)
     except (ArgumentError, UsageError) as error:
@@ -64,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"megatron-cp {args.command}: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        from megatron_cp.executor.launch import RankError  # with torch, which whoever raised this has imported
+        from megatron_cp.executor.launch import RankError  # imports torch, as the code that raised this has
 
         if not isinstance(error, PlanMismatchError | RankError):
             raise
@@ -78,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def console() -> None:
-    """The console script. Leaves at once where threads that ran out of time are still at work."""
+    """Runs the command line and exits, without waiting for threads that exceeded their time limit."""
     try:
         status = main()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`megatron-cp doctor --megatron`: what a Megatron job's own flags mean here, without starting it."""
+"""`megatron-cp doctor --megatron`: judges the flags of a Megatron job without starting it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.parser import UsageError
 from megatron_cp.cli.report import Report
 
-HELP = "judge these flags of a Megatron job, all that follow: what is proved, expected, untried or refused beside ours"
+HELP = "judge all following flags of a Megatron job: proved, expected, untried or refused with context parallelism"
 _ORDER = ("refused", "undecided", "untried", "unknown", "expected", "proved")
 
 
 def judged(words: Sequence[str]) -> Report:
-    """A verdict on every flag that is given, the worst first; refusals are those of a model that is built.
+    """Returns a verdict on every flag that is given, the worst first; refusals are those of building the model.
 
-    Fails where something is refused, and where several context-parallel ranks lack a flag that this library waits for.
+    The report fails if a flag is refused, or if several context-parallel ranks lack a flag that they need.
     """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
@@ -50,14 +50,17 @@ def judged(words: Sequence[str]) -> Report:
 
 
 def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The flags without which several context-parallel ranks compute something else, with what to do."""
+    """Yields each flag without which several context-parallel ranks would compute something else, and the remedy."""
     if args.context_parallel_size == 1:
         return
     if not args.spec:
         name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
     elif args.spec[0] != _SPECS:
-        yield ("--spec", f"not of {_SPECS}: context parallelism is ours only where its layers are made of those")
+        yield (
+            "--spec",
+            f"not from {_SPECS}, whose layers alone have this library's context parallelism",
+        )
     if not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",
@@ -70,7 +73,7 @@ _SPECS = "megatron_cp.megatron.specs"
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Megatron's flags and ours, and the names of those that are given, as Megatron spells them first."""
+    """Returns the values of Megatron's flags and ours, and the given flags of Megatron in its main spelling."""
     from megatron_cp.megatron.config import add_arguments, add_megatrons_arguments
 
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
@@ -93,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _AsConfig:
-    """Flags by the names that they have in Megatron's configuration."""
+    """Presents flags under their names in Megatron's configuration."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -113,7 +116,7 @@ class _AsConfig:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Of the configuration, what no flag sets; our configuration sets the first.
+# Fields of the configuration that no flag sets; our configuration sets the first.
 _WITHOUT_FLAGS = {"variable_seq_lengths": True, "log_max_attention_logit": False}
 
 

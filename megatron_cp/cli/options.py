@@ -1,4 +1,4 @@
-"""Options that several commands share: the documents, the shape of a layer, the layout."""
+"""Options that several commands share: documents, a layer's shape, the layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module impo
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads of one layer: query or value heads, the groups that they read, and their sizes."""
+    """The shape of a layer: query or value heads, the groups that they read, their sizes, and convolution taps."""
 
     heads: int
     groups: int
@@ -52,19 +52,19 @@ def known_shapes(model: str) -> dict[str, LayerShape]:
 
 
 def hidden_size_of(model: str) -> int:
-    """Returns the features of a token in a model, by whatever describes it."""
+    """Returns the number of features of a token in a model."""
     size: int = application("estimate").read_model(model).hidden_size
     return size
 
 
 def _with(argument: str) -> str:
-    """The kinds of linear layers that `plan_linear` takes this argument of."""
+    """Names the kinds of linear layers for which `plan_linear` takes this argument."""
     names = [kind.name for kind in KINDS.values() if argument in (size.name for size in kind.arguments)]
     return " and ".join(names)
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
-    """`--layer` and what shapes it, in `dtype` unless told otherwise."""
+    """Adds `--layer` and the options of its shape; `dtype` is the default of `--dtype`."""
     group = parser.add_argument_group("layer")
     models = ", ".join(sorted(application("estimate").MODELS))
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
@@ -74,7 +74,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help=f"the layer's shape in a model: {models}, a Hugging Face config.json, or Megatron's flags in one string "
         "(default: tiny)",
     )
-    group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
+    group.add_argument("--heads", type=size, help="number of query heads, value heads, or mamba's heads of x")
     group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
     group.add_argument("--key-heads", type=size, help=f"query and key heads of {_with('key_heads')}")
     group.add_argument("--groups", type=size, help=f"groups of B and C of {_with('groups')}")
@@ -83,34 +83,36 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--state", type=size, help=f"size of the state of {_with('state')}: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument(
-        "--hidden-size", type=size, help="of the model, for redistributing around linear layers (default: --model's)"
+        "--hidden-size",
+        type=size,
+        help="the model's features of a token, for redistributing around linear layers (default: --model's)",
     )
-    group.add_argument("--softmax-scale", type=number, help="what scores are multiplied by (default: head_dim ** -0.5)")
-    group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
+    group.add_argument("--softmax-scale", type=number, help="factor of attention scores (default: head_dim ** -0.5)")
+    group.add_argument("--learned-sink", action="store_true", help="add a learned score for each head to every softmax")
     group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
     group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
     group.add_argument("--dtype", choices=list(DTYPES), default=dtype, help=f"default: {dtype}")
     group.add_argument(
         "--scheme",
         help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
-        "(default: auto; of check: a2a and headwise)",
+        "(default: auto; for check: a2a and headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(
         "--head-chunks",
         type=positive,
         metavar="N",
-        help="parts in which heads change places (default: 1), or keys are gathered (default: 2)",
+        help="chunks in which heads are exchanged (default: 1), or keys are gathered (default: 2)",
     )
     group.add_argument(
         "--search",
         type=number,
         default=0.0,
         metavar="SECONDS",
-        help="of tiled: how long a solver may look for better tiles, each direction (default: none); "
-        "above 0 auto weighs tiled too",
+        help="for tiled: how long a solver may look for better tiles in each direction (default: none); "
+        "above 0, auto considers tiled too",
     )
-    group.add_argument("--search-cache", metavar="FOLDER", help="where found tiles are kept (default: nowhere)")
+    group.add_argument("--search-cache", metavar="FOLDER", help="folder in which found tiles are kept (default: none)")
     group.add_argument(
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
@@ -118,11 +120,13 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "--hosts",
         type=positive,
         metavar="N",
-        help="of --transport hierarchical: hosts, each with as many neighbouring ranks "
-        "(default: those of the job, or 2)",
+        help="with --transport hierarchical: number of hosts, which share the ranks evenly (default: the job's, or 2)",
     )
     group.add_argument(
-        "--codec", default="none", metavar="|".join(working("codec")), help="of heads in an exchange (default: none)"
+        "--codec",
+        default="none",
+        metavar="|".join(working("codec")),
+        help="coding of heads that are exchanged (default: none)",
     )
     group.add_argument(
         "--mask", metavar="|".join(working("mask")), help="keys that a query of attention sees (default: causal)"
@@ -130,10 +134,11 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None = None) -> None:
-    """The documents and who holds them.
+    """Adds the options of documents and their layout.
 
     Args:
-        corpus: where documents are drawn from unless told otherwise; None for lengths that make quick checks.
+        parser: the command's parser.
+        corpus: default of `--corpus`, from which documents are drawn; None draws short lengths, for quick checks.
     """
     group = parser.add_argument_group("batch")
     group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
@@ -141,25 +146,25 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--documents",
         type=positive,
         metavar="N",
-        help="draw N documents instead: from the corpus, or without one short lengths with a heavy tail",
+        help="draw N documents instead: from the corpus, or without it short lengths with a heavy tail",
     )
     group.add_argument(
         "--corpus",
         default=corpus,
         metavar="PATH",
-        help="of --documents: as train's --data-path, or default for the source files of Python's standard library"
+        help="with --documents: as train's --data-path, or default for the source files of Python's standard library"
         + (f" (default: {corpus})" if corpus else ""),
     )
     group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
     group.add_argument(
-        "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
+        "--seed", type=natural, default=0, help="seed of drawn lengths, inputs and random layouts (default: 0)"
     )
     group.add_argument("--layout", metavar="|".join(working("layout")), help="default: zigzag")
-    group.add_argument("--align", type=rows, default=1, help="every rank's rows a multiple of this (default: 1)")
+    group.add_argument("--align", type=rows, default=1, help="make every rank's rows a multiple of this (default: 1)")
 
 
 def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
-    """The case that the arguments describe, over `cp_size` ranks, to be run: imports torch."""
+    """Returns the case that the arguments describe, to be run over `cp_size` ranks. Imports torch."""
     case = layer_case_of(args, cp_size)
     import torch
 
@@ -169,7 +174,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
 
 
 def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
-    """The same case, to be planned alone: imports no torch."""
+    """Returns the case that the arguments describe, only to be planned. Imports no torch."""
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
     lengths = document_lengths(args, cp_size)
@@ -204,9 +209,9 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
 
 
 def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:
-    """The host of each of the first ranks, for a hierarchical transport of a job on several, if --hosts is not given.
+    """Returns the host of each of the first `cp_size` ranks of a job on several hosts.
 
-    Every rank of the job must ask.
+    It is empty if the transport needs no hosts, `--hosts` is given or the job has one host. Every rank must call it.
     """
     if world is None or not knows_hosts(args.transport) or args.hosts is not None:
         return ()
@@ -217,18 +222,17 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
 
 
 def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
-    """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
     if args.hosts is None:
         return 2
     if not knows_hosts(args.transport):
-        raise ArgumentError("--hosts", args.hosts, "nothing without --transport hierarchical")
+        raise ArgumentError("--hosts", args.hosts, "only with --transport hierarchical")
     if args.hosts > cp_size:
         raise ArgumentError("--hosts", args.hosts, f"at most the {cp_size} ranks of --cp {cp_size}")
     return int(args.hosts)
 
 
 def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
-    """Of the model; None where nobody says, or where nothing of it can be redistributed."""
+    """Returns the model's hidden size; None if it is unknown, or if the layer cannot be redistributed."""
     if args.layer == "attention":
         return None
     known = hidden_size_of(args.model) if args.model else None
@@ -236,7 +240,7 @@ def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
 
 
 def given_axes(args: argparse.Namespace) -> list[str]:
-    """What the user chose, of what `check --all` varies."""
+    """Returns the axes that `check --all` does not vary, since the user has set an option of theirs."""
     heads = (
         "model", "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "learned_sink",
         "softcap", "dropout",
@@ -246,7 +250,7 @@ def given_axes(args: argparse.Namespace) -> list[str]:
 
 
 def _layer_shape(args: argparse.Namespace) -> LayerShape:
-    """The layer's shape: the model's, with what was given instead."""
+    """Returns the model's shape, with the given options instead of its values."""
     model = args.model or "tiny"
     shapes = known_shapes(model)
     if args.layer not in shapes:
@@ -264,7 +268,7 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
                 f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _SHARED else "",
             )
     heads = args.heads or known.heads
-    # Of heads that were given alone, each is its own group, unless the model's groups fit.
+    # Heads that are given alone are their own groups, unless the model's groups divide them.
     fallback = known.groups if heads % known.groups == 0 else heads
     shared = (getattr(args, groups) or fallback) if groups else heads
     head_dim = args.head_dim or known.head_dim
@@ -280,7 +284,7 @@ _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
 
 
 def _not_of(layer: str) -> tuple[str, ...]:
-    """The flags that a layer has no use for."""
+    """Returns the names of the options that do not apply to a layer."""
     if layer not in KINDS:
         return ("key_heads", "groups", "state", "conv_width", "hidden_size")
     kind = KINDS[layer]
@@ -290,11 +294,11 @@ def _not_of(layer: str) -> tuple[str, ...]:
 
 
 def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
-    """The documents: as given, or drawn from a log-normal law, which packed corpora resemble."""
+    """Returns the documents' lengths: given, or drawn from the corpus or from a log-normal law."""
     if args.lengths is not None:
         for name in ("documents", "tokens_per_rank"):
             if getattr(args, name) is not None:
-                raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "not together with --lengths")
+                raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "only without --lengths")
         if not any(args.lengths):
             raise ArgumentError("--lengths", args.lengths, "at least one token")
         _check_total("--lengths", sum(args.lengths))
@@ -313,7 +317,7 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
 
 
 def _drawn(args: argparse.Namespace, count: int, random: np.random.Generator) -> IntArray:
-    """The lengths of so many documents of the corpus, each at most once."""
+    """Draws the lengths of `count` documents of the corpus, without replacement."""
     from megatron_cp.data.corpus import read_corpus
     from megatron_cp.data.tokenizer import ByteTokenizer
 

@@ -1,4 +1,4 @@
-"""Arguments as the command line reads them: numbers within limits, and errors of one line that say what to do."""
+"""Parses command lines: numbers within limits, and errors of one line that say what to do."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.planner.capabilities import did_you_mean
 
-MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
-MAX_SIZE = 2**16  # of heads and features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
+MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry for each token
+MAX_SIZE = 2**16  # heads or features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
 MAX_SECONDS = 10**6
 _LARGEST = 2**63 - 1
 
 
 class UsageError(Exception):
-    """A command that cannot be run as it was typed, or not here: one sentence, with the program's name before it."""
+    """A command that cannot be run as typed, or on this machine: one sentence that begins with the program's name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but its errors are raised, and are one line that says what is allowed."""
+    """An argparse parser whose errors are raised, as one line that says what is allowed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # an option may not change with its neighbours
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         """Raises for the first word that no option takes."""
         word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         if not word.startswith("-"):
-            self.error(f"got {word!r}, which is no option and belongs to none")
+            self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
@@ -60,34 +60,34 @@ _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds"
 
 
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
-    """The error as the user of the command line spells the argument."""
+    """Returns the error's text with the argument spelled as the flag of the command line."""
     name = _FLAGS.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
     return f"{flag}{str(error).removeprefix(error.argument)}"
 
 
 def positive(text: str) -> int:
-    """argparse type: an integer from 1 that fits 63 bits."""
+    """Parses an integer from 1 that fits 63 bits."""
     return _integer(text, 1, _LARGEST, "such as 4")
 
 
 def natural(text: str) -> int:
-    """argparse type: an integer from 0 that fits 63 bits."""
+    """Parses an integer from 0 that fits 63 bits."""
     return _integer(text, 0, _LARGEST, "such as 4")
 
 
 def whole(text: str) -> int:
-    """argparse type: any integer that fits 64 bits."""
+    """Parses any integer that fits 64 bits."""
     return _integer(text, -_LARGEST, _LARGEST, "such as 4")
 
 
 def size(text: str) -> int:
-    """argparse type: heads or features of a layer."""
+    """Parses heads or features of a layer."""
     return _integer(text, 1, MAX_SIZE, "such as 4")
 
 
 def rows(text: str) -> int:
-    """argparse type: tokens that fit a batch."""
+    """Parses tokens that fit a batch."""
     return _integer(text, 1, MAX_TOKENS, "such as 16")
 
 
@@ -104,11 +104,11 @@ _UNITS = {
 }
 
 
-_LEAST_MEMORY = 2**20  # no device has less; a number alone is bytes, and 70 was meant to be 70GiB
+_LEAST_MEMORY = 2**20  # no device has less: 70 alone is bytes, where 70GiB was meant
 
 
 def memory_size(text: str) -> float:
-    """argparse type: bytes of a device, such as 70GiB."""
+    """Parses bytes of a device, such as 70GiB."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *([A-Za-z]*)", text.strip())
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     try:
@@ -123,17 +123,17 @@ def memory_size(text: str) -> float:
 
 
 def integers(least: int, most: int = _LARGEST, example: str = "as in 7,1,130") -> Callable[[str], list[int]]:
-    """argparse type: integers from `least` to `most`, separated by commas."""
+    """Parses integers from `least` to `most`, separated by commas."""
     return lambda text: [_integer(part, least, most, example) for part in text.split(",")]
 
 
 def cp_sizes(text: str) -> list[int]:
-    """argparse type: numbers of ranks that a layout may have, separated by commas."""
+    """Parses numbers of ranks that a layout may have, separated by commas."""
     return integers(1, MAX_CP_SIZE, "as in 4,8")(text)
 
 
 def number(text: str) -> float:
-    """argparse type: a floating-point number."""
+    """Parses a floating-point number."""
     try:
         return float(text)
     except ValueError:
@@ -141,7 +141,7 @@ def number(text: str) -> float:
 
 
 def minutes(text: str) -> float:
-    """argparse type: minutes above 0."""
+    """Parses minutes above 0."""
     try:
         return seconds(str(60 * float(text))) / 60
     except (ValueError, argparse.ArgumentTypeError):
@@ -150,7 +150,7 @@ def minutes(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """argparse type: a time above 0."""
+    """Parses a time above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Paths of the command line, refused before torch and Megatron are imported: that takes seconds."""
+"""Refuses wrong paths of the command line before torch and Megatron are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron_cp.planner.picture import check_picture
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Refuses paths that lead nowhere, whichever of them a command has.
+    """Refuses paths that do not exist or cannot be used, for every path option that the command has.
 
-    What is there may still be no corpus, no tokenizer or no run; whoever reads it says so.
+    A path that exists may still hold no corpus, tokenizer or run; its reader refuses that.
 
     Raises:
         ArgumentError: naming the option.
@@ -26,7 +26,7 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def _documents(name: str, path: str) -> None:
-    """Of a corpus: text, or the prefix of a `.bin/.idx` pair."""
+    """Refuses a path that is neither text nor the prefix of a `.bin/.idx` pair."""
     names = [path, f"{path}.bin", f"{path}.idx"]
     if any(path and _mode(name, each, _DOCUMENTS) is not None for each in names):
         return
@@ -63,7 +63,7 @@ def _trace(name: str, path: str) -> None:
 
 
 def _mode(name: str, path: str, allowed: str) -> int | None:
-    """What is at a path; None if nothing is."""
+    """Returns the mode of the file or folder at a path; None if nothing is there."""
     try:
         return Path(path).stat().st_mode
     except FileNotFoundError:

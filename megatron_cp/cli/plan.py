@@ -1,4 +1,4 @@
-"""`megatron-cp plan`: who owns what, what travels, and how even the work is."""
+"""`megatron-cp plan`: explains who owns what, what is sent, and how even the work is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HELP = "explain a plan: who owns what, transfers and balance"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument(
         "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == "hosts":
             action.help = (
-                "hosts that the ranks are on, as many on each (default: full hosts; of --transport hierarchical 2)"
+                "number of hosts, which share the ranks evenly (default: full hosts; 2 with --transport hierarchical)"
             )
 
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Report:
     return _compared(args)
 
 
-_LONG_SEARCH = 5  # seconds after which one wonders
+_LONG_SEARCH = 5  # seconds; shorter searches are not announced
 
 
 def _announce_search(args: argparse.Namespace) -> None:
@@ -90,11 +90,11 @@ def _announce_search(args: argparse.Namespace) -> None:
 
 
 def _check_hosts(args: argparse.Namespace) -> None:
-    """Refuses hosts that would not all have as many ranks."""
+    """Refuses a number of hosts that does not divide the ranks evenly."""
     for cp in args.cp:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
-            remedy = f"Each host has as many neighbouring ranks of --cp {cp}: take one of these, or another --cp."
+            remedy = f"Every host must have as many ranks of --cp {cp}: take one of these, or another --cp."
             raise ArgumentError("--hosts", args.hosts, " or ".join(divisors), remedy)
 
 
@@ -105,7 +105,6 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> N
 
 
 def _compared(args: argparse.Namespace) -> Report:
-    """A line for each size."""
     reports = {cp: _explained(args, cp) for cp in args.cp}
     lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
     for cp, report in reports.items():
@@ -122,7 +121,6 @@ def _compared(args: argparse.Namespace) -> Report:
 
 
 def _explained(args: argparse.Namespace, cp: int) -> Report:
-    """One plan in words and numbers."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
     given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
     case = replace(layer_case_of(given, cp), machine=machine(args.gpu), machine_hosts=args.hosts)
@@ -130,7 +128,7 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         choice, plan = case.layout_choice(), case.plan()
-        if not plan.prices:  # of a scheme that was asked for
+        if not plan.prices:  # a scheme that is given is not priced
             plan = replace(plan, prices=(_priced_as(case, plan),))
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
@@ -167,14 +165,14 @@ def _faster_layout(case: LayerCase, plan: Plan) -> dict[str, Any] | None:
 
 
 def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
-    """What each scheme would send for the same batch, layout and options, and how even its work would be."""
+    """Returns the bytes, memory, balance and predicted time of each scheme for the same batch, layout and options."""
     found = {}
     for scheme in working("scheme"):
         if scheme == AUTO or (
             scheme != chosen.scheme and scheme_named(scheme).assigns_tiles and not case.search_seconds
         ):
             continue  # tiles take seconds to assign
-        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
+        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # schemes that these ranks cannot run
             warnings.simplefilter("ignore", UserWarning)
             plan = chosen if scheme == chosen.scheme else _like(case, scheme)
             sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
@@ -202,7 +200,7 @@ def _priced_as(case: LayerCase, plan: Plan) -> Price:
 
 
 def _like(case: LayerCase, scheme: str) -> Plan:
-    """The plan of another scheme, with as much of what was asked for as it can do."""
+    """Returns the plan of another scheme, with those of the given options that it supports."""
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
@@ -216,7 +214,7 @@ def _like(case: LayerCase, scheme: str) -> Plan:
 
 
 def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
-    """One line about the rows that are without some of what was asked for."""
+    """Returns a line that names the rows whose scheme does not support all given options; nothing if all do."""
     rows = []
     for name, scheme in schemes.items():
         chunks = scheme["head_chunks"]
@@ -226,7 +224,7 @@ def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
         ]
         if without:
             rows.append(f"{name} has {' and '.join(without)}")
-    return [f"where a scheme cannot do what was asked for, its row is of what it can: {'; '.join(rows)}."] * bool(rows)
+    return [f"a row leaves out the options that its scheme does not support: {'; '.join(rows)}."] * bool(rows)
 
 
 def _codec(plan: Plan) -> str:
@@ -234,7 +232,7 @@ def _codec(plan: Plan) -> str:
 
 
 def _head_chunks(plan: Plan) -> int:
-    """Of the heads that change places, or of the keys that are gathered."""
+    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
     return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
@@ -277,7 +275,7 @@ _BOTH = {"forward": True, "backward": False}
 
 
 def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
-    """What moves around a run of linear layers, forward and again backward, where hidden states are redistributed."""
+    """Returns the bytes that redistributing hidden states around a run of linear layers sends; None without it."""
     if plan.redistribution is None:
         return None
     sent = plan.redistribution.bytes_sent(plan.layout, item_size)
@@ -285,12 +283,12 @@ def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
 
 
 def _predicted(plan: Plan, *, forward: bool) -> float | None:
-    """Milliseconds of the chosen way, where ways were priced."""
+    """Returns the predicted milliseconds of the chosen candidate; None if nothing was priced."""
     return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
 
 
 def _solver(plan: Plan) -> dict[str, Any]:
-    """What is known of assigned tiles, forward and backward; `None` of other plans."""
+    """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
         names = ("optimal", "bound", "found", "load_cap", "seconds", "rounds", "predicted_ms", "bound_ms")
@@ -312,7 +310,7 @@ def _solver(plan: Plan) -> dict[str, Any]:
 
 
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
-    """The plan in numbers. `null` where nothing prices or solves yet."""
+    """Returns the plan in numbers; `null` for values that were not priced or solved."""
     return {
         "scheme": plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name,
         "cp": plan.cp_size,

@@ -1,4 +1,4 @@
-"""`Report`: what a command has to say."""
+"""`Report`: the output of a command."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """What a command has to say.
+    """The output of a command.
 
     Attributes:
-        text: for people; with `--json` on standard error.
-        data: for programs, printed by `--json`.
+        text: the readable report; `--json` prints it on standard error.
+        data: the same for programs, printed by `--json`.
         ok: False makes the exit status 1.
-        quiet: another rank prints.
+        quiet: True prints nothing, since another rank does.
     """
 
     text: str

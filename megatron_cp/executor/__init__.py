@@ -1,9 +1,9 @@
-"""Runs plans. The only code that talks to a process group.
+"""Runs plans. This is the only code that uses a process group.
 
-`run` is the loop over a plan's steps, `groups` are the ranks that talk (torch.distributed or threads), `transports` how
-messages travel between them and where they land, `communicator` what starts them. `launch` starts local ranks for
-checks and tests. `head_exchange`, `gather` and `relayout` are the differentiable moves, `attend`, `halo` and `scan`
-those with local work between them, `kernels` what local work has in common.
+`run` is the loop over a plan's steps. `groups` wraps torch.distributed or threads, `transports` carry messages and own
+the memory that they are received in, and `communicator` starts them. `launch` starts local ranks for checks and tests.
+`head_exchange`, `gather` and `relayout` are differentiable moves, `attend`, `halo` and `scan` are moves with local work
+in between, and `kernels` is the base of kernels.
 """
 
 from megatron_cp.lazy import attach_stub

@@ -9,8 +9,8 @@ from .groups import ThreadGroup as ThreadGroup
 from .groups import TorchGroup as TorchGroup
 from .groups import naming_lost_ranks as naming_lost_ranks
 from .groups import set_timeout as set_timeout
+from .head_exchange import ToHeadsInParts as ToHeadsInParts
 from .head_exchange import ToTokensInParts as ToTokensInParts
-from .head_exchange import start_to_heads as start_to_heads
 from .hosts import hosts_of as hosts_of
 from .kernels import choose_kernel as choose_kernel
 from .launch import in_torchrun as in_torchrun

@@ -11,25 +11,25 @@ from megatron_cp.executor.kernels import Kernel
 from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.plan import Plan
 
-IN_SLOTS = "in slots"  # what plans remember whose tables are those of a `GraphTables`
+IN_SLOTS = "in slots"  # the memo of plans whose tables are those of a `GraphTables`
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False, remedy: str = ""
 ) -> None:
-    """Refuses a tensor of a type not in `DTYPES`, not of `shape`, or not where (and of the type that) `like` is.
+    """Refuses a tensor of a type not in `DTYPES`, of another shape than `shape`, or on another device than `like`.
 
     Args:
-        name: of the argument.
-        tensor: what was given.
-        shape: what it must have.
-        like: the tensor that it goes with.
-        same_dtype: it must have the type of that one.
-        remedy: what to do if it is refused.
+        name: name of the argument.
+        tensor: the argument.
+        shape: the required shape.
+        like: a tensor on the required device.
+        same_dtype: the type must be that of `like`, too.
+        remedy: the error's advice.
 
     Raises:
-        ArgumentError: naming the argument, with what it is and what it must be.
+        ArgumentError: names the argument, with what it is and what it must be.
     """
     check_dense(name, tensor)
     fits = (
@@ -46,10 +46,10 @@ def check_tensor(
 
 
 def check_dense(name: str, tensor: object) -> None:
-    """Refuses what is no tensor, or one that is sparse or nested.
+    """Refuses an object that is no tensor, or a tensor that is sparse, nested or on meta.
 
     Raises:
-        ArgumentError: naming the argument, with what it is.
+        ArgumentError: names the argument, with what it is.
     """
     if not isinstance(tensor, Tensor):
         raise ArgumentError(name, tensor, "a tensor")
@@ -61,30 +61,30 @@ def check_dense(name: str, tensor: object) -> None:
 
 
 def narrow(tensor: Tensor, dim: int, part: slice) -> Tensor:
-    """Some neighbours along a dim; where they are all, the tensor itself: a view is no less work for the host."""
+    """Returns `tensor.narrow`, or the tensor itself if `part` is all of it: a view would take host time."""
     size = part.stop - part.start
     return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which numbers of a type are added up: at least fp32."""
+    """Returns the type in which numbers of a type are added up: at least fp32."""
     return dtype if dtype.itemsize > 4 else torch.float32
 
 
 def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) -> None:
-    """Refuses captures of plans that no `GraphTables` has loaded, and has the stream wait for tables of other streams.
+    """Refuses captures of plans that no `GraphTables` has loaded; makes the stream wait for tables of other streams.
 
     A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
 
     Args:
-        name: of the argument.
-        device: of the argument.
-        plan: what the operation moves rows by, or its layout.
-        kernels: that it calls.
+        name: name of the argument.
+        device: device of the argument.
+        plan: the plan or the layout by which the operation moves rows.
+        kernels: the kernels that the operation calls.
 
     Raises:
-        ArgumentError: naming the argument, or the kernel that a graph of which would not serve other packs; or a plan
-            in whose slots another pack's tables have been loaded since.
+        ArgumentError: names the argument; or a kernel whose graph would not serve other packs; or a plan whose
+            `GraphTables` have since been loaded with another pack's tables.
     """
     check_slots(plan)
     if device.type != "cuda":
@@ -108,10 +108,10 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
 
 
 def check_slots(plan: Memo) -> None:
-    """Refuses a plan in whose `GraphTables` another pack's tables have been loaded since.
+    """Refuses a plan whose `GraphTables` have since been loaded with another pack's tables.
 
     Raises:
-        ArgumentError: naming the plan.
+        ArgumentError: names the plan.
     """
     slots = plan.recall(IN_SLOTS)
     if slots is not None:
@@ -119,11 +119,11 @@ def check_slots(plan: Memo) -> None:
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:
-    """The batch of `[t, (b,) h, d]`, and what to do where its axes stand in another order, as kernels' users have them.
+    """Returns the batch axis of `[t, (b,) h, d]`, if any, and a remedy if the axes are in another order.
 
     Args:
-        tensor: of three or four axes.
-        rows, heads: how many it must have.
+        tensor: a tensor of three or four axes.
+        rows, heads: the required numbers of rows and heads.
     """
     shape = tuple(tensor.shape)
     if len(shape) == 4 and shape[1:3] == (rows, heads) and shape[0] != rows:
@@ -136,10 +136,10 @@ def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], 
 
 
 def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
-    """Refuses what is no dense tensor of so many rows, which are a rank's.
+    """Refuses an object that is no dense tensor with this rank's number of rows.
 
     Raises:
-        ArgumentError: naming the argument, with what it is and how many rows it must have.
+        ArgumentError: names the argument, with what it is and how many rows it must have.
     """
     check_dense(name, tensor)
     assert isinstance(tensor, Tensor)
@@ -148,7 +148,7 @@ def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
 
 
 def check_plan(plan: Plan, kind: str, maker: str) -> None:
-    """Refuses what is not a plan of `kind`, which `maker` makes."""
+    """Refuses an object that is no plan of `kind`; the error names `maker`, which makes one."""
     if not isinstance(plan, Plan) or plan.kind != kind:
         given = f"a plan for {plan.kind}" if isinstance(plan, Plan) else plan
         raise ArgumentError("plan", given, f"a plan made by {maker}")

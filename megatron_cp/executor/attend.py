@@ -1,7 +1,7 @@
-"""Softmax attention on one rank: the program's tiles are computed, and partial results are merged.
+"""Softmax attention on one rank: computes the program's tiles and merges partial results.
 
-One class for each direction; what a tile is computed with is given by the caller, which rows move when is the program's
-(`plan/program.py`), and how they move is `RowTransfers`'s.
+Each direction has a class. The caller passes the code that computes a tile, the program (`plan/program.py`) says which
+rows move when, and `RowTransfers` moves them.
 
 Shapes: `t` own query rows, pad rows included, `b` batch (absent for packed THD), `h` this rank's query heads, `g` its
 key/value heads, `d` and `v` their sizes.
@@ -28,11 +28,11 @@ from megatron_cp.plan.payloads import Payload
 
 
 class TileWork(Protocol):
-    """The computing of tiles: see `AttentionKernel`, with batch and all heads of a chunk."""
+    """Computes tiles as `AttentionKernel` does, with the batch and all heads of a chunk."""
 
     @property
     def unrounded_partials(self) -> bool:
-        """As of the kernel."""
+        """True if the kernel writes results, and reads outputs, in a wider type than that of the queries."""
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
@@ -55,7 +55,7 @@ def attend(
 
     Args:
         step: the plan's attention.
-        kv_rank, head_rank: of this rank.
+        kv_rank, head_rank: this rank's.
         comm: the ranks of one `head_rank`, and the transport between them.
         work: computes tiles.
         q: `[t, (b,) h, d]`.
@@ -78,7 +78,7 @@ def attend_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v, each with its own type and shape, zero in pad rows.
 
-    Keys travel again, as forward; nothing but what `attend` was given and returned is kept in between.
+    Keys are sent again, as in forward; only the arguments and results of `attend` are kept in between.
     """
     dq, dk, dv = like_rows(q, k, v)
     own, own_keys = _own_rows(step, kv_rank)
@@ -98,7 +98,7 @@ def attend_backward(
 
 
 def _own_rows(step: Attend, kv_rank: int) -> tuple[slice, slice]:
-    """Returns the rows of own queries, and of own keys, that are no pad rows."""
+    """Returns the rows of own queries, and of own keys, without pad rows."""
     return slice(0, int(step.queries.token_counts[kv_rank])), slice(0, int(step.keys.token_counts[kv_rank]))
 
 
@@ -114,7 +114,7 @@ class _Queries(NamedTuple):
 
 
 class _QueryGradients(NamedTuple):
-    """Queries in backward: `dq` gets their gradients, the others are as forward left them."""
+    """Queries in backward: `dq` receives their gradients; the other tensors are inputs."""
 
     dq: Tensor
     dout: Tensor
@@ -128,7 +128,7 @@ class _QueryGradients(NamedTuple):
         return _QueryGradients(*(narrow(x, -2, chunk.heads) for x in self))
 
     def part(self, rows: slice) -> _QueryGradients:
-        """Selects `rows`; allocates an unwritten gradient buffer for them."""
+        """Selects `rows`; allocates an uninitialised gradient buffer for them."""
         dq = torch.empty_like(self.dq[rows])
         return _QueryGradients(dq, self.dout[rows], self.q[rows], self.out[rows], self.lse[..., rows])
 
@@ -161,7 +161,7 @@ class _Forward(RowTransfers):
         sent_lse.copy_(lse.movedim(-1, 0))
 
     def merge(self, bound: Bound) -> None:
-        """Merges partial outputs of own queries, rank after rank."""
+        """Merges partial outputs of own queries, in the order of ranks."""
         rows, message = self.rows.heads(bound.chunk), self.buffers[bound.do.buffer]
         for index, first, count in bound.pieces:
             _merge_rows(rows, index, *self.columns(message.narrow(0, first, count), bound))
@@ -179,11 +179,11 @@ class _Backward(RowTransfers):
             leaving = [rows.lse.movedim(-1, 0).unsqueeze(-1), row_sums(rows.dout, rows.out), rows.q, rows.dout]
         super().__init__(step, kv_rank, head_rank, comm, *keys, leaving, forward=False)
         self.work, self.rows, self.own_gradients = work, rows, gradients
-        self._remote_sums: Keys | None = None  # gradients of the keys at hand from remote queries, in the wider type
+        self._remote_sums: Keys | None = None  # remote queries' part of the current keys' gradients
 
     @cached_property
     def key_sums(self) -> Keys:
-        """Sums of the own keys' gradients in at least fp32, where other ranks' parts are added to them."""
+        """Sums of the own keys' gradients in at least fp32, if other ranks' parts are added to them."""
         dk, dv = (torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v))
         return dk, dv
 
@@ -210,9 +210,9 @@ class _Backward(RowTransfers):
             _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=False)
 
     def compute_remote(self, bound: Bound) -> None:
-        """Computes remote queries, before own ones, so that their gradients travel meanwhile.
+        """Computes remote queries before own ones, so that their gradients travel while own queries are computed.
 
-        What both add to the keys' gradients is summed in at least fp32.
+        The keys' gradients from both are summed in at least fp32.
         """
         do, chunk = bound.do, bound.chunk
         stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.keys(do.gradients, chunk)
@@ -232,7 +232,7 @@ class _Backward(RowTransfers):
             returned.copy_(dq)
 
     def merge(self, bound: Bound) -> None:
-        """Adds gradients of own queries, or of keys, in the order of ranks."""
+        """Adds received gradients of own queries, or of keys, in the order of ranks."""
         do, chunk, message = bound.do, bound.chunk, self.buffers[bound.do.buffer]
         if do.target is not None:
             self.buffers[do.target].add_(message)
@@ -276,7 +276,7 @@ def _attend_tiles(
     """Computes tiles of some heads and merges them into `rows`.
 
     Args:
-        is_first: nothing has been computed for these queries: all of them are written.
+        is_first: no result has been computed for these queries: all of their rows are written.
     """
     if _is_empty(tiles, rows.q):
         if is_first:
@@ -300,7 +300,7 @@ def _attend_tiles_backward(
     """Adds the queries' gradients to `rows.dq`, and writes those of the keys.
 
     Args:
-        is_first: nothing has been added yet: all of `rows.dq` is written.
+        is_first: no gradient has been added yet: all of `rows.dq` is written.
     """
     if _is_empty(tiles, rows.q):
         for unseen in (*([rows.dq] if is_first else []), *gradients):

@@ -1,7 +1,7 @@
-"""`torch.autocast`: which inputs of an operation are cast under it, and that nothing is within an operation.
+"""`torch.autocast`: casts an operation's inputs as torch's rules say, and turns autocast off inside operations.
 
-An operation asks once, before it checks its tensors, by the list of torch's autocast that its family is in. A cast is
-differentiable: a gradient arrives in the type of the tensor that was given.
+An operation casts once, before it checks its tensors, by the list of torch's autocast that its family is in. A cast is
+differentiable: the gradient has the type of the tensor before the cast.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_cp.executor.trace import NO_RANGE
 
 
 def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns inputs of softmax attention or of a convolution, which under autocast are in its type.
+    """Casts inputs of softmax attention or of a convolution to the type of autocast, if it is on.
 
     torch has `scaled_dot_product_attention` and `conv1d` in its list of operations in lower precision.
     """
-    if not _is_any_autocast_enabled():  # one question of the host's time, where it is off
+    if not _is_any_autocast_enabled():  # a single check, to save host time where autocast is off
         return tensors
     return tuple(
         tensor.to(torch.get_autocast_dtype(tensor.device.type)) if _is_cast(tensor) else tensor for tensor in tensors
@@ -28,10 +28,10 @@ def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns inputs of a recurrence, which under autocast are in the widest type among them.
+    """Casts inputs of a recurrence to the widest type among them, if autocast is on.
 
-    fla, mamba_ssm and transformers compute recurrences in the type of what they are given, with states in fp32; and
-    torch promotes the inputs of what it does not lower, as of `cat`, and on CUDA of `tensordot`.
+    fla, mamba_ssm and transformers compute recurrences in the type of their inputs, with states in fp32; and torch
+    promotes the inputs of operations that it does not lower, such as `cat` and, on CUDA, `tensordot`.
     """
     if not _is_any_autocast_enabled() or not all(map(_is_cast, tensors)):
         return tensors
@@ -43,7 +43,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_cast(tensor: object) -> bool:
-    """True if autocast is on for the tensor's device and casts its type; other tensors stay, to be taken or refused."""
+    """Returns True if autocast is on for the tensor's device and casts its type."""
     return (
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()
@@ -54,7 +54,7 @@ def _is_cast(tensor: object) -> bool:
 
 
 def without_autocast(device: torch.device) -> Any:
-    """Kernels compute in the types that they are given: autocast would change them behind their backs."""
-    # torch's context takes the host as long as some launches do, and most of the time there is nothing to switch off.
+    """Returns a context without autocast, since kernels compute in the types of their tensors."""
+    # torch's context takes as much host time as some launches, and autocast is rarely on.
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else NO_RANGE

@@ -1,7 +1,7 @@
 """`Communicator`: the ranks of a plan and the transport between them.
 
 With every transport an operation is started, and waited for later; both are collective, and ranks wait in the order
-of starting. Who starts one acquires the memory in which it lands here, and releases it here.
+of starting. The caller acquires the memory for received messages here, and releases it here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 
 class Communicator:
-    """How what a plan sends travels, seen from one rank.
+    """Sends and receives the messages of one plan on one rank.
 
     Args:
         group: the ranks.
-        transport: how messages travel.
-        operation: what the plan is of, for errors.
-        scheme: how it is spread, for errors and for the names of ranges.
-        plan: where its tables may be replaced by another pack's meanwhile.
+        transport: the algorithm that carries messages.
+        operation: name of the operation, for errors.
+        scheme: the plan's scheme, for errors and for the names of ranges.
+        plan: the plan, if its tables may be replaced by those of another pack before backward; checked at each start.
 
     Attributes:
-        layer: the number of the layer that made this, or None: for the names of ranges, as is
-        chunk: the number of the chunk of heads that it is used for, from 0, and how many there are.
+        layer: number of the layer that made this, or None; for the names of ranges.
+        chunk: number, from 0, and count of the head chunks, for the names of ranges.
     """
 
     chunk = (0, 1)
@@ -53,19 +53,19 @@ class Communicator:
 
     @property
     def buffers(self) -> Buffers:
-        """Memory to pack in, and to send from; what is received lands in what `acquire` returns."""
+        """Memory for packing and sending; for received messages use `acquire`."""
         return self.group.buffers
 
     def part(self, ranks: range) -> Communicator:
-        """The communicator of some of the ranks, this one among them."""
+        """Returns a communicator of a subset of the ranks that includes this rank."""
         if len(ranks) == self.size:
             return self
         part = Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation, self.scheme, self._plan)
-        part.layer, part.chunk = self.layer, self.chunk  # also in backward, where no layer is current
+        part.layer, part.chunk = self.layer, self.chunk  # in backward, too, where `current_layer` is None
         return part
 
-    def in_chunk(self, number: int, count: int) -> Communicator:
-        """This communicator, whose ranges name one of several chunks of heads."""
+    def chunk_comm(self, number: int, count: int) -> Communicator:
+        """Returns this communicator with ranges that name chunk `number` of `count` chunks of heads."""
         if count == 1:
             return self
         named = copy.copy(self)
@@ -81,55 +81,55 @@ class Communicator:
         chunk: tuple[int, int] = (0, 1),
         stage: tuple[int, int] = (0, 1),
     ) -> record_function:
-        """The range of a step; asked for while a profiler is on. Arguments are those of `range_name`."""
+        """Returns the range of a step, for use while a profiler is on. The arguments are those of `range_name`."""
         chunk = chunk if chunk[1] > 1 else self.chunk
         name = range_name(self.scheme, step, what, chunk=chunk, stage=stage, forward=forward, layer=self.layer)
         return record_function(name)
 
     def acquire(self, size: int, device: torch.device, *, kept: bool = False) -> Tensor:
-        """`[size]` unwritten bytes in which a message lands: until `release`, or, if `kept`, as long as they are held.
+        """Returns `[size]` uninitialised bytes for a received message, valid until `release`.
 
         Args:
-            kept: the memory stays the caller's for as long as it refers to it, as autograd does for backward; `release`
-                leaves it alone.
+            kept: the memory is valid as long as tensors refer to it, as autograd's do until backward; `release` then
+                has no effect on it.
         """
         return self._over_group.acquire(size, device, kept=kept)
 
     def acquire_like(self, like: Tensor, *shape: int) -> Tensor:
-        """What `like.new_empty(*shape)` is, for a message to land in, until `release`."""
+        """Returns a tensor for a received message, in place of `like.new_empty(*shape)`, valid until `release`."""
         return self.acquire(math.prod(shape) * like.itemsize, like.device).view(like.dtype).view(shape)
 
     def release(self, *tensors: Tensor) -> None:
-        """Takes back what was acquired here or in `buffers`, or views of it. Other tensors are left alone."""
+        """Takes back tensors acquired here or in `buffers`, or views of them; ignores other tensors."""
         self._over_group.release(*tensors)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts, step: str = "") -> Pending:
-        """Piece r of flat `sent` goes to rank r, and piece r of flat `received` comes from it."""
+        """Starts sending piece r of flat `sent` to rank r, and receiving piece r of flat `received` from it."""
         self._enter(step)
         return self._over_group.start_all_to_all(received, sent, split_counts)
 
     def start_all_gather(self, received: Tensor, sent: Tensor, step: str = "") -> Pending:
-        """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
+        """Starts filling flat `received` with every rank's flat `sent`, all of equal size, in rank order."""
         self._enter(step)
         return self._over_group.start_all_gather(received, sent)
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message], step: str = "") -> Pending:
-        """Starts messages from rank to rank together, as a ring does. Messages of one pair stay in order."""
+        """Starts messages between ranks together, as a ring does. Messages between two ranks stay in order."""
         self._enter(step)
         return self._over_group.start_messages(sends, receives)
 
     def _enter(self, step: str) -> None:
-        """Tells the group what it is used for from now on. Before a backward another pack may have come."""
+        """Sets the group's activity, for errors, and checks that the plan's tables still hold its own pack."""
         if self._plan is not None:
             check_slots(self._plan)
         self.group.activity = ", ".join(filter(None, (self.operation, self.scheme, step)))
 
 
 def direction(*, forward: bool) -> str:
-    """The word for it."""
+    """Returns "forward" or "backward"."""
     return "forward" if forward else "backward"
 
 
 def over(group: RankGroup | Communicator) -> Communicator:
-    """A group with its backend's own transport, or a communicator as it is."""
+    """Returns a communicator as it is, or one over a group with the transport of its backend."""
     return group if isinstance(group, Communicator) else Communicator(group)

@@ -1,4 +1,4 @@
-"""`gather`: every rank gets all tokens. For per-token losses, log-probabilities and evaluation."""
+"""`gather`: gives every rank all tokens, for per-token losses, log-probabilities and evaluation."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
-@opaque
+@no_compile
 def gather(
     local: Tensor, layout: Layout, group: Group | None, *, same_loss: bool = False,
     transport: Transport | str = COLLECTIVE,
 ) -> Tensor:  # fmt: skip
-    """The packed stream from every rank's rows; differentiable.
+    """Returns the packed stream from every rank's rows; differentiable.
 
     Args:
         local: `[row_counts[rank], ...]` this rank's rows; pad rows are dropped.
-        layout: who holds what.
+        layout: the tokens of each rank.
         group: the ranks of the layout.
-        same_loss: what the gradient means. False: the loss is the sum of what each rank computes from its copy, and
-            the gradients of all copies are summed (one reduce-scatter's worth of bytes). True: every rank computes
-            one and the same loss from its copy, and the gradient is this rank's own slice, without communication.
-        transport: how messages travel; see `plan_attention`.
+        same_loss: the meaning of the gradient. False: the loss is the sum of the losses that ranks compute from their
+            copies, and the gradients of all copies are summed (as many bytes as a reduce-scatter). True: every rank
+            computes the same loss from its copy, and the gradient is this rank's slice, without communication.
+        transport: the algorithm that carries messages; see `plan_attention`.
 
     Returns:
         `[total, ...]` in stream order, on every rank.
@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
             return _gathered(local, layout, comm)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with ctx.comm.traced("gather", forward=False) if profiling() else NO_RANGE:
             local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
@@ -74,7 +74,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered(local: Tensor, layout: Layout, comm: Communicator) -> Tensor:
-    # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
+    # Backends gather equal shares only, so each share is padded to the longest; `_places` skips the padding.
     longest = int(layout.token_counts.max())
     share = comm.buffers.acquire_like(local, longest, *local.shape[1:])
     shares = comm.acquire_like(local, comm.size * longest, *local.shape[1:])
@@ -89,7 +89,7 @@ def _gathered(local: Tensor, layout: Layout, comm: Communicator) -> Tensor:
 
 
 def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Communicator, *, same_loss: bool) -> None:
-    """Writes the gradient of this rank's rows into `local`, which is zero."""
+    """Writes the gradient of this rank's rows into `local`, which must be zero."""
     num_tokens = int(layout.token_counts[comm.rank])
     order = layout.memo(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
     if same_loss:
@@ -110,7 +110,7 @@ def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Comm
 
 
 def _to_owners(layout: Layout, features: int) -> SplitCounts:
-    """Every rank sends each rank the gradients of that rank's tokens."""
+    """Returns the counts by which every rank sends each rank the gradients of that rank's tokens."""
 
     def make() -> SplitCounts:
         return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
@@ -119,7 +119,7 @@ def _to_owners(layout: Layout, features: int) -> SplitCounts:
 
 
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
-    """`[total]` where each token of the stream stands among the padded shares."""
+    """Returns `[total]`, the place of each token of the stream among the padded shares."""
 
     def make() -> Tensor:
         counts = layout.token_counts

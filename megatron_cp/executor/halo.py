@@ -1,4 +1,4 @@
-"""The halo exchange: the inputs before each segment that a causal convolution reaches, while others are computed.
+"""The halo exchange: sends the inputs before each segment that a causal convolution reaches, while others are computed.
 
 Shapes: `t` rows of this rank, pad rows included, `c` channels, `n` waiting segments, `r` the reach, width - 1.
 """
@@ -15,22 +15,22 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.recurrence import Halo
 
 
 def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Sends what others need; differentiable, and what comes back in backward is under way just as long.
+    """Starts sending the rows that other ranks need; differentiable, with as much overlap in backward.
 
     Args:
-        step: the tables.
+        step: the halo's tables.
         comm: the ranks of the layout, and the transport between them.
-        x: `[t, c]`
+        x: `[t, c]` inputs of the convolution.
 
     Returns:
-        x, to be used from now on in place of the argument by one operation, and a function that waits and returns the
+        x, for one operation, which must use it in place of the argument; and a function that waits and returns the
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
     in_flight = InFlightHalo(step, over(comm), x)
@@ -47,11 +47,11 @@ def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
 
 
 class InFlightHalo:
-    """One exchange on one rank, forward and later backward, between those that have rows and those that need them."""
+    """The messages of one halo exchange that are under way on one rank, in forward and later in backward."""
 
     _pending: Pending | None = None
-    _rows: Tensor  # those that the own segments need (in backward, their gradients): first those that cross
-    _others: Tensor  # those that other ranks need, likewise
+    _rows: Tensor  # rows that own segments need (in backward, their gradients): first those of other ranks
+    _others: Tensor  # rows that other ranks need (in backward, their gradients)
 
     def __init__(self, step: Halo, comm: Communicator, x: Tensor) -> None:
         self.step, self.comm = step, comm
@@ -62,12 +62,12 @@ class InFlightHalo:
         return _index(self.step, self.comm.rank, name, device)
 
     def add(self, target: Tensor, name: str, rows: Tensor) -> None:
-        """`target[index[i]] += rows[i]`, in one order also on CUDA, whose `index_add_` has none."""
+        """Adds `target[index[i]] += rows[i]`, in a fixed order also on CUDA, where that of `index_add_` varies."""
         for index, places in _rounds(self.step, self.comm.rank, name, target.device):
             target.index_add_(0, index, rows if places is None else rows.index_select(0, places))
 
     def acquire(self, like: Tensor, *, forward: bool) -> tuple[Tensor, Tensor]:
-        """Memory for what is needed here, and for what is needed elsewhere: of the two, one lands and one is sent."""
+        """Takes memory for the rows needed here, and for those needed elsewhere: one is received and one is sent."""
         here, there = (self.comm, self.comm.buffers) if forward else (self.comm.buffers, self.comm)
         self._rows = here.acquire_like(like, self.tables.places.size, self.channels)
         self._others = there.acquire_like(like, self.tables.send_rows.size, self.channels)
@@ -109,7 +109,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dx = ctx.in_flight, gradients[0]
         drows, returned = in_flight.wait(forward=False)
@@ -132,7 +132,7 @@ class _Wait(torch.autograd.Function):
         return history.unflatten(0, (in_flight.tables.num_waiting, in_flight.step.reach))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
         with in_flight.comm.traced("halo send", forward=False) if profiling() else NO_RANGE:
@@ -150,9 +150,9 @@ def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:
 
 
 def _rounds(step: Halo, rank: int, name: str, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """The rows of a table, and which places of the table these are (None for all), in rounds that can be added at once.
+    """Returns the rows of a table, and their places in it (None for all), in rounds that `index_add_` adds at once.
 
-    On CUDA none occurs twice in a round. On the CPU `index_add_` has an order of its own.
+    On CUDA no row occurs twice in a round. On the CPU `index_add_` adds in a fixed order, so there is one round.
     """
 
     def make() -> list[tuple[Tensor, Tensor | None]]:
@@ -166,9 +166,9 @@ def _rounds(step: Halo, rank: int, name: str, device: torch.device) -> list[tupl
 
 
 def rounds_without_repeats(rows: IntArray) -> list[IntArray]:
-    """The places of a table in rounds, in its order, so that no row occurs twice in one.
+    """Splits the places of a table into rounds, in its order, so that no row occurs twice in a round.
 
-    A row occurs twice where several segments reach it: behind documents that are shorter than the taps.
+    A row occurs twice if several segments reach it: after documents that are shorter than the taps.
     """
     order = np.argsort(rows, kind="stable")
     starts = np.flatnonzero(np.diff(rows[order], prepend=-1))

@@ -1,7 +1,7 @@
-"""The head exchange as differentiable steps: pack, transport, unpack; in either direction, part of the heads by part.
+"""The head exchange as differentiable steps: pack, transport, unpack; in both directions, and in parts of the heads.
 
-Both sides start what they send and go on; who waits is the other side. So with several parts, one travels while another
-is computed:
+Starting a part does not block; the other side waits for it. So with several parts, one travels while another is
+computed:
 
     to heads     token side: pack and start every part      head side, part by part: wait, unpack
     to tokens    head side, part by part: pack, start       token side: wait for every part, unpack
@@ -12,8 +12,7 @@ the token side starts the gradients of every part at once, and each part's own s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,15 +27,15 @@ from megatron_cp.exchange.messages import section_columns
 from megatron_cp.exchange.token_side import pack_tokens_for_peers, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 
 
 def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor) -> list[Tensor]:
-    """From this rank's tokens and all heads to all tokens and this rank's heads.
+    """Moves tensors from this rank's tokens with all heads to all tokens with this rank's heads.
 
     Args:
-        exchange: what changes places, all heads together; its layout has as many ranks as `group`.
+        exchange: the sections that change places, all heads together; its layout has as many ranks as `group`.
         group: the ranks.
         tensors: `[t, f]` (packed THD) or `[t, b, f]` (SBHD), t being the layout's rows of this rank, pad rows included.
             Their features, laid end to end, are the sections of the exchange in order: q, k and v may be three
@@ -50,31 +49,13 @@ def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tens
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
-    (finish,) = start_to_heads(exchange, group, *tensors, alone=True)
-    return finish()
-
-
-def start_to_heads(
-    exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor, alone: bool = False
-) -> list[Callable[[], list[Tensor]]]:
-    """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order.
-
-    Args:
-        alone: nothing else is done before the first part is waited for, so that nothing needs to start before.
-    """
-    exchange, comm = _within_kv_rank(exchange, over(group))
-    at = _geometry(exchange, comm, tensors)
-    if exchange.is_local:
-        return [lambda: _without_transfer(exchange, tensors)]
-    in_flight = InFlightExchange(at, comm, [tensor.shape[-1] for tensor in tensors])
-    if alone and in_flight.num_parts == 1:
-        return [lambda: list(_ToHeads.apply(in_flight, *tensors))]
-    order_tokens = _StartToHeads.apply(in_flight, True, *tensors)
-    return [partial(_finish_to_heads, in_flight, part, order_token) for part, order_token in enumerate(order_tokens)]
+    inbound = ToHeadsInParts(exchange, group)
+    inbound.start(*tensors, alone=True)
+    return inbound.finish()
 
 
 def to_tokens(exchange: Exchange, group: RankGroup | Communicator, *sections: Tensor) -> list[Tensor]:
-    """From all tokens and this rank's heads to this rank's tokens and all heads: the adjoint of `to_heads`.
+    """Moves tensors from all tokens with this rank's heads to this rank's tokens with all heads; adjoint of `to_heads`.
 
     Args:
         sections: for each section of the exchange `[T, h, d]` or `[T, b, h, d]`.
@@ -87,18 +68,101 @@ def to_tokens(exchange: Exchange, group: RankGroup | Communicator, *sections: Te
     return back.finish()
 
 
-class ToTokensInParts:
-    """`to_tokens`, part by part: `start` for each part in order, then `finish`, once."""
+class _MoveInParts:
+    """A differentiable move of one exchange, whose parts start and finish separately. It is used once."""
 
     def __init__(self, exchange: Exchange, group: RankGroup | Communicator) -> None:
-        self._exchange, self._comm = _within_kv_rank(exchange, over(group))
+        comm = over(group)
+        if comm.size != exchange.layout.cp_size:
+            allowed = f"the {exchange.layout.cp_size} ranks that the plan is for"
+            raise ArgumentError("group", f"{comm.size} ranks", allowed)
+        first = comm.rank - comm.rank % exchange.degree
+        # Heads are exchanged among the ranks of one `kv_rank`.
+        self._exchange = exchange.subgroup(first // exchange.degree)
+        self._comm = comm.part(range(first, first + exchange.degree))
         self._in_flight: InFlightExchange | None = None
-        self._order_tokens: list[Tensor] = []
+        # Between the start and the end of a part autograd sees an order token: an empty tensor that keeps the order of
+        # steps. A move whose only part starts and finishes in one autograd function needs none.
+        self._order_tokens: Sequence[Tensor] = ()
+
+
+class ToHeadsInParts(_MoveInParts):
+    """`to_heads` in parts: call `start`, then `finish` for each part in order.
+
+    Attributes:
+        num_parts: the number of parts, set by `start`.
+    """
+
+    num_parts = 1
+
+    def start(self, *tensors: Tensor, alone: bool = False) -> None:
+        """Starts every part of `tensors`, which are those of `to_heads`.
+
+        Args:
+            alone: no other work is done before `finish` of the first part, so that nothing needs to start earlier.
+        """
+        at = _geometry(self._exchange, self._comm, tensors)
+        self._tensors = tensors
+        if self._exchange.is_local:
+            return
+        in_flight = InFlightExchange(at, self._comm, [tensor.shape[-1] for tensor in tensors])
+        self._in_flight, self.num_parts = in_flight, in_flight.num_parts
+        if not alone or self.num_parts > 1:
+            self._order_tokens, self._tensors = self._Start.apply(in_flight, *tensors), ()
+
+    def finish(self, part: int = 0) -> list[Tensor]:
+        """Waits for one part, and returns its sections as `to_heads` does."""
+        if self._exchange.is_local:
+            return _without_transfer(self._exchange, self._tensors)
+        if not self._order_tokens:
+            return list(self._Whole.apply(self._in_flight, *self._tensors))
+        return list(self._Finish.apply(self._in_flight, part, self._order_tokens[part]))
+
+    class _Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
+            ctx.in_flight = in_flight
+            in_flight.start_to_heads(tensors, forward=True)
+            return tuple(in_flight.finish_to_heads(0, forward=True))
+
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            ctx.in_flight.start_to_tokens(0, gradients, forward=False)
+            return None, *ctx.in_flight.finish_to_tokens(forward=False)
+
+    class _Start(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
+            ctx.in_flight = in_flight
+            in_flight.start_to_heads(tensors, forward=True)
+            return tuple([tensors[0].new_empty(0) for _ in range(in_flight.num_parts)])
+
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *order_tokens: Tensor) -> Any:
+            return None, *ctx.in_flight.finish_to_tokens(forward=False)
+
+    class _Finish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, part: int, order_token: Tensor) -> Any:
+            ctx.in_flight, ctx.part, ctx.order_token = in_flight, part, (order_token.dtype, order_token.device)
+            return tuple(in_flight.finish_to_heads(part, forward=True))
+
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            ctx.in_flight.start_to_tokens(ctx.part, gradients, forward=False)
+            return None, None, torch.empty(0, dtype=ctx.order_token[0], device=ctx.order_token[1])
+
+
+class ToTokensInParts(_MoveInParts):
+    """`to_tokens` in parts: call `start` for each part in order, then `finish`."""
 
     def start(self, part: int, *sections: Tensor) -> None:
         """Starts one part: for each section `[T, h, d]` or `[T, b, h, d]`, h being this rank's heads in that part.
 
-        A part that is the only one is waited for, too: nothing is left to be done meanwhile.
+        The only part of an exchange is also waited for, since no other work is left to overlap with it.
         """
         exchange = self._exchange
         if len(sections) != len(exchange.sections.blocks):
@@ -111,26 +175,60 @@ class ToTokensInParts:
             if section.shape != place.shape:
                 raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{place.shape}")
         if exchange.is_local:
-            self._order_tokens = list(sections)
+            self._moved = [section.flatten(-2) for section in sections]
             return
         if self._in_flight is None:
             self._in_flight = InFlightExchange(at, self._comm, [block.width for block in exchange.sections.blocks])
         if self._in_flight.num_parts == 1:
-            self._order_tokens = list(_ToTokens.apply(self._in_flight, *sections))
+            self._moved = list(self._Whole.apply(self._in_flight, *sections))
         else:
-            self._order_tokens.append(_StartToTokens.apply(self._in_flight, part, *sections))
+            self._order_tokens = [*self._order_tokens, self._Start.apply(self._in_flight, part, *sections)]
 
     def finish(self) -> list[Tensor]:
-        """Waits for every part, and returns what `to_tokens` does."""
-        if self._exchange.is_local:
-            return [section.flatten(-2) for section in self._order_tokens]
-        if len(self._exchange.parts) == 1:
-            return self._order_tokens
-        return list(_FinishToTokens.apply(self._in_flight, *self._order_tokens))
+        """Waits for every part, and returns the tensors that `to_tokens` returns."""
+        if not self._order_tokens:
+            return self._moved
+        return list(self._Finish.apply(self._in_flight, *self._order_tokens))
 
+    class _Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, *sections: Tensor) -> Any:
+            ctx.in_flight = in_flight
+            in_flight.start_to_tokens(0, sections, forward=True)
+            return tuple(in_flight.finish_to_tokens(forward=True))
 
-def _finish_to_heads(in_flight: InFlightExchange, part: int, order_token: Tensor) -> list[Tensor]:
-    return list(_FinishToHeads.apply(in_flight, part, order_token))
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            ctx.in_flight.start_to_heads(gradients, forward=False)
+            return None, *ctx.in_flight.finish_to_heads(0, forward=False)
+
+    class _Start(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, part: int, *sections: Tensor) -> Any:
+            ctx.in_flight, ctx.part = in_flight, part
+            in_flight.start_to_tokens(part, sections, forward=True)
+            return sections[0].new_empty(0)
+
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *order_tokens: Tensor) -> Any:
+            return None, None, *ctx.in_flight.finish_to_heads(ctx.part, forward=False)
+
+    class _Finish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, in_flight: InFlightExchange, *order_tokens: Tensor) -> Any:
+            ctx.in_flight, ctx.dtypes = in_flight, [order_token.dtype for order_token in order_tokens]
+            # A checkpoint recomputes until it has what was saved. It must come this far: no part may stay under way.
+            ctx.save_for_backward(*order_tokens)
+            return tuple(in_flight.finish_to_tokens(forward=True))
+
+        @staticmethod
+        @no_compile_backward
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            _ = ctx.saved_tensors
+            ctx.in_flight.start_to_heads(gradients, forward=False)
+            return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
 
 
 def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -142,31 +240,23 @@ def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Ten
     ]
 
 
-def _within_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchange, Communicator]:
-    """The exchange among the ranks of this rank's `kv_rank`, and the transport between them."""
-    if comm.size != exchange.layout.cp_size:
-        raise ArgumentError("group", f"{comm.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
-    first = comm.rank - comm.rank % exchange.degree
-    return exchange.subgroup(first // exchange.degree), comm.part(range(first, first + exchange.degree))
-
-
 class InFlightExchange:
-    """One exchange on one rank, forward and later backward: what is under way between its two sides.
+    """The messages of one exchange that are under way on one rank, in forward and later in backward.
 
     Args:
-        at: what messages look like.
+        at: the form of the messages.
         comm: the ranks, and the transport between them.
         widths: features of the token side's tensors.
     """
 
     def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
         self.comm, self.widths = comm, widths
-        self.at = (at.gradients, at)  # by whether it is forward
+        self.at = (at.gradients, at)  # indexed by `forward`
         self.num_parts = len(at.parts)
-        self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part: what is sent, and what is received
+        self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part; the tensors are sent and received
 
     def start_to_heads(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
-        """Starts every part, in the order in which the head side asks for them."""
+        """Starts every part, in the order in which the head side waits for them."""
         for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
             with self._traced("to_heads", part, forward=forward) if profiling() else NO_RANGE:
                 at = self.at[forward].parts[part]
@@ -176,7 +266,7 @@ class InFlightExchange:
                 write_own()
 
     def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
-        """A part, once it has arrived."""
+        """Waits for a part, and returns its sections."""
         at, received = self.at[forward].parts[part], self._wait(part, to_heads=True, forward=forward)
         with self._traced("to_heads unpack", part, forward=forward) if profiling() else NO_RANGE:
             sections = unpack_heads(received, at)
@@ -193,7 +283,7 @@ class InFlightExchange:
             write_own()
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
-        """All parts, once they have arrived."""
+        """Waits for all parts, and returns the tensors of the token side."""
         order = range(self.num_parts) if forward else reversed(range(self.num_parts))  # as they were started
         received = {part: self._wait(part, to_heads=False, forward=forward) for part in order}
         messages = [received[part] for part in range(self.num_parts)]
@@ -215,102 +305,11 @@ class InFlightExchange:
         return received
 
     def _traced(self, step: str, part: int | None, *, forward: bool) -> record_function:
-        """The range of a step of one part, or of all."""
+        """Returns the range of a step of one part, or of all parts if `part` is None."""
         at = self.at[forward] if part is None else self.at[forward].parts[part]
         names = ",".join(block.name for block in at.exchange.sections.blocks)
         chunk = (0, 1) if part is None else (part, self.num_parts)
         return self.comm.traced(step, names, forward=forward, chunk=chunk)
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
-        ctx.in_flight = in_flight
-        in_flight.start_to_heads(tensors, forward=True)
-        return tuple(in_flight.finish_to_heads(0, forward=True))
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.in_flight.start_to_tokens(0, gradients, forward=False)
-        return None, *ctx.in_flight.finish_to_tokens(forward=False)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, *sections: Tensor) -> Any:
-        ctx.in_flight = in_flight
-        in_flight.start_to_tokens(0, sections, forward=True)
-        return tuple(in_flight.finish_to_tokens(forward=True))
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.in_flight.start_to_heads(gradients, forward=False)
-        return None, *ctx.in_flight.finish_to_heads(0, forward=False)
-
-
-# Where parts go one after another, or several exchanges at a time, starts and waits are functions of their own. Between
-# the two autograd sees order tokens, one a part: empty tensors that keep the order of steps.
-
-
-class _StartToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, forward: bool, *tensors: Tensor) -> Any:
-        ctx.in_flight = in_flight
-        in_flight.start_to_heads(tensors, forward=True)
-        return tuple(tensors[0].new_empty(0) for _ in range(in_flight.num_parts))
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *order_tokens: Tensor) -> Any:
-        return None, None, *ctx.in_flight.finish_to_tokens(forward=False)
-
-
-class _FinishToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, part: int, order_token: Tensor) -> Any:
-        ctx.way, ctx.order_token = (in_flight, part), (order_token.dtype, order_token.device)
-        return tuple(in_flight.finish_to_heads(part, forward=True))
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        in_flight, part = ctx.way
-        in_flight.start_to_tokens(part, gradients, forward=False)
-        return None, None, torch.empty(0, dtype=ctx.order_token[0], device=ctx.order_token[1])
-
-
-class _StartToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, part: int, *sections: Tensor) -> Any:
-        ctx.way = (in_flight, part)
-        in_flight.start_to_tokens(part, sections, forward=True)
-        return sections[0].new_empty(0)
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *order_tokens: Tensor) -> Any:
-        in_flight, part = ctx.way
-        return None, None, *in_flight.finish_to_heads(part, forward=False)
-
-
-class _FinishToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, in_flight: InFlightExchange, *order_tokens: Tensor) -> Any:
-        ctx.in_flight, ctx.dtypes = in_flight, [order_token.dtype for order_token in order_tokens]
-        if len(order_tokens) > 1:
-            # A checkpoint recomputes until it has what was saved. It must come this far: no part may stay under way.
-            ctx.save_for_backward(*order_tokens)
-        return tuple(in_flight.finish_to_tokens(forward=True))
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if len(ctx.dtypes) > 1:
-            _ = ctx.saved_tensors
-        ctx.in_flight.start_to_heads(gradients, forward=False)
-        return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
 
 
 def _geometry(exchange: Exchange, comm: Communicator, tensors: tuple[Tensor, ...]) -> Geometry:

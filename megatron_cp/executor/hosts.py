@@ -1,4 +1,4 @@
-"""`hosts_of`: which ranks of a group share a host."""
+"""`hosts_of`: finds the ranks of a group that share a host."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_cp.executor.groups import Group, as_rank_group, rank_group
 
 
 def hosts_of(group: Group | None) -> tuple[int, ...]:
-    """The host of each rank of a group, numbered from 0: as torchrun numbers its nodes, or by host names.
+    """Returns the host of each rank of a group, numbered from 0: as torchrun numbers its nodes, or by host names.
 
-    It asks, so all ranks of the group must call it: for set-up, not for every batch.
+    It is a collective: all ranks of the group must call it. Call it once at set-up, not for every batch.
 
     Args:
         group: a torch.distributed group, a mesh of one axis, a `RankGroup`, or None for one rank.

@@ -1,4 +1,4 @@
-"""What every kernel has in common, and how one is chosen."""
+"""`Kernel`, the base of all kernels, and `choose_kernel`, which chooses one for a call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Kernel(ABC):
     """A backend of one operation.
 
     Attributes:
-        name: as the user asks for it.
-        package: what it comes from, for `doctor`.
-        devices: the types of device that it is for.
-        serves_graphs: whether it reads what depends on a pack from the tables of `GraphTables` alone,
-            so that a CUDA graph of it serves every pack.
+        name: the name by which users choose it.
+        package: the package that contains it, for `doctor`.
+        devices: the types of device that it supports.
+        serves_graphs: True if it reads all values that depend on a pack from the tables of `GraphTables`, so that a
+            CUDA graph of it serves every pack.
     """
 
     name: str
@@ -28,22 +28,22 @@ class Kernel(ABC):
 
     @abstractmethod
     def refusal(self, call: Any) -> str | None:
-        """Why this kernel cannot run the call, with what would help; None if it can."""
+        """Returns why this kernel cannot run the call, with a remedy; None if it can."""
 
 
 def kernel_name(kernel: object) -> object:
-    """The name of a kernel, or the name that was given instead of one."""
+    """Returns the name of a kernel; returns other objects, such as a name, as they are."""
     return kernel.name if isinstance(kernel, Kernel) else kernel
 
 
 def choose_kernel[K: Kernel](kernels: Sequence[K], name: str | K, call: Any) -> K:
-    """The kernel called `name`, or for "auto" the first of `kernels`, which are fastest first, that can run `call`.
+    """Returns the kernel called `name`, or for "auto" the first of `kernels` that can run `call`; fastest come first.
 
-    A kernel that is given instead of a name is the only choice. On CUDA, "auto" warns when it passes a faster kernel
-    over, with that kernel's reason; of kernels that serve no graph it says nothing where the call is for graphs.
+    A kernel that is passed instead of a name is the only choice. On CUDA, "auto" warns if it skips a faster kernel,
+    with that kernel's reason; if the call is for graphs, kernels that serve no graph are skipped without a warning.
 
     Raises:
-        ArgumentError: no such kernel, or it cannot run the call, with its reason.
+        ArgumentError: no kernel has this name, or it cannot run the call, with its reason.
     """
     if isinstance(name, Kernel):
         kernels, name = [name], name.name

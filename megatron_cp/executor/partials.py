@@ -1,4 +1,4 @@
-"""Numbers of partial attention: merging results over different keys, and row sums in place of outputs."""
+"""Arithmetic of partial attention: merges results over different keys, and replaces outputs by row sums."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron_cp.executor.arguments import accumulation_dtype
 
-# Parts in which rows are worked on where that takes memory: an eighth of it for some more launches.
+# Rows are processed in parts to save memory: eight parts take an eighth of it, and some more launches.
 _PARTS = 8
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds a partial result over other keys: `out` and `lse` become those of all keys. In place; `part` is used up.
+    """Merges a partial result over other keys into `out` and `lse`, in place; `part` is overwritten.
 
     out = (1 - w) out + w part with w = sigmoid(part_lse - lse), the new keys' share of the softmax's denominator.
 
@@ -24,7 +24,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     before, added = row_padded_copy(lse), row_padded_copy(part_lse)
     share = torch.sub(added, before, out=row_padded_copy(lse)).sigmoid_()
-    share.nan_to_num_(0.0)  # both -inf: no share to speak of, and no key to take it from
+    share.nan_to_num_(0.0)  # both -inf: no key has been seen, so the share is 0
     lse.copy_(torch.logaddexp(before, added, out=before))
     weight = share.movedim(-1, 0).unsqueeze(-1).to(out.dtype)
     # No lerp: it rounds differently with the strides that it meets.
@@ -32,11 +32,11 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def row_padded_copy(lse: Tensor) -> Tensor:
-    """Returns a copy of `[(b,) h, t]` through which elementwise functions go head by head.
+    """Returns a copy of `[(b,) h, t]` that elementwise functions process head by head.
 
-    torch computes exp and its like by vectors and, where those end or elements lie apart, one by one, which rounds
-    differently. Through dense tensors it runs heads together, so that bits would depend on which other heads a rank
-    has. So heads stand apart, each beginning on a cache line.
+    torch computes exp and similar functions by vectors and, at their ends or for strided elements, one by one, which
+    rounds differently. In dense tensors vectors span heads, so that bits would depend on the other heads of a rank.
+    Here each head begins on a cache line of its own.
     """
     queries = lse.shape[-1]
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
@@ -59,8 +59,9 @@ def output_with_row_sums(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
     Args:
         dout: `[s, (b,) h, v]`.
         sums: `[s, (b,) h, 1]` in at least fp32.
-        wide: in the type of the sums: one element alone, which is exact to a rounding. Else in that of `dout`: dout
-            itself, scaled, so that roundings of its elements, each as large as those of an output are, even out.
+        wide: True for the type of the sums, with a single element that is not zero: exact up to one rounding. False for
+            the type of `dout`: a multiple of dout, so that the roundings of many elements, each as large as those of an
+            output, average out.
     """
     made = torch.empty_like(dout, dtype=sums.dtype if wide else dout.dtype)
     fill = _one_element if wide else _scaled

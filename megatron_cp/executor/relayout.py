@@ -1,4 +1,4 @@
-"""`relayout`: the same tokens, held by other ranks."""
+"""`relayout`: moves tokens from one layout to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout, Route
 from megatron_cp.layout.memo import Memo
@@ -23,7 +23,7 @@ from megatron_cp.layout.route import rows_between
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
-@opaque
+@no_compile
 def relayout(
     local: Tensor, source: Layout, target: Layout, group: Group | None = None, *,
     transport: Transport | str = COLLECTIVE,
@@ -33,7 +33,7 @@ def relayout(
     Args:
         local: `[source.row_counts[rank], ...]` this rank's rows.
         source, target: layouts of one packing over the ranks of `group`.
-        transport: how messages travel; see `plan_attention`. A plan's is `plan.transport`.
+        transport: the algorithm that carries messages; see `plan_attention`. That of a plan is `plan.transport`.
 
     Returns:
         `[target.row_counts[rank], ...]`, pad rows zero.
@@ -65,7 +65,7 @@ def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.de
 
 
 class _RelayoutTables(Memo):
-    """A route's tables on a device, for both directions."""
+    """The tables of a route on a device, for both directions."""
 
     def __init__(self, source: Layout, target: Layout, rank: int, device: torch.device) -> None:
         route = Route.between(source, target, rank)
@@ -75,7 +75,7 @@ class _RelayoutTables(Memo):
         self.send, self.arrive, self.send_back, self.arrive_back = (on_device(rows, device) for rows in gathers)
 
     def split_counts(self, features: int, *, forward: bool) -> SplitCounts:
-        """Elements that all ranks send each other, of rows of so many."""
+        """Returns the elements that all ranks send each other, for rows of `features` elements."""
 
         def make() -> SplitCounts:
             return (self._rows_between if forward else self._rows_between.reversed()).times(features)
@@ -91,7 +91,7 @@ class _Relayout(torch.autograd.Function):
             return _moved(local, tables, comm, forward=True)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tables, comm = ctx.tables
         with comm.traced("relayout", forward=False) if profiling() else NO_RANGE:

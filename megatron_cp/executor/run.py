@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -13,7 +14,7 @@ from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.autocast import without_autocast
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.halo import prepare_halo
-from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
+from megatron_cp.executor.head_exchange import ToHeadsInParts, ToTokensInParts
 from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.trace import profiling, traced_work
 from megatron_cp.executor.transfers import prepare_transfers
@@ -30,19 +31,19 @@ Finish = Callable[[], list[Tensor]]
 def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
 
-    The steps are a program. Those up to the last exchange to the head side are on own tokens: an exchange starts as
-    soon as the steps before it are done, and others go on meanwhile; local work between them takes and returns all
-    tensors at hand. The steps after it take what has arrived. Heads that go in chunks are computed chunk by chunk: the
-    next one arrives, and the one before is sent, meanwhile.
+    The steps up to the last exchange to the head side work on own tokens. An exchange starts as soon as the steps
+    before it are done, and later steps run while it is under way; local work between exchanges takes and returns all
+    tensors. The steps after that exchange take the tensors that have arrived. Head chunks are computed one after
+    another, while the next chunk arrives and the previous one is sent.
 
     Args:
-        plan: the same on every rank.
+        plan: the plan, equal on every rank.
         comm: the plan's ranks, and the transport between them.
-        inputs: what the first step takes; or a function that makes it for one chunk, of that chunk's heads alone, while
-            the chunks before are under way already.
-        work: for each chunk of heads the functions that do it: for each `Compute` step by its name, for `Attend` under
-            "attend", for `Halo` under "conv" and for `Scan` under "rule". Work between exchanges to the head side is
-            done for all chunks together, as of chunk 0, unless `inputs` makes each by itself.
+        inputs: the tensors of the first step; or a function that makes them for one chunk, with that chunk's heads
+            only, while earlier chunks are under way.
+        work: maps a chunk of heads to its functions: for each `Compute` step by its name, for `Attend` under "attend",
+            for `Halo` under "conv" and for `Scan` under "rule". Unless `inputs` is a function, work between exchanges
+            to the head side is done once for all chunks, by the functions of chunk 0.
     """
     count = max((number + 1 for number, step in enumerate(plan.steps) if isinstance(step, ToHeads)), default=0)
     on_tokens, on_heads = plan.steps[:count], plan.steps[count:]
@@ -50,10 +51,10 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
     for chunk, in_flight in enumerate(_started(plan, on_tokens, comm, inputs, work)):
         tensors = [tensor for finish in in_flight for tensor in finish()]
         with without_autocast(tensors[0].device):
-            of_chunk, in_chunk = work(chunk), comm.in_chunk(chunk, plan.head_chunks) if profiling() else comm
+            functions, chunk_comm = work(chunk), comm.chunk_comm(chunk, plan.head_chunks) if profiling() else comm
             for step in on_heads:
                 if not isinstance(step, ToTokens):
-                    tensors = _computed(step, tensors, of_chunk, in_chunk)
+                    tensors = _compute(step, tensors, functions, chunk_comm)
         if back is not None:
             back.start(chunk, *tensors)
     return tensors if back is None else back.finish()
@@ -63,41 +64,49 @@ def _started(
     plan: Plan, steps: Sequence[Step], comm: Communicator, inputs: Inputs,
     work: Callable[[int], Mapping[str, LocalWork]],
 ) -> list[list[Finish]]:  # fmt: skip
-    """Runs the steps on own tokens. For each chunk of heads the functions that wait for what arrives."""
+    """Runs the token-side steps and starts every exchange.
+
+    Returns, for each head chunk, functions that wait for its tensors and return them.
+    """
     if not steps:
         return [[lambda: inputs(0) if callable(inputs) else inputs]]
     if not callable(inputs):
-        arriving = _on_tokens(steps, comm, inputs, work(0), None)
-        return [list(of_chunk) for of_chunk in zip(*arriving, strict=True)]
+        arriving = _start_on_tokens(steps, comm, inputs, work(0), None)
+        return [list(finishes) for finishes in zip(*arriving, strict=True)]
     in_flight = []
     for chunk in range(plan.head_chunks):
-        in_chunk = comm.in_chunk(chunk, plan.head_chunks) if profiling() else comm
-        arriving = _on_tokens(steps, in_chunk, inputs(chunk), work(chunk), chunk)
+        chunk_comm = comm.chunk_comm(chunk, plan.head_chunks) if profiling() else comm
+        arriving = _start_on_tokens(steps, chunk_comm, inputs(chunk), work(chunk), chunk)
         in_flight.append([finish for parts in arriving for finish in parts])
     return in_flight
 
 
-def _on_tokens(
+def _start_on_tokens(
     steps: Sequence[Step], comm: Communicator, tensors: list[Tensor], work: Mapping[str, LocalWork], chunk: int | None
 ) -> list[list[Finish]]:
-    """Of each exchange among the steps, for each of its parts (for one, where a chunk is named) the wait for it."""
+    """Runs the steps on the tensors of all chunks, or of `chunk`, and starts their exchanges.
+
+    Returns, for each exchange, a function for each of its parts that waits for it and returns its tensors.
+    """
     alone = chunk is None and sum([isinstance(step, ToHeads) for step in steps]) == 1
     arriving: list[list[Finish]] = []
     for step in steps:
         if isinstance(step, ToHeads):
             exchange = step.exchange if chunk is None else step.exchange.chunk_exchange(chunk)
-            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)], alone=alone))
+            inbound = ToHeadsInParts(exchange, comm)
+            inbound.start(*tensors[slice(*step.inputs)], alone=alone)
+            arriving.append([partial(inbound.finish, part) for part in range(inbound.num_parts)])
         else:
             with without_autocast(tensors[0].device):
-                tensors = _computed(step, tensors, work, comm)
+                tensors = _compute(step, tensors, work, comm)
     return arriving
 
 
-def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
-    """One local step."""
+def _compute(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
+    """Runs one local step."""
     match step:
         case Attend():
-            return work["attend"](*tensors)  # each of its stages has a range
+            return work["attend"](*tensors)  # each stage makes a range of its own
         case Compute(name):
             pass
         case Halo():
@@ -114,9 +123,9 @@ def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], 
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:
-    """Makes all that a rank derives from a plan, but for what its kernels do, so that no layer has to.
+    """Makes all tables that a rank derives from a plan, except those of kernels, so that no layer has to.
 
-    Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
+    Call it when the batch is sharded, so that the copies to a device end before the first layer needs them.
     """
     device, kv_rank = indexed(device), rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):

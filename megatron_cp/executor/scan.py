@@ -1,4 +1,4 @@
-"""A recurrence over segments as a differentiable step: local maps, one exchange of them, a fold, and the rest.
+"""A recurrence over segments as a differentiable step: local maps, one exchange of them, a fold, and the outputs.
 
     forward     (E, M) of own segments -> exchange -> S_in of each waiting segment, in document order -> outputs
     backward    (R, M^T) likewise -> exchange -> dS_out of each segment, against document order -> gradients
@@ -17,59 +17,60 @@ from torch import Tensor
 
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.recurrence import Scan
 
 
 class LocalScan(ABC):
-    """One rank's work on its segments, in the order of its rows. Pure functions of tensors; the step differentiates.
+    """The local work of a recurrence on one rank's segments, in the order of its rows.
 
-    A segment *waits* forward if its document began before it (`OwnSegments.past`), and *leaves* a map if the document
-    goes on (`future`); in backward the two change places. States and maps are in at least float32.
+    Methods are pure functions of tensors, and `scan` makes them differentiable. In forward a segment *waits* for a
+    state if its document began before it (`OwnSegments.past`), and *leaves* a map if the document goes on (`future`);
+    in backward it is the other way round. States and maps are in at least float32.
     """
 
     @abstractmethod
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-        """What the segments leave: E `[n, h, K, V]` of those with a future, M `[m, h, ...]` of those with a past too.
+        """Computes the maps: E `[n, h, K, V]` of segments with a future, M `[m, h, ...]` of those with a past, too.
 
-        And anything that `finish` should not compute again.
+        The third value is passed on to `meanwhile` and `finish`, so that they need not compute it again.
         """
 
     def meanwhile(self, tensors: Sequence[Tensor], begun: Any) -> Any:
-        """What can be done before the states of waiting segments are known; runs while maps travel."""
+        """Computes, while maps travel, all that does not need the states of waiting segments."""
         return begun
 
     @abstractmethod
     def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The outputs, given the states before the segments with a past, and tensors to keep for backward."""
+        """Returns the outputs, given the states before the segments with a past, and tensors to save for backward."""
 
     @abstractmethod
     def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
-        """R `[.., h, K, V]` of the segments with a past: the gradient of the state before each, nothing coming after.
+        """Computes R `[.., h, K, V]` of segments with a past: the gradient of the state before each, from it alone.
 
-        And anything that `finish_backward` should not compute again.
+        The second value is passed on to `meanwhile_backward` and `finish_backward`.
         """
 
     def meanwhile_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor) -> Any:
-        """What can be done before the gradients of states are known; runs while maps travel."""
+        """Computes, while maps travel, all that does not need the gradients of states."""
         return begun
 
     @abstractmethod
     def finish_backward(
         self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
     ) -> list[Tensor]:
-        """The gradients of `tensors`, given those of the states after the segments with a future."""
+        """Returns the gradients of `tensors`, given those of the states after the segments with a future."""
 
 
 def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
     """Runs a recurrence over all ranks of `group`; differentiable.
 
     Args:
-        step: whose segments continue whose.
+        step: the segments of all ranks, in document order.
         comm: the ranks of the layout, and the transport between them.
         local: this rank's work.
-        tensors: what `local` computes on. On a rank without tokens all of it, and the output, has no element.
+        tensors: the inputs of `local`. On a rank without tokens they, and the output, have no elements.
     """
     return _Scan.apply(step, over(comm), local, *tensors)
 
@@ -90,7 +91,7 @@ class _Scan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step, comm, local, count = ctx.scan
         *saved, transitions = ctx.saved_tensors
@@ -106,11 +107,11 @@ class _Scan(torch.autograd.Function):
 
 
 class _Maps:
-    """The maps of one direction, on their way, and the fold of them.
+    """Exchanges the maps of one direction and folds them.
 
     Args:
-        constants: E or R of the own segments that leave a map, in the order of the rows.
-        transitions: M of those that both wait and leave, in the order of the rows; transposed in backward.
+        constants: E or R of own segments that leave a map, in the order of the rows.
+        transitions: M of own segments that both wait and leave, in the order of the rows; transposed in backward.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class _Maps:
         )
 
     def fold(self) -> Tensor:
-        """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment.
+        """Waits for the maps and composes them; call it once.
 
-        Call it once.
+        Returns the state before each waiting segment; in backward, the gradient of the state after it.
         """
         if self.pending is not None:
             with self.comm.traced("scan wait", forward=self.forward) if profiling() else NO_RANGE:

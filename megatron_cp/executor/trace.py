@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 
 # True under torch.profiler.profile, and under torch.autograd.profiler.emit_nvtx, which turns our ranges into NVTX's.
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled
@@ -30,7 +30,7 @@ current_layer = _LAYER.get
 
 
 class _NoRange:
-    """A context that does nothing. Built-in functions enter and leave it, which take less time than Python frames."""
+    """A context that does nothing. Entering and leaving it calls built-in functions, which is fast."""
 
     __enter__ = __exit__ = "".format  # takes any arguments, and returns a false value
 
@@ -144,7 +144,7 @@ class _Edge(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors)  # views could not be written to in place
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.reached()
         return None, None, *gradients

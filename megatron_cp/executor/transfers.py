@@ -1,10 +1,10 @@
 """`RowTransfers`: carries out the instructions of an attention's program that move rows between ranks.
 
-What is packed is in the group's buffers, and what arrives in memory of the transport. Which rows go where, and when, is
-the program's (`plan/program.py`); this file knows how each kind of rows lies in a message.
+Packed rows are in the group's buffers, and received rows in memory of the transport. The program (`plan/program.py`)
+says which rows go where, and when; this file lays out each kind of rows in a message.
 
-Shapes: `t` own rows without pad rows, `s` rows at hand, `b` batch (absent for packed THD), `h` query heads and `g`
-key/value heads of a head chunk, `d` and `v` their sizes.
+Shapes: `t` own rows without pad rows, `s` rows of the current keys or queries, `b` batch (absent for packed THD), `h`
+query heads and `g` key/value heads of a head chunk, `d` and `v` their sizes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_cp.plan.program import (
 
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
 
-# How errors, and a profiler's ranges, name what travels.
+# Names of the rows that travel, in errors and in ranges of a profiler.
 _ERROR_NAMES = {
     Payload.KEYS: "keys and values of other ranks",
     Payload.KEY_GRADIENTS: "gradients of gathered keys and values",
@@ -60,19 +60,20 @@ _RANGE_NAMES = _ERROR_NAMES | {
 
 
 class Bound(NamedTuple):
-    """An instruction on one rank, with what would otherwise be looked up in each step.
+    """An instruction on one rank, with the values that would otherwise be looked up in each step.
 
     Attributes:
         do: the instruction.
-        chunk: the heads that it is about.
-        rows: rows of the buffer that it takes.
-        columns: heads, and size of a head, of each tensor in a row.
-        dtype: of the buffer: "own" as keys are, "sums" for at least fp32, "bytes" for columns of several types.
-        picked: rows to pick, on the device; None where none are picked.
-        pieces: of rows that come back, the index and the first row of what each rank sent.
-        counts: rows to and from each rank, of an all-to-all.
+        chunk: the heads that it works on.
+        rows: number of rows of the buffer that it takes.
+        columns: for each tensor in a row, its heads and the size of a head.
+        dtype: type of the buffer: "own" for that of keys, "sums" for at least fp32, "bytes" for columns of several
+            types.
+        picked: rows to select, on the device; None if rows are not selected.
+        pieces: for each rank that returned rows: their index, the first of them in the message, and their number.
+        counts: rows to and from each rank, in an all-to-all.
         neighbours: the ranks before and after this one, in a ring.
-        name: how errors name what travels.
+        name: name of the rows, for errors.
     """
 
     do: Any
@@ -140,14 +141,14 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
 
 
 class RowTransfers(ABC):
-    """One direction of an attention on one rank: subclasses compute and merge, this class moves rows.
+    """Moves rows for one direction of an attention on one rank; subclasses compute and merge.
 
     Args:
         step: the attention.
-        kv_rank, head_rank: of this rank.
+        kv_rank, head_rank: this rank's.
         comm: the ranks of one `head_rank`, and the transport between them.
-        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, all heads of the rank.
-        leaving: the columns of own queries that other ranks are sent, each `[t, (b,) h, size]`.
+        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` own keys and values, all heads of the rank.
+        leaving: the columns of own queries that are sent to other ranks, each `[t, (b,) h, size]`.
         forward: the direction.
     """
 
@@ -164,7 +165,7 @@ class RowTransfers(ABC):
         self._program = bound_program(step, kv_rank, head_rank, k.device, forward=forward)
 
     def run(self) -> None:
-        """Carries out the program, in order; under a profiler, with a range for each step."""
+        """Executes the program in order; under a profiler, with a range for each step."""
         methods = self.methods
         if not profiling():
             for bound in self._program:
@@ -177,14 +178,14 @@ class RowTransfers(ABC):
                     methods[type(bound.do)](self, bound)
 
     def pack(self, bound: Bound) -> None:
-        """Packs own keys, or what leaves of own queries, into a buffer of the group."""
+        """Packs own keys, or the columns of own queries that are sent, into a buffer of the group."""
         do, chunk = bound.do, bound.chunk
         buffer = self.buffers[do.buffer] = self._acquire(bound, bound.rows)
         if do.payload is Payload.KEYS:
             own: Sequence[Tensor] = self.own_keys(chunk)
         else:
             own = [narrow(x, -2, chunk.heads) for x in self.leaving]
-        if bound.picked is None:  # backends gather equal shares only: the rows behind own ones are filling
+        if bound.picked is None:  # backends gather equal shares only: rows after the own ones are padding
             for target, source in zip(
                 self.columns(narrow(buffer, 0, slice(0, self.k.shape[0])), bound), own, strict=True
             ):
@@ -215,7 +216,7 @@ class RowTransfers(ABC):
         self._pending.pop(bound.do.buffer).wait()
 
     def order(self, bound: Bound) -> None:
-        """Copies rows into another buffer in the order that is asked for, where they are not in it."""
+        """Copies rows into another buffer in the required order, unless they are in it already."""
         if bound.picked is None:
             return
         rows = self.buffers[bound.do.buffer]
@@ -225,11 +226,11 @@ class RowTransfers(ABC):
         self.buffers[bound.do.buffer] = ordered
 
     def allocate(self, bound: Bound) -> None:
-        """Takes an unwritten buffer of the group."""
+        """Takes an uninitialised buffer of the group."""
         self.buffers[bound.do.buffer] = self._acquire(bound, self.buffers[bound.do.like].shape[0])
 
     def release(self, bound: Bound) -> None:
-        """Gives a buffer back to where it came from."""
+        """Returns a buffer to the group or the transport that it was taken from."""
         self.comm.release(self.buffers.pop(bound.do.buffer))
 
     @abstractmethod
@@ -242,7 +243,7 @@ class RowTransfers(ABC):
 
     @abstractmethod
     def merge(self, bound: Bound) -> None:
-        """Adds rows that have come back."""
+        """Adds returned rows to the own ones."""
 
     methods: dict[type, Callable[[Any, Any], None]]
 
@@ -252,7 +253,7 @@ class RowTransfers(ABC):
             Release: cls.release, Compute: cls.compute, ComputeRemote: cls.compute_remote, Merge: cls.merge,
         }  # fmt: skip
 
-    # -- how rows lie in a message -------------------------------------------------------------------------------------
+    # -- the layout of rows in a message ------------------------------------------------------------------------------
 
     def own_keys(self, chunk: HeadChunk) -> Keys:
         """Returns the own keys and values of a chunk's heads."""
@@ -272,7 +273,7 @@ class RowTransfers(ABC):
         return self._byte_columns(self.buffers[number], chunk)
 
     def columns(self, message: Tensor, bound: Bound) -> list[Tensor]:
-        """Returns views `[s, (b,) heads, size]` of what a message holds."""
+        """Returns a view `[s, (b,) heads, size]` of each tensor in a message."""
         if bound.dtype == "bytes":
             return self._byte_columns(message, bound.chunk)
         shape, columns = message.shape[:-1], bound.columns
@@ -280,7 +281,7 @@ class RowTransfers(ABC):
         return [part.view(*shape, *column) for part, column in zip(parts, columns, strict=True)]
 
     def _byte_columns(self, message: Tensor, chunk: HeadChunk) -> list[Tensor]:
-        """Returns views of a message of bytes, whose columns have the types of `leaving`."""
+        """Returns views of a message of bytes, with the types of `leaving`."""
         found, first, heads = list[Tensor](), 0, chunk.heads.stop - chunk.heads.start
         for x in self.leaving:
             if not heads:  # no view of no bytes
@@ -292,7 +293,7 @@ class RowTransfers(ABC):
         return found
 
     def _acquire(self, bound: Bound, rows: int) -> Tensor:
-        if bound.dtype == "bytes":  # columns one behind the other, filled up to the widest element
+        if bound.dtype == "bytes":  # columns one after another, padded to a multiple of the widest element
             heads, widest = bound.chunk.heads.stop - bound.chunk.heads.start, max(x.itemsize for x in self.leaving)
             width = -(-sum(heads * x.shape[-1] * x.itemsize for x in self.leaving) // widest) * widest
             return self.comm.buffers.acquire_like(self.k, rows, *self._batch, width, dtype=torch.uint8)
@@ -305,7 +306,7 @@ class RowTransfers(ABC):
     # -- ranges of a profiler ------------------------------------------------------------------------------------------
 
     def _range(self, bound: Bound) -> tuple[str, str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Returns the name of an instruction's range, empty for none: instructions in a row share one."""
+        """Returns the name of an instruction's range, empty for none; consecutive instructions share a range."""
         do: Instruction = bound.do
         stage, chunk = do.part
         numbers = (chunk, self.step.head_chunks), (stage.number, len(self.step.stages_in(forward=self.forward)))
@@ -326,13 +327,14 @@ class RowTransfers(ABC):
 
 
 def flow_index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Tensor:
-    """Returns a table of a fetch on a device; where rows stand among equal shares is the same for every rank.
+    """Returns a table of a fetch on a device.
 
     Args:
         flow: the fetch.
-        kv_rank: of this rank.
-        name: "send_rows", "order" or "inverse", of `FetchTables`; or "shares".
-        device: where the table lies.
+        kv_rank: this rank's; ignored for "shares".
+        name: "send_rows", "order" or "inverse", of `FetchTables`; or "shares", the places of rows among equal shares,
+            which are the same for every rank.
+        device: the table's device.
     """
     if name == "shares":
         return flow.memo((name, device), lambda: on_device(flow.shares(), device))

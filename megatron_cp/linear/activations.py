@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 
 
 def silu(x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Silu(torch.autograd.Function):
         return sigmoid_value(x).mul_(x)
 
     @staticmethod
-    @opaque
+    @no_compile
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         y = sigmoid_value(x)
@@ -59,7 +59,7 @@ class _Softplus(torch.autograd.Function):
         return softplus_value(x)
 
     @staticmethod
-    @opaque
+    @no_compile
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradients[0] * sigmoid_value(x)

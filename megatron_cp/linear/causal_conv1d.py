@@ -8,13 +8,13 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv, saved_for_backward
 from megatron_cp.plan.plan import Plan
 
 
-@opaque
+@no_compile
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ from megatron_cp.errors import checked_flag, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, Stage, check_conv
@@ -17,7 +17,7 @@ from megatron_cp.plan.plan import Plan
 _MAKER = 'plan_linear(kind="gdn")'
 
 
-@opaque
+@no_compile
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -83,7 +83,7 @@ def gated_delta_rule(
     )
 
 
-@opaque
+@no_compile
 def gated_delta_net(
     qkv: Tensor,
     beta: Tensor,

@@ -9,7 +9,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_s
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
@@ -18,7 +18,7 @@ from megatron_cp.plan.plan import Plan
 _MAKER = 'plan_linear(kind="kda")'
 
 
-@opaque
+@no_compile
 def kda(
     q: Tensor,
     k: Tensor,
@@ -84,7 +84,7 @@ def kda(
     )
 
 
-@opaque
+@no_compile
 def kda_mixer(
     qkv: Tensor,
     g: Tensor,

@@ -12,7 +12,7 @@ from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.steps import step_gates
 from megatron_cp.linear.kernels import LinearKernel, StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
@@ -23,7 +23,7 @@ _MAKER = 'plan_linear(kind="mamba")'
 _ANY_STEP = (0.0, math.inf)  # the range of softplus
 
 
-@opaque
+@no_compile
 def mamba2(
     x: Tensor,
     dt: Tensor,
@@ -97,7 +97,7 @@ def mamba2(
     )
 
 
-@opaque
+@no_compile
 def mamba2_mixer(
     xBC: Tensor,  # noqa: N803
     dt: Tensor,

@@ -24,7 +24,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.kernels import Kernel, kernel_name
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout.segments import Segments
@@ -299,7 +299,7 @@ class _Connected(torch.autograd.Function):
         return torch.empty_like(tensors[0])
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (empty,) = ctx.saved_tensors
         return torch.empty_like(empty), *(empty.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
@@ -321,7 +321,7 @@ class _SavedForBackward(torch.autograd.Function):
         return result.detach()  # a view could not be written to in place
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         _ = ctx.saved_tensors
         return gradients[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 
 L2_EPS = 1e-6  # the value of fla and Megatron
 
@@ -54,6 +54,6 @@ class _ExpandToTokens(torch.autograd.Function):
         return parameter.expand(tokens, -1)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return sum_over_tokens(gradients[0]), None

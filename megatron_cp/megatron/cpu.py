@@ -69,10 +69,10 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
 
 
-def _exchange_torch(package: str, stand_in: types.ModuleType) -> None:
+def _exchange_torch(package: str, substitute: types.ModuleType) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(package) and getattr(module, "torch", None) is torch:
-            module.torch = stand_in  # type: ignore[attr-defined]
+            module.torch = substitute  # type: ignore[attr-defined]
 
 
 def _modules_below(package: str) -> list[str]:
@@ -81,10 +81,10 @@ def _modules_below(package: str) -> list[str]:
 
 
 def _torch_without_cuda() -> types.ModuleType:
-    stand_in = types.ModuleType("torch")
-    stand_in.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    substitute = types.ModuleType("torch")
+    substitute.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"):
-        setattr(stand_in, name, _force_cpu(getattr(torch, name)))
+        setattr(substitute, name, _force_cpu(getattr(torch, name)))
     cuda: Any = types.ModuleType("torch.cuda")
     cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
     cuda.current_device = lambda: torch.device("cpu")
@@ -95,20 +95,20 @@ def _torch_without_cuda() -> types.ModuleType:
     cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoOp()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    stand_in.cuda = cuda  # type: ignore[attr-defined]
-    return stand_in
+    substitute.cuda = cuda  # type: ignore[attr-defined]
+    return substitute
 
 
 def _torch_with_a_device() -> types.ModuleType:
     """Returns a substitute that reports a Hopper device, for code that does not start without a device."""
-    stand_in = _torch_without_cuda()
-    cuda: Any = stand_in.cuda
+    substitute = _torch_without_cuda()
+    cuda: Any = substitute.cuda
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 1
     cuda.set_device = lambda device: None
     cuda.get_device_capability = lambda *args: (9, 0)
     cuda.get_device_properties = lambda *args: types.SimpleNamespace(major=9, minor=0, total_memory=0)
-    return stand_in
+    return substitute
 
 
 def _force_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.planner.batch import BatchPlan, Slot
 
 
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
-    @opaque
+    @no_compile
     def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
         """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""
         if not isinstance(batch, LocalBatch | BatchPlan):
@@ -60,7 +60,7 @@ class Layer(nn.Module):
         check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size), like=hidden)
         return ranks
 
-    @opaque
+    @no_compile
     def _run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], batch: LocalBatch | BatchPlan,
         ranks: RankGroup, **options: Any,
@@ -69,7 +69,7 @@ class Layer(nn.Module):
         return operation(*inputs, batch.plan(self.slot), ranks, kernel=self.kernel, **options)
 
 
-@opaque
+@no_compile
 def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device) -> Tensor:
     """Returns `[t]` int64 the position of each of a rank's rows in its document, on the device."""
     return batch.position_ids if isinstance(batch, LocalBatch) else local_positions(batch.layout, rank, device)

@@ -1,10 +1,10 @@
-"""`Attend`: the keys that meet each query, and the transfers that bring them. Pure data; no torch in here.
+"""`Attend`: the keys that meet each query, and the transfers of keys and queries. Pure data; no torch in here.
 
 The ranks of a plan form a grid: rank = kv_rank * ulysses_degree + head_rank. The ranks of one `kv_rank` have exchanged
 heads: each holds its share of the heads, for all tokens of these ranks. The ranks of one `head_rank` hold the same
 heads of different tokens. Keys and values travel between them, from one `kv_rank` to another, in *stages*: a flow
-brings rows, the tiles between them and the own queries are computed, and in backward another flow takes the gradients
-of these rows on.
+transfers rows, the tiles between them and the own queries are computed, and in backward another flow transfers the
+gradients of these rows.
 
     p2p          stage s has the keys of the KV rank s places before, passed on from neighbour to neighbour
     all_gather   one stage for each head chunk: all keys, in one collective
@@ -130,11 +130,11 @@ class Attend(Memo):
 
     @cached_property
     def key_gradients_return(self) -> bool:
-        """True where fetched keys' gradients go back to their owners, who sum them."""
+        """True if the gradients of fetched keys are returned to their owners, which sum them."""
         return any(isinstance(stage.gradients, Return) for stage in self.backward_stages)
 
     def program(self, *, forward: bool) -> Program:
-        """Returns what every rank does in one direction, in order."""
+        """Returns the instructions of one direction, the same on every rank."""
         return self.memo(
             ("program", forward),
             lambda: attention_program(self.stages_in(forward=forward), self.head_chunks, forward=forward),
@@ -265,7 +265,7 @@ class Attend(Memo):
 
     @property
     def needed(self) -> Fetch:
-        """The flow that brings each KV rank the keys that its queries see, and no others."""
+        """The flow that sends each KV rank the keys that its queries see, and no others."""
         description = (
             f"the keys that own queries see, of {self.num_kv_ranks} ranks, in {self.head_chunks} chunks of heads"
         )

@@ -4,7 +4,7 @@ A flow says for every rank which rows it sends, which rows it then holds, and th
 and descriptions of a plan are sums and walks over flows.
 
     Fetch     each rank gets the rows that it wants from their owners, in one collective
-    Return    values computed for fetched rows go back to the owners, who sum them in the order of ranks
+    Return    values computed for fetched rows return to the owners, which sum them in the order of ranks
     PassOn    each rank passes its current rows on to the next rank, and gets those of the rank before
 
 Ranks are those along the keys' axis (`kv_rank`); rows are counted without pad rows.
@@ -72,7 +72,7 @@ class RowFlow(ABC):
 
 
 class KeyFlow(RowFlow):
-    """A flow that brings keys to the queries that see them."""
+    """A flow of keys to the queries that see them."""
 
     @abstractmethod
     def tokens(self, rank: int) -> IntArray:
@@ -97,7 +97,7 @@ class PassOn(KeyFlow):
 
     Attributes:
         layout: the owner of each row.
-        hops: hops that the rows have then made from their owner; as many hops as ranks bring them back.
+        hops: hops from the rows' owner, this one included; after as many hops as ranks they are at their owner again.
     """
 
     layout: Layout

@@ -1,8 +1,8 @@
-"""`attention_program`: what every rank does for one direction of an attention, as instructions over numbered buffers.
+"""`attention_program`: one direction of an attention as instructions over numbered buffers, equal on every rank.
 
-The executor carries a program out, the simulator prices it, and the memory estimate follows its buffers: each is a walk
-over the same tuple. All ranks have the same instructions; rows and whether they must be put in order are looked up for
-a rank in the instruction's flow. No torch in here.
+The executor runs a program, the simulator prices it, and the memory estimate follows its buffers: each is a walk over
+the same tuple. The rows of a rank, and whether they must be put in order, are looked up in the instruction's flow. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """A stage of one head chunk.
 
     Attributes:
-        stage: the tiles and the flows that feed them.
+        stage: the tiles, and the flows of their keys and queries.
         chunk: number of the head chunk.
     """
 
@@ -29,8 +29,8 @@ class Part(NamedTuple):
     chunk: int
 
 
-# Every instruction names its `part`, the stage and head chunk that it belongs to. None is ever changed. They are not
-# frozen, since a frozen one takes a call for each field to make, and a ring of many ranks has many.
+# Every instruction names its `part`, the stage and head chunk that it belongs to. Instructions are never changed. They
+# are not frozen, since making a frozen one takes a call for each field, and a ring of many ranks has many.
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class Pack:
     Attributes:
         buffer: number of the new buffer.
         payload: the kind of rows.
-        flow: picks the rows that it sends; None packs all own rows.
+        flow: selects the rows that are sent; None for all own rows.
     """
 
     part: Part
@@ -51,12 +51,12 @@ class Pack:
 
 @dataclass(eq=False, slots=True)
 class Start:
-    """Starts a transfer from a buffer into a new one, which nothing may read before `Wait`.
+    """Starts a transfer from a buffer into a new one, which must not be read before `Wait`.
 
     Attributes:
-        source, buffer: what is sent, and where rows arrive.
+        source, buffer: the buffers of the sent and of the received rows.
         payload: the kind of rows.
-        flow: which rows go to which rank.
+        flow: the rows that go to each rank.
     """
 
     part: Part
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """Waits until the rows of a transfer have arrived in `buffer`, and its source may be written again."""
+    """Waits until the rows of a transfer are in `buffer`, and its source may be written again."""
 
     part: Part
     buffer: int
@@ -78,9 +78,9 @@ class Wait:
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """Replaces a buffer by a copy with its rows in the order that the flow asks for, on ranks where they are not.
+    """Replaces a buffer by a copy with its rows in the order of the flow, on ranks that need it.
 
-    Fetched rows are put in stream order. Rows that return are put in the order of their owners.
+    Fetched rows are put in stream order. Returned rows are put in the order of their owners.
     """
 
     part: Part
@@ -91,13 +91,13 @@ class Order:
 
 @dataclass(eq=False, slots=True)
 class Allocate:
-    """Takes an unwritten buffer with a row for each row at hand.
+    """Takes an uninitialised buffer with as many rows as another buffer.
 
     Attributes:
         buffer: number of the new buffer.
         payload: the kind of rows.
-        like: the buffer whose rows it has.
-        flow: brought the rows of `like`; None where they are the own rows.
+        like: the other buffer.
+        flow: the flow of the rows of `like`; None if they are own rows.
     """
 
     part: Part
@@ -109,11 +109,11 @@ class Allocate:
 
 @dataclass(eq=False, slots=True)
 class Compute:
-    """Computes a stage's tiles of own queries and merges them with the stages before.
+    """Computes a stage's tiles of own queries and merges the results with those of earlier stages.
 
     Attributes:
-        keys: the buffer of the keys at hand; None for the own keys.
-        gradients: in backward, the buffer that gets the gradients of these keys; None for the own keys' gradients.
+        keys: the buffer of the keys; None for the own keys.
+        gradients: in backward, the buffer for the gradients of these keys; None for the own keys' gradients.
         adds: in backward, `gradients` already holds those of remote queries.
     """
 
@@ -128,10 +128,10 @@ class ComputeRemote:
     """Computes a stage's tiles of other ranks' queries.
 
     Attributes:
-        keys: the buffer of the keys at hand.
+        keys: the buffer of the keys.
         queries: the buffer of the queries.
-        results: the buffer that gets partial outputs, or in backward the gradients of the queries.
-        gradients: in backward, the buffer that gets the gradients of the keys.
+        results: the buffer for partial outputs, or in backward for the gradients of the queries.
+        gradients: in backward, the buffer for the gradients of the keys.
     """
 
     part: Part
@@ -143,12 +143,12 @@ class ComputeRemote:
 
 @dataclass(eq=False, slots=True)
 class Merge:
-    """Adds rows that have come back to what this rank has of them.
+    """Merges received rows with this rank's own rows or with a buffer.
 
     Attributes:
-        buffer: the rows that have arrived.
+        buffer: the received rows.
         payload: the kind of rows: partial outputs are merged by their log-sum-exps, gradients are added.
-        flow: which own rows they belong to, rank after rank; None in a ring.
+        flow: maps received rows to own rows, in the order of ranks; None in a ring.
         target: the buffer that they are added to; None for the own rows.
     """
 
@@ -161,7 +161,7 @@ class Merge:
 
 @dataclass(eq=False, slots=True)
 class Release:
-    """Gives a buffer back."""
+    """Returns a buffer to the pool or the transport."""
 
     part: Part
     buffer: int
@@ -172,11 +172,11 @@ Program = tuple[Instruction, ...]
 
 
 def attention_program(stages: tuple[Stage, ...], head_chunks: int, *, forward: bool) -> Program:
-    """Returns the instructions of one direction, in the order in which every rank carries them out.
+    """Returns the instructions of one direction, in the order in which every rank runs them.
 
     Args:
-        stages: the stages of this direction, in order; their keys come by flows of one class.
-        head_chunks: parts of each rank's heads that travel one after the other, the same on every rank.
+        stages: the stages of this direction, in order; the flows of their keys have one class.
+        head_chunks: number of parts of each rank's heads that travel one after the other, equal on every rank.
         forward: the direction.
     """
     flows = {type(stage.keys) for stage in stages if stage.keys is not None}
@@ -192,10 +192,10 @@ class _Builder:
     def __init__(self, *, forward: bool) -> None:
         self.forward = forward
         self._numbers = itertools.count()
-        self._returns: dict[Payload, tuple[Part, int, int, Return]] = {}  # under way: sent and received buffers
+        self._returns: dict[Payload, tuple[Part, int, int, Return]] = {}  # in flight: sent and received buffers
 
     def ring(self, stages: tuple[Stage, ...]) -> list[Instruction]:
-        """Passes blocks of keys on while each is computed; gradients follow one stage behind and end at their owner."""
+        """Passes blocks of keys on while each is computed; their gradients follow one stage later, up to the owner."""
         program = list[Instruction]()  # a list, since a ring of many ranks has many
         add, parts = program.append, [Part(stage, 0) for stage in stages]
         block, sent = next(self._numbers), None
@@ -243,10 +243,10 @@ class _Builder:
         ]
 
     def fetched(self, stages: tuple[Stage, ...], chunks: int) -> Iterator[Instruction]:
-        """Fetches the rows of a stage and head chunk while the one before is computed.
+        """Fetches the rows of a stage and head chunk while the previous one is computed.
 
-        What is at hand is computed for all heads while the first rows travel. What returns is merged when the next of
-        its kind is about to start, so that two of them are alive at most.
+        Stages of own keys are computed for all heads while the first rows travel. Returned rows are merged just before
+        the next return of their kind starts, so that at most two are in memory.
         """
         local, fetching = list[Part](), list[Part]()
         for stage in stages:
@@ -282,7 +282,7 @@ class _Builder:
         yield from self._merge_returned(Payload.KEY_GRADIENTS)
 
     def _start(self, part: Part) -> tuple[list[Instruction], list[tuple[int, int]]]:
-        """Returns the instructions that fetch keys and remote queries, and what is sent and received for each."""
+        """Returns the instructions that fetch keys and remote queries, and the sent and received buffers of each."""
         assert isinstance(part.stage.keys, Fetch)
         flows = [(Payload.KEYS, part.stage.keys)]
         if part.stage.remote_queries is not None:

@@ -1,7 +1,7 @@
 """`Halo` and `Scan`: what a linear layer needs from the tokens before its own. Pure data; no torch in here.
 
 Chunkwise, a rank computes all heads of its own tokens. Its *segments*, pieces of documents, then lack two things from
-the tokens before them: the last `width - 1` inputs of the causal convolution, which a halo brings, and the state of the
+the tokens before them: the last `width - 1` inputs of the causal convolution, sent as a halo, and the state of the
 recurrence. A segment maps the state before it to the state after it, `S_out = M S_in + E`; ranks exchange these maps
 once and fold them in document order. In backward the gradient of the state runs in the opposite direction through the
 same maps, transposed: `dS_in = M^T dS_out + R`, where R is the gradient of the segment's own outputs.
@@ -69,9 +69,7 @@ class Halo(Memo):
 
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Five arrays over the tokens that segments need: the rank that needs it, its owner, its row there, the
-        segment, the token.
-        """
+        """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, token."""
         return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:

@@ -15,9 +15,9 @@ class Stage:
 
     Attributes:
         number: the stage, from 0; results of later stages are merged into those of the first.
-        keys: the flow that brings the keys; None for a rank's own rows.
-        gradients: in backward, the flow that takes the gradients of these keys on; None for own rows.
-        remote_queries: the flow that brings queries of other ranks, which see these keys too; None if there are none.
+        keys: the flow of the keys; None for a rank's own rows.
+        gradients: in backward, the flow of the gradients of these keys; None for own rows.
+        remote_queries: the flow of other ranks' queries that see these keys; None if there are none.
         assigned: the tiles of this stage; None if own queries compute all that they see among these keys.
         local: the assignment whose tiles of own queries and own keys are computed here.
         directions: whether forward and backward have this stage; they differ only where tiles are assigned.

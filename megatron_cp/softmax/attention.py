@@ -11,7 +11,7 @@ from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.softmax.on_rank import AttentionOnRank
@@ -33,7 +33,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@opaque
+@no_compile
 def attention(
     q: Tensor,
     k: Tensor,
@@ -98,7 +98,7 @@ def attention(
     return layer.run_with_lse(inputs) if with_lse else layer.run(inputs)
 
 
-@opaque
+@no_compile
 def projected_attention(
     project: Callable[[list[int], list[int]], tuple[Tensor, Tensor, Tensor]],
     plan: Plan,

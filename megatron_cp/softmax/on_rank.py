@@ -28,7 +28,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
 from megatron_cp.executor.kernels import choose_kernel, kernel_name
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.partials import row_padded_copy
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.trace import profiling
@@ -142,7 +142,7 @@ class AttentionOnRank:
             sink = self.sink if self.sink is None else self.sink[slice(*step.partition.heads[self.head_rank])]
             comm = self.key_comm
             if profiling():
-                comm = comm.in_chunk(chunk, self.plan.head_chunks)
+                comm = comm.chunk_comm(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
                 out, lse = _Attention.apply(self, comm, step, sink, *tensors)
@@ -259,7 +259,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (layer, comm, step), dout = ctx.call, gradients[0]
         sink, q, k, v, out, lse = ctx.saved_tensors

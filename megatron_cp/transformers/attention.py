@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.softmax.attention import attention
 from megatron_cp.transformers.batch import PlannedBatch
@@ -31,7 +31,7 @@ def planned_batch(given: object) -> PlannedBatch:
     return given
 
 
-@opaque
+@no_compile
 def planned_attention(
     module: Any,
     query: Tensor,

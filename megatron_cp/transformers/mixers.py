@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
@@ -58,7 +58,7 @@ def check_activation(module: Any) -> None:
         raise ArgumentError("model.config.hidden_act", activation, f"silu or swish for {type(module).__name__}", remedy)
 
 
-@opaque
+@no_compile
 def _planned(
     mix: Callable[..., Tensor], inputs: tuple[Tensor, ...], module: Any, batch: PlannedBatch, **parameters: Any
 ) -> Tensor:
@@ -156,7 +156,7 @@ def _short_conv(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     return module.out_proj(after * _convolved(before * x, module, batch))
 
 
-@opaque
+@no_compile
 def _convolved(x: Tensor, module: Any, batch: PlannedBatch) -> Tensor:
     plan, conv = batch.plans.plan(module.cp_slot), module.conv
     return causal_conv1d(x, conv.weight, conv.bias, plan, batch.group, kernel=batch.kernel)

@@ -37,7 +37,7 @@ def load_dataset(kind, data_files, split):
 
 
 def main():
-    """With the arguments of this process, and with the ranks that torchrun's variables name."""
+    """Runs with the arguments of this process, and with the ranks that torchrun's variables name."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     from megatron_cp.megatron.cpu import run_megatron_on_cpu

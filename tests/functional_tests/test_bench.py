@@ -136,7 +136,7 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     ("arguments", "says"),
     [
         (["--cp", "1"], "--cp: got 1; allowed: at least 2 ranks"),
-        (["--gpu", "h100", "--calibrate", "x.toml"], "not together with --gpu"),
+        (["--gpu", "h100", "--calibrate", "x.toml"], "only without --gpu"),
         (["--calibrate", "/no/such/folder/x.toml"], "a file in a folder that exists"),
     ],
 )
@@ -157,7 +157,7 @@ def test_planner_rejects(arguments, says, capsys):
         (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),
         (["attention", "--mask", "strided:6"], "strided:BLOCKS with a multiple of 4 from 4 to 256"),
         (["attention", "--key-heads", "2"], "--kv-heads"),
-        (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+        (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "only without --lengths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -205,7 +205,7 @@ def test_nobody_always_comes_first_or_after_the_same_one():
 )
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert main(["bench", what, option, value]) == 2
-    assert f"{option}: got '{value}'; allowed: nothing but with bench" in capsys.readouterr().err
+    assert f"{option}: got '{value}'; allowed: only with bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkey
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8, of packs 1, 2, 4 and 8)" in said
-    assert "default: float32; of exchange, layer and wire bfloat16" in said
+    assert "context-parallel size (default: 2; for exchange 4, for wire 3, 4, 5 and 8, for packs 1, 2, 4 and 8)" in said
+    assert "default: float32; bfloat16 for exchange, layer and wire" in said
     module = importlib.import_module(f"megatron_cp.apps.bench.{what}")
     made = []
 

@@ -183,7 +183,7 @@ def shifted(function):
 @pytest.mark.parametrize("name", ["unpack_heads", "unpack_tokens"])
 def test_sees_a_local_part_that_delivers_something_else(name, monkeypatch):
     monkeypatch.setattr(local_part, name, shifted(getattr(local_part, name)))
-    with pytest.raises(RuntimeError, match=r"zigzag, with the gate: to .* delivers something else"):
+    with pytest.raises(RuntimeError, match=r"zigzag, with the gate: to .* returns other data than was sent"):
         check_locally(CASE)
 
 
@@ -194,11 +194,8 @@ def test_sees_a_message_of_gradients_in_place_that_is_another(monkeypatch):
 
 
 def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
-    start = contenders.start_to_heads
-    monkeypatch.setattr(
-        contenders, "start_to_heads", lambda *args: [shifted(arrived) for arrived in start(*args)]
-    )  # fmt: skip
-    with pytest.raises(RankError, match="with the gate, inbound delivers something else"):
+    monkeypatch.setattr(contenders.ToHeadsInParts, "finish", shifted(contenders.ToHeadsInParts.finish))
+    with pytest.raises(RankError, match="with the gate, inbound returns other data than was sent"):
         run_ranks(check_all, 2, CASE)
 
 
@@ -206,7 +203,7 @@ def test_sees_a_peer_that_delivers_something_else(monkeypatch):
     peers = pytest.importorskip("megatron_cp.apps.bench.peers.head_exchange")
     local_part.megatrons_local_work(Batch(CASE))
     monkeypatch.setattr(peers.StockExchange, "unpack", lambda self, arrived: arrived.clone())
-    with pytest.raises(RuntimeError, match="megatron-core: to heads delivers something else"):
+    with pytest.raises(RuntimeError, match="megatron-core: to heads returns other data than was sent"):
         local_part.megatrons_local_work(Batch(CASE))
 
 

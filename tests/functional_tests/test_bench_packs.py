@@ -11,7 +11,7 @@ from megatron_cp.planner.predict.pack_cost import PackCost
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Some hundred text files with a heavy tail."""
+    """Makes some hundred text files with a heavy tail."""
     folder = tmp_path_factory.mktemp("corpus")
     for number, length in enumerate(np.random.default_rng(0).lognormal(5, 1.5, 300).astype(int) + 1):
         (folder / f"{number}.txt").write_text("a" * int(length))
@@ -65,4 +65,4 @@ def test_rejects_what_it_does_not_measure(options, says, capsys):
 
 def test_its_option_is_refused_elsewhere(capsys):
     assert main(["bench", "wire", "--batches", "3"]) == 2
-    assert "--batches: got 3; allowed: nothing but with bench packs" in capsys.readouterr().err
+    assert "--batches: got 3; allowed: only with bench packs" in capsys.readouterr().err

@@ -217,7 +217,7 @@ def test_every_transport_brings_every_piece_and_is_counted(hosts):
 def test_a_road_that_brings_something_else_is_found(capsys, monkeypatch):
     monkeypatch.setattr(AllToAll, "at_once", lambda self, group: None)
     assert main(["bench", "wire", "--ranks", "threads", "--cp", "2", "--only", "transports", *TINY]) == 1
-    assert "all_to_all by all at once brought rank" in capsys.readouterr().err
+    assert "all_to_all by all at once gave rank" in capsys.readouterr().err
 
 
 def halves_on(group, layer, chunks):
@@ -240,7 +240,7 @@ def halves_on(group, layer, chunks):
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_halves_do_what_the_whole_does(layer, chunks):
-    """Compute sends nothing; transfer sends all that the layer sends, and brings home what was computed."""
+    """Compute sends nothing; transfer sends all that the layer sends, and returns the results."""
     for results, counts in run_ranks(halves_on, 2, layer, chunks):
         assert len(results["compute", "forward"]) == chunks
         for way in ("forward", "backward"):

@@ -20,7 +20,7 @@ SHAPE = {"heads": 4, "groups": 2, "head_dim": 8, "value_head_dim": 8}
 
 
 def top_k(batch):
-    """Each block of queries sees itself and the best of the blocks before it, by scores of this batch."""
+    """Makes a table in which a block of queries sees itself and the best earlier blocks, by scores of this batch."""
     blocks = -(-sum(LENGTHS) // BLOCK)
     scores = np.random.default_rng(batch).random((blocks, blocks)) + 2 * np.eye(blocks)
     scores[np.triu_indices(blocks, 1)] = -1
@@ -31,7 +31,7 @@ def top_k(batch):
 
 
 def run_batches(group, cases):
-    """One batch after the other, in one process group, each planned when it comes."""
+    """Runs batch after batch in one process group, and plans each just before."""
     return [run_layer(group, case) for case in cases]
 
 
@@ -72,7 +72,7 @@ def test_rejects_a_table_of_too_many_blocks(scheme):
 
 
 def test_auto_says_that_a_table_has_too_many_blocks_for_tiles():
-    """On links so slow that tiles would be worth a search."""
+    """Links are so slow that tiles would be worth a search."""
     mask, slow = chequered(2 * MOST_RUNS), Link(1e-6, 0.0, 1e7)
     plan = plan_attention(
         mask.packing, Layout.contiguous(mask.packing, 4), heads=2, head_dim=8, mask=mask, search_seconds=0.01,

@@ -387,7 +387,7 @@ HUGE = "9" * 25
         (["plan", "--no-such"], "megatron-cp plan: --no-such: there is no such option."),
         (["plan", "--kvheads=2"], "--kvheads: there is no such option. Did you mean --kv-heads?"),
         (["plan", "--tokens", "2"], "Did you mean"),  # nor is it taken for --tokens-per-rank
-        (["plan", "2"], "got '2', which is no option and belongs to none"),
+        (["plan", "2"], "got '2', which is no option and no option's value"),
         (["plan", "--align", HUGE], "--align: got"),
         (["plan", "--heads", HUGE], "--heads: got"),
         (["plan", "--cp", HUGE], "--cp: got"),

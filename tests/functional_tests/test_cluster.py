@@ -98,7 +98,7 @@ def network_of(process):
 
 
 def holders(networks):
-    """What still holds one of these network namespaces: processes in it, open descriptors, mounts."""
+    """Returns the holders of these network namespaces: processes in them, open descriptors, mounts."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -241,7 +241,7 @@ def refused_by_the_kernel(flags):
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "stand_in", "sentence"),
+    ("where", "name", "substitute", "sentence"),
     [
         (os, "geteuid", lambda: 1000, "it needs root, to make network namespaces and to limit the links between them."),
         (
@@ -254,8 +254,8 @@ def refused_by_the_kernel(flags):
     ],
     ids=["root", "tools", "namespaces"],
 )
-def test_rejects_machines_where_it_cannot_run(main, monkeypatch, capsys, where, name, stand_in, sentence):
-    monkeypatch.setattr(where, name, stand_in)
+def test_rejects_machines_where_it_cannot_run(main, monkeypatch, capsys, where, name, substitute, sentence):
+    monkeypatch.setattr(where, name, substitute)
     for arguments in (["check"], ["measure"], ["run", "--", "true"]):
         assert main(arguments) == 2
         out, err = capsys.readouterr()

@@ -87,13 +87,13 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
 @pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
 @pytest.mark.thorough
 def test_inductor_compiles_around_an_operation(case):
-    """On one rank: it takes 30 s of the first graph, and processes would take them together."""
+    """It runs on one rank: the first graph takes 30 s, and processes would take them together."""
     with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
         assert_as_uncompiled(compile_and_compare(ThreadGroup.create(1)[0], *case, "inductor"))
 
 
 def test_packs_of_any_lengths_compile_twice_at_most():
-    """For the first lengths, and for any."""
+    """The operation compiles for the first lengths, and again for any lengths."""
     cases = [(*case, "eager") for case in RAGGED]
     for of_rank in run_ranks(compare, 2, cases, PACKS, kind="processes", timeout=240):
         for found in of_rank.values():
@@ -117,7 +117,7 @@ def checkpointed(group, operation, mode):
 
 
 def in_flight(group, operation, mode):
-    """Likewise where every forward comes before the first backward, and the newest goes back first."""
+    """Runs every forward before the first backward, and backward in the opposite order."""
     function, layer = FUNCTIONS[operation], Layer(operation)
     compiled, under_way, found = torch.compile(function, backend="aot_eager"), [], []
     for number, lengths in enumerate(PACKS[:3]):
@@ -284,7 +284,7 @@ def trained(group, run_of, scheme, mode):
 
 
 def trained_compiled_first(group, cases, backends):
-    """As in a program that compiles from its first step: no operation has run, or been looked up in `cp`, before."""
+    """Trains a program that compiles from its first step, before any operation has run or been looked up in `cp`."""
     for name in ("attention", "gated_delta_net", "token_loss"):
         vars(cp).pop(name, None)
     found = []

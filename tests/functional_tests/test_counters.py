@@ -1,4 +1,4 @@
-"""What a layer costs besides arithmetic: collectives, waits of the host, and copies around the inbound exchange."""
+"""Tests of a layer's cost besides arithmetic: collectives, waits of the host, copies around the inbound exchange."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_documents_within_ranks_send_nothing_chunkwise(layer):
 
 
 def bytes_of_layer(group, case):
-    """What this rank's collectives send to others, forward and backward."""
+    """Returns the bytes that this rank's collectives send to others, forward and backward."""
     problem, plan = draw(case), case.plan()
     compare_calls(group, False)  # what a plan costs once is not part of it
     counting = CountingGroup(group)

@@ -1,4 +1,4 @@
-"""On a GPU: results against float64 on the CPU, the exchange bit for bit, and no wait of the host.
+"""Tests on a GPU: results against float64 on the CPU, the exchange bit for bit, and no wait of the host.
 
 The ranks of a case are processes that share one device, over gloo, or threads, if CUDA_TEST_RANKS says so.
 """
@@ -85,7 +85,7 @@ def on(device, problem, dtype=None):
 
 @cache
 def in_float64(case):
-    """The same inputs on one rank of the CPU, by the reference kernel."""
+    """Computes the same inputs on one rank of the CPU, by the reference kernel."""
     scheme = "a2a" if case.layer == "attention" else "headwise"
     alone = replace(case, cp=1, layout="contiguous", dtype=torch.float64, kernel="reference", scheme=scheme)
     return run_layer(ThreadGroup.create(1)[0], alone, on("cpu", draw(case), torch.float64))
@@ -283,7 +283,7 @@ def test_gates_in_float64_are_torchs():
 
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_mambas_gated_norm_equals_the_cpus(has_gate):
-    """By a kernel of mamba_ssm's or of ours; the module is Megatron's, as `norms.py` has it."""
+    """The norm runs by a kernel of mamba_ssm's or of ours; the module is Megatron's, as in `norms.py`."""
     pytest.importorskip("megatron.core")
     from megatron_cp.megatron.layers.norms import GatedRMSNorm
 
@@ -334,7 +334,7 @@ def test_gates_are_one_kernel_forward_and_two_backward(layer, monkeypatch):
 
 
 def count_launches(monkeypatch):
-    """By name, launches of the exchange's kernels from now on; of none where Triton is not installed."""
+    """Counts launches of the exchange's kernels by name from now on; none if Triton is not installed."""
     launches = Counter()
     if copies.runs_on(torch.device(DEVICE)):
         from megatron_cp.exchange.kernels import triton

@@ -56,7 +56,7 @@ def test_training_agrees_with_one_rank(capsys, tmp_path):
 @pytest.mark.skipif("NULLGPU" not in os.environ, reason="a dry run, for the emulated device")
 @pytest.mark.parametrize("step", ["smoke", "kernels", "parity", "one-rank", "gloo"])
 def test_gpu_check_runs_dry(step, tmp_path):
-    """Whatever a step would die of but the hardware, it dies of here."""
+    """Errors of a step that do not come from the hardware show here."""
     options = ["--dry-run", "--repeats", "1", "--workers", "1", "--require", "varlen of attention"]
     done = subprocess.run(
         ["bash", "tools/gpu_check.sh", "--only", step, *options],

@@ -44,7 +44,7 @@ LAYER = Case("attention", 3, (7, 1, 130, 64, 2), head_dim=32, value_head_dim=48,
 
 @contextlib.contextmanager
 def operator() -> Iterator[None]:
-    """As the kernel calls it on a GPU; on the emulated device, where nothing compiled runs, torch's eager one."""
+    """Returns the operator that the kernel calls on a GPU; on the emulated device, torch's eager one."""
     with contextlib.ExitStack() as stack:
         if "NULLGPU" in os.environ:
             stack.enter_context(mock.patch.object(flex, "_operator", return_value=torch_flex.flex_attention))
@@ -81,7 +81,7 @@ def run(
 
 
 def narrow(bands: np.ndarray) -> np.ndarray:
-    """Of a middle of the keys, which is some documents and parts of two, as a step of a ring has it."""
+    """Returns bands with a middle range of the keys, some documents and parts of two, as a ring's stage has them."""
     return band.cut(bands, np.array([50]), np.array([420]), queries=False)[0]
 
 

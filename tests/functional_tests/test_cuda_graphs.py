@@ -1,4 +1,4 @@
-"""On CUDA: a step over plans in `GraphTables` is captured once and serves every pack that fits; others are refused."""
+"""Tests on CUDA: a step over plans in `GraphTables` is captured once and serves every pack that fits."""
 
 from __future__ import annotations
 

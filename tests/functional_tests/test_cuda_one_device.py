@@ -1,4 +1,4 @@
-"""One rank of a job with a device of its own. On a GPU it talks over NCCL; on the emulated one gloo stands in."""
+"""Tests of a rank with a device of its own: over NCCL on a GPU, over gloo on the emulated device."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ IS_EMULATED = "NULLGPU" in os.environ
 
 @pytest.fixture
 def told(monkeypatch):
-    """What torch is told when the rank joins its job; the job is as torchrun would start it."""
+    """Returns the arguments that torch receives when the rank joins a job that torchrun would start."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     job = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}

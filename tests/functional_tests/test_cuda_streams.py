@@ -1,4 +1,4 @@
-"""On CUDA: tables that another stream copied are waited for and kept, captures are refused, buffers of graphs stay."""
+"""Tests on CUDA: a stream waits for tables of other streams, captures are refused, buffers of graphs stay."""
 
 import gc
 

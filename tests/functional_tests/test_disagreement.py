@@ -22,7 +22,7 @@ SIZE = 3
 
 
 def layer(group: RankGroup, scheme: str = "a2a", mask: str = "causal", **options) -> torch.Tensor:
-    """One call of attention, the same on every rank unless the options differ."""
+    """Calls attention once, in the same way on every rank unless the options differ."""
     packing = cp.Packing([7, 1, 130])
     layout = cp.Layout.zigzag(packing, SIZE)
     plan = cp.plan_attention(packing, layout, heads=3, head_dim=4, scheme=scheme, mask=cp.Mask.named(packing, mask))
@@ -92,7 +92,7 @@ FAULTS = {
 
 
 def forgets(group: RankGroup) -> bool:
-    """Whether the call failed, and what it worked on is freed when its error is."""
+    """Returns True if the call failed, and its tensors are freed when its error is."""
     x = torch.ones(1000)
     seen = weakref.ref(x)
     set_timeout(1.0)
@@ -138,7 +138,7 @@ LIMITS = dict.fromkeys(JOBS, 90.0) | {"stop_rank_1": None}
 
 @pytest.fixture(scope="module")
 def answers(forked_ranks: None) -> Iterator[dict[str, Future[list[object]]]]:
-    """What the ranks of every job return. Jobs wait most of the time, so that some run side by side."""
+    """Returns the results of every job's ranks. Jobs wait most of the time, so some run side by side."""
     with ThreadPoolExecutor(4) as pool:
         yield {
             name: pool.submit(run_ranks, job[0], SIZE, *job[1:], kind="processes", timeout=LIMITS[name])

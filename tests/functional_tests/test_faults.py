@@ -39,7 +39,7 @@ def case_of(kind, **changes):
 
 
 def record_of(case, *ranks, **changes):
-    """What was seen of a job whose ranks left `numbers`, an error's message, or nothing and that exit code."""
+    """Returns the record of a job whose ranks wrote `numbers`, an error's message, or nothing and that exit code."""
     made = [
         {"numbers": end} if isinstance(end, list) else {"error": {"message": end}} if isinstance(end, str) else {}
         for end in ranks
@@ -205,7 +205,7 @@ def test_of_a_save_no_error_can_name_the_rank():
     assert not names_cause(case_of("kill"), lost.format("saving iter_0000002"))  # which saves nothing
 
 
-def test_last_words_may_follow_a_bar_of_progress():
+def test_a_final_message_may_follow_a_bar_of_progress():
     log = "CP=2: 0%|  | 0/4 [00:00<?, ?step/s]megatron-cp train: rank 1 of 2 failed:\nTraceback\nKeyError: 'x'\n\n"
     launched = case_of("raise", launch="launcher", train=True)
     verdict = classify(record_of(launched, 1, 1, caller={"ok": False, "exit_codes": []}, log={"-1": log}))

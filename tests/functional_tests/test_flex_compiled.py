@@ -1,4 +1,4 @@
-"""What Inductor makes of FlexAttention for an H100, without one: that it compiles with a soft cap, and how often.
+"""Tests that Inductor compiles FlexAttention for an H100, without one: with a soft cap, and a limited number of times.
 
 On the runtime and driver of the emulated device and without its values: kernels are compiled and launched, and nothing
 is computed. In a process of its own, since Triton is interpreted or compiles for good.
@@ -57,7 +57,7 @@ def made() -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_forward_and_backward_compile(made):
-    """Two kernels of a template, and what Inductor fuses beside them."""
+    """There are two kernels of a template, and those that Inductor fuses beside them."""
     templates = {name: target for name, target in made["kernels"].items() if name.startswith("triton_tem_")}
     assert sum("flex_attention_backward" in name for name in templates) == 1, templates
     assert sum("flex_attention" in name for name in templates) == 2, templates

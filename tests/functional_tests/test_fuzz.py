@@ -49,7 +49,7 @@ def seen(name):
 
 
 def test_draws_have_rows_in_every_order():
-    """Each on its own and with each scheme of attention: what is common to all draws is what hides a fault."""
+    """Rows in every order are drawn by themselves and with each scheme, since a trait of all draws hides faults."""
     drawn = Seen()
     for case in DRAWN:
         drawn.add(case)

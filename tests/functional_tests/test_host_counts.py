@@ -1,4 +1,4 @@
-"""What the host does for a layer on CUDA, counted without one: no more calls, operators and launches than before."""
+"""Tests of the host's work for a layer on CUDA, counted without one: calls, operators and launches do not grow."""
 
 from __future__ import annotations
 

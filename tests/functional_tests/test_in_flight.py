@@ -64,7 +64,7 @@ def recomputed(group, case, use_reentrant):
 
 
 def together(group, cases, backward_order):
-    """All forwards, then the backwards in the given order."""
+    """Runs all forwards, then the backwards in the given order."""
     started = [start(case, group) for case in cases]
     outs = [layer(*inputs) for layer, inputs, _ in started]
     for number in backward_order:
@@ -140,7 +140,7 @@ def test_ranks_without_work_recompute_with_the_others(kind, mode, sizes, lengths
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 def test_ranks_with_work_recompute_for_a_bias_alone(mode):
-    """Which is added: autograd keeps nothing for its gradient, and a rank without work must not recompute alone."""
+    """Autograd keeps nothing for the gradient of an added bias, and a rank without work must not recompute alone."""
     case = ("conv1d", mode, {"channels": 2}, (2,), slice(2, 3))
     assert run_ranks(recomputed_rule, 3, *case, timeout=20) == [True] * 3
 

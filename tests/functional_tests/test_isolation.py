@@ -24,7 +24,7 @@ def test_documents_are_isolated(layer, scheme, layout, document):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("scheme", TILED)
 @pytest.mark.few
-def test_documents_are_isolated_whoever_computes_which_tile(scheme, seed, monkeypatch):
+def test_documents_are_isolated_whichever_rank_computes_a_tile(scheme, seed, monkeypatch):
     assign_at_random(monkeypatch, seed)
     for document in (1, 2):
         found = leaks(Case("attention", 4, (7, 1, 66, 64, 2), scheme=scheme, learned_sink=True), document)

@@ -25,7 +25,7 @@ def plan_for(kind, cp_size=1, mode="auto", name="contiguous", **more):
 
 
 def tensors_of(kind):
-    """What a bare rule takes, over the whole stream, in the order of its arguments."""
+    """Returns the inputs of a bare rule, over the whole stream, in the order of its arguments."""
     total = sum(LENGTHS)
     random = torch.Generator().manual_seed(0)
 

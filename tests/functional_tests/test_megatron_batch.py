@@ -1,4 +1,4 @@
-"""What a microbatch costs a Megatron model on the host, and what is refused while ranks build or run one."""
+"""Tests of a microbatch's cost on the host in a Megatron model, and of refusals while ranks build or run one."""
 
 import copy
 import dataclasses
@@ -175,7 +175,7 @@ ATTENTIVE = ("hybrid", "gpt", "mla")
 
 
 def count_syncs(kind, stock_rotary=False):
-    """Of a microbatch's forward and backward, the first one of its kind, so that nothing is kept from another."""
+    """Counts waits in the first forward and backward of a microbatch, so that nothing is kept from another."""
     from megatron.core.transformer import attention as megatron_attention
     from megatron.core.transformer import multi_latent_attention as megatron_mla
 
@@ -211,7 +211,7 @@ def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
 
 
 def count_work(recompute):
-    """Of a microbatch's forward and its backward: calls of the attention and of the norm, and collectives."""
+    """Counts calls of the attention and of the norm, and collectives, in a microbatch's forward and backward."""
     from megatron_cp.megatron.layers.attention import CoreAttention
     from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 
@@ -246,7 +246,7 @@ RECOMPUTED = {None: (0, 0, 0), "core_attn": (1, 0, 2), "gdn_norm_out": (0, 1, 0)
 
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 def test_a_backward_repeats_what_it_is_told_to_and_no_other_collective(ranks, recompute):
-    """One layer of each kind, with two collectives each way."""
+    """The model has one layer of each kind, with two collectives in each direction."""
     attention, norm, collectives = RECOMPUTED[recompute]
     for rank in ranks:
         (plain, _), found = rank["work"][None], rank["work"][recompute]
@@ -278,7 +278,7 @@ def run_megatrons(kind, how, **changes):
 
 
 def run_mean_of_means(kind):
-    """A loss that nobody says is the mean of all ranks."""
+    """Runs a loss that does not declare its normalisation: it is the mean of all ranks."""
     model = tiny.build(kind, calculate_per_token_loss=False)
     forward(model, tiny.shards(model, (24, 12), "zigzag", 0))
 

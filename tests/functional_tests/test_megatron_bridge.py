@@ -34,7 +34,7 @@ KINDS = ("gpt", "hybrid")
 
 
 def page_function(name):
-    """What the page's Python names so."""
+    """Returns the function of this name from the page's Python."""
     block = next(
         each for each in re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.M) if f"def {name}(" in each
     )
@@ -55,7 +55,7 @@ def ranks():
 
 
 def run(group):
-    """By function and model: what comes out of it and every gradient, on two ranks and of each document alone."""
+    """Returns, by function and model, the output and every gradient, on two ranks and of each document alone."""
     random = torch.Generator().manual_seed(1)
     documents = [torch.randint(0, tiny.VOCABULARY, (length,), generator=random) for length in LENGTHS]
     found = {}
@@ -77,7 +77,7 @@ def gradients_of(model):
 
 
 def log_probs_alone(model, document, temperature):
-    """Of a document's tokens after the first."""
+    """Returns the log-probabilities of a document's tokens after the first."""
     layout = Layout.contiguous(Packing([len(document)]), 1)
     batch = shard_batch(document, layout, tiny_group(), slots=slots_of(model))
     logits = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)[0]
@@ -170,7 +170,7 @@ def found_in(tree, name):
 
 
 def function_of(tree, name, **space):
-    """One function of theirs that needs nothing else of the module than `space`; annotations are not read."""
+    """Returns a function of theirs that needs only `space` of its module; annotations are not read."""
     code = ast.Module([*ast.parse("from __future__ import annotations").body, found_in(tree, name)], type_ignores=[])
     exec(compile(ast.fix_missing_locations(code), name, "exec"), space)
     return space[name]

@@ -57,7 +57,7 @@ def one_to_tokens(exchange, group, own):
 
 
 def compared(group, cp_size):
-    """By pack and type, whether all of our results have the bits of Megatron's."""
+    """Returns, by pack and type, True if all of our results have the bits of Megatron's."""
     import torch.distributed as dist
 
     found = {}

@@ -167,7 +167,7 @@ def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags,
 
 
 def settings_of(flags):
-    """What Megatron's parser makes of the flags, and of that the configuration's fields that shape a small model."""
+    """Returns Megatron's parsed flags, and the fields of the configuration that they give a small model."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 
@@ -189,7 +189,7 @@ def settings_of(flags):
 
 
 def build_all(group):
-    """By launch, what refused the model, or None."""
+    """Returns, by launch, the error that refused the model, or None."""
     tiny.start()
     return {name: build(f"{_USUAL} {flags}") for name, flags in LAUNCHES.items()}
 

@@ -318,7 +318,7 @@ def test_a_packed_batch_is_megatrons_mixer(ranks, name, place):
 
 @each_place
 def test_documents_are_apart_without_total_tokens(ranks, place):
-    """Where Megatron's mixer mixes them."""
+    """Megatron's mixer mixes the documents in this case."""
     for found in ranks:
         assert found["leak"] > 1000 * TOLERANCE
         assert found["megatron's sharding", place] <= TOLERANCE

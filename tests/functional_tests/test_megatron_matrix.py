@@ -1,4 +1,4 @@
-"""What people run beside context parallelism in Megatron, each model and each kind of parallelism against one rank.
+"""Tests of Megatron's features beside context parallelism: each model and kind of parallelism against one rank.
 
 There losses of experts and of multi-token prediction are Megatron's own, over rows in the order of the documents.
 """
@@ -114,14 +114,14 @@ def configured(model, place, sizes):
 
 
 def models_in(place):
-    """What is run there: with experts in every model one of the two GPTs; experts in FP8 need Transformer Engine."""
+    """Returns the models to run: with experts in every model, one of both GPTs; FP8 experts need Transformer Engine."""
     skipped = {"num_moe_experts": "gpt", "fp8": "gpt with experts"}
     asked = PLACES[place].changes | PLACES[place].there
     return [model for model in MODELS if not any(option in asked and name == model for option, name in skipped.items())]
 
 
 def run(group, places):
-    """By place and model, loss, gradients and drift; all places have as many ranks.
+    """Returns, by place and model, loss, gradients and drift; all places have as many ranks.
 
     Args:
         places: each with its sizes of groups and the models to run there.
@@ -146,7 +146,7 @@ def launched(world, places):
 
 @pytest.fixture(scope="module")
 def steps(request, tmp_path_factory):
-    """By place and model that are selected, what is alone and what ranks have."""
+    """Returns, by place and selected model, the results alone and those of the ranks."""
     models = {}
     for case in selected(request, test_equals_one_rank):
         models.setdefault(case["place"], []).append(case["model"])

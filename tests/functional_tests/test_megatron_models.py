@@ -31,7 +31,7 @@ OF_SEVERAL = ("linear_cp_mode", "cp_head_chunks", "cp_transport", "cp_codec")  #
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step of one model; see `tiny.build` and `tiny.shards`."""
+    """A step of one model; see `tiny.build` and `tiny.shards`."""
 
     kind: str
     layout: str = "zigzag"
@@ -102,7 +102,7 @@ SINGLE += [spread("chunkwise", kind, dtype="float32") for kind in HYBRIDS]
 
 
 def everywhere(place):
-    """What is run there of layouts, modes and ways to shard."""
+    """Returns the layouts, modes and ways to shard that are run on any number of ranks."""
     found = [spread(mode, kind, layout) for at, kind, layout, mode in SPREAD if at == place]
     found += [
         spread(mode, kind, batches=SHARDED_BY_MEGATRON[how], how=how) for at, kind, how, mode in SHARDED if at == place
@@ -241,7 +241,7 @@ OF_MAMBA += [spread("headwise", "hybrid_mamba", batches="even", how="unpacked")]
 
 
 def over_four(place):
-    """What is run there of layouts, modes and sequence parallelism."""
+    """Returns the layouts, modes and sequence parallelism that are run on four ranks."""
     return [
         spread(mode, kind, layout, sequence_parallel=both) for at, kind, layout, mode, both in OVER_FOUR if at == place
     ]
@@ -296,7 +296,7 @@ EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in ca
 
 
 def run_cases(group, places):
-    """By place and case, the step that this rank saw. All places use all ranks."""
+    """Returns, by place and case, this rank's step. All places use all ranks."""
     steps = {}
     for place, (tp, cp, cases) in places.items():
         tiny.start(tp, cp)
@@ -336,7 +336,7 @@ RANKS = {"cp2": 2, "cp3": 3, "tp2cp2": 4, "dp2cp2": 4, "cp4": 4}
 
 @pytest.fixture(scope="module")
 def steps(request, tmp_path_factory):
-    """By place and case, the step that each rank saw, of the cases that the selected tests ask for."""
+    """Returns, by place and case, each rank's step, of the cases that the selected tests use."""
     needed = {place: {} for place in (*PLACES, "broken")}  # in place of sets, whose order ranks would not share
 
     def need(place, *cases):
@@ -373,7 +373,7 @@ def steps(request, tmp_path_factory):
 
 
 def features(place, case):
-    """What few cases of all have each of."""
+    """Returns the features that a selection of cases should cover."""
     return place, *dataclasses.astuple(dataclasses.replace(case, changes=())), case.changes
 
 
@@ -395,9 +395,9 @@ def redistributed_and_not(kind):
 
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid_both"])
 def test_hidden_states_are_redistributed_once_around_a_run(kind, steps):
-    """Of two layers: in and out, forward and backward, for each of two microbatches."""
-    for redistributed, at_home in zip(*(steps["cp2", case] for case in redistributed_and_not(kind)), strict=True):
-        assert redistributed.collectives - at_home.collectives == 4 * 2
+    """The run has two layers; states move in and out, forward and backward, for each of two microbatches."""
+    for redistributed, in_place in zip(*(steps["cp2", case] for case in redistributed_and_not(kind)), strict=True):
+        assert redistributed.collectives - in_place.collectives == 4 * 2
 
 
 def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(steps):
@@ -439,7 +439,7 @@ def recomputed(mode):
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_recomputing_a_norm_repeats_no_collective(mode, steps):
-    """As recomputing the whole layer does."""
+    """Recomputing the whole layer repeats them."""
     for ranks in zip(*(steps["cp2", case] for case in recomputed(mode)), strict=True):
         plain, norm, full = (step.collectives for step in ranks)
         assert plain == norm < full

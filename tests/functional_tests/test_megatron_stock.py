@@ -82,7 +82,7 @@ def compare(group):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         tiny.start()
-        stand_in_for_cuda_kernels(patch)
+        replace_cuda_kernels(patch)
         stock = {kind: stock_model(kind) for kind in MODELS}
         found["states"] = {kind: exchanged_states(our_model(kind), stock[kind]) for kind in MODELS}
         expected = {kind: each_document_alone(stock[kind]) for kind in MODELS}
@@ -112,8 +112,8 @@ def errors(actual, expected):
 # -- Megatron's ------------------------------------------------------------------------------------------------------
 
 
-def stand_in_for_cuda_kernels(patch):
-    """What Megatron's modules need on the CPU besides our stand-in: fla's normalisation is a Triton kernel."""
+def replace_cuda_kernels(patch):
+    """Replaces the CUDA code of Megatron's modules that our patch does not: fla's normalisation is a Triton kernel."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -133,7 +133,7 @@ def stock_layer_spec(qk_norm=False, latent=False):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Core(DotProductAttention):
-        """Which lacks the two sizes alone that Megatron's layer calls it with: it would be right with them."""
+        """A core without the two sizes that Megatron's layer passes, with which it would be right."""
 
         def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
             super().__init__(config, *args, **kwargs)
@@ -215,7 +215,7 @@ def our_model(name, spec=None, **changes):
 
 
 def packed(kind, layout, fault=None):
-    """The same of the packed batch, from all ranks; with a fault, to see whether the comparison sees it."""
+    """Returns the results of the packed batch, from all ranks; with a fault, to test the comparison."""
     model = our_model(kind)
     batch = tiny.shards(model, tiny.RAGGED, layout, 0)
     params, labels, positions, mask = batch.packed_seq_params, batch.labels, batch.position_ids, batch.loss_mask
@@ -335,7 +335,7 @@ def exchanged_states(ours, stock):
 
 
 def stored(module):
-    """By its name in a distributed checkpoint, the shape of every tensor and what of it this rank has."""
+    """Returns, by name in a distributed checkpoint, the shape of every tensor and this rank's part of it."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

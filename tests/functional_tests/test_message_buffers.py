@@ -1,4 +1,4 @@
-"""What is sent is sent from the group's buffers: they are made in the first step, and none is taken after any."""
+"""Tests that messages are sent from the group's buffers, which are made in the first step and all free after any."""
 
 from collections import Counter
 from dataclasses import replace
@@ -41,8 +41,8 @@ class Watched(Buffers):
         super().release(*tensors)
 
 
-class OnTheRoad(Pending):
-    """A transfer whose memory is nobody else's until the wait, as if the network card read it only then."""
+class InFlight(Pending):
+    """A transfer whose memory must not be used until the wait, as if a network card read it only then."""
 
     def __init__(self, pending, buffers, sent, received):
         self.pending, self.buffers, self.sent = pending, buffers, sent
@@ -81,17 +81,17 @@ class Checking(RankGroup):
     def start_all_to_all(self, received, sent, received_splits, sent_splits):
         self.check(sent, "all-to-all")
         pending = self.inner.start_all_to_all(received, sent, received_splits, sent_splits)
-        return OnTheRoad(pending, self.buffers, [sent], [received])
+        return InFlight(pending, self.buffers, [sent], [received])
 
     def start_all_gather(self, received, sent):
         self.check(sent, "all-gather")
-        return OnTheRoad(self.inner.start_all_gather(received, sent), self.buffers, [sent], [received])
+        return InFlight(self.inner.start_all_gather(received, sent), self.buffers, [sent], [received])
 
     def start_messages(self, sends, receives):
         for message in sends:
             self.check(message.tensor, "a message")
         sent, received = ([message.tensor for message in messages] for messages in (sends, receives))
-        return OnTheRoad(self.inner.start_messages(sends, receives), self.buffers, sent, received)
+        return InFlight(self.inner.start_messages(sends, receives), self.buffers, sent, received)
 
     def barrier(self):
         self.inner.barrier()
@@ -116,7 +116,7 @@ def lying(monkeypatch):
 
 
 def steps(group, step, lying):
-    """What each step left taken, how many buffers there are after it, and the tensors that were sent from some."""
+    """Returns the buffers taken after each step, their number, and the number of messages sent."""
     checking, taken, made = Checking(group, lying), [], []
     with poisoned():  # whoever reads a buffer that was given back may find NaN
         for _ in range(STEPS):
@@ -182,7 +182,7 @@ CASES = {
 
 
 def features(case):
-    """What few cases of all have each of."""
+    """Returns the features that a selection of cases should cover."""
     changes = case.head_chunks, case.codec, case.lengths
     return case.layer, case.scheme, case.layout, case.dtype, case.transport, changes
 
@@ -248,7 +248,7 @@ def test_a_gather_sends_from_buffers(shape, dtype, transport, lying):
 
 
 def test_layers_that_take_turns_share_buffers(lying):
-    """As in a model: several layers and a loss, in one step."""
+    """A step has several layers and a loss, as a model does."""
     cases = [replace(ATTENTION, scheme="p2p"), replace(ATTENTION, scheme="a2a"), replace(LINEAR, scheme="chunkwise")]
     layout = cp.Layout.zigzag(PACKING, 3)
 

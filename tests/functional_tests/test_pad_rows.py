@@ -1,4 +1,4 @@
-"""What stands in pad rows changes nothing: NaN there gives the bits of zeros, outputs and every gradient."""
+"""Tests that the contents of pad rows change nothing: NaN gives the bits of zeros, in outputs and every gradient."""
 
 import math
 
@@ -72,7 +72,7 @@ def run_mixer(group, case, pad_value):
 
 
 def run_rule(group, kind, mode, pad_value):
-    """Likewise of a bare rule."""
+    """Runs a bare rule with these pad rows."""
     packing = cp.Packing(LENGTHS)
     layout = cp.Layout.zigzag(packing, group.size, align=ALIGN)
     plan = cp.plan_linear(packing, layout, kind, mode=mode, **SIZES[kind])
@@ -90,7 +90,7 @@ def run_rule(group, kind, mode, pad_value):
 
 
 def run_moved(group, operation, pad_value):
-    """Likewise of an operation that moves rows."""
+    """Runs an operation that moves rows, with these pad rows."""
     packing = cp.Packing(LENGTHS)
     source, target = cp.Layout.zigzag(packing, group.size, align=ALIGN), cp.Layout.contiguous(packing, group.size)
     target = target.padded(align=ALIGN)
@@ -106,7 +106,7 @@ def run_moved(group, operation, pad_value):
 
 
 def run_batched(group, scheme, pad_value):
-    """Likewise of attention with a batch dimension, whose keys are another pack's; made chunk by chunk in a2a."""
+    """Runs attention with a batch axis and keys of another pack, chunk by chunk in a2a, with these pad rows."""
     packing, kv_packing = cp.Packing(LENGTHS), cp.Packing(LENGTHS[::-1])
     layout, kv_layout = cp.Layout.zigzag(packing, group.size, align=ALIGN), cp.Layout.zigzag(
         kv_packing, group.size, align=ALIGN

@@ -177,8 +177,8 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
         (["--fit", "1000KiB"], "--fit: got '1000KiB', which is 1.024e+06 bytes; allowed: at least 1MiB"),
         (["--fit", "1e400"], "--fit: got '1e400'; allowed: at least 1MiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
-        (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Each host has as many"),
-        (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Each host"),
+        (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Every host must have as many"),
+        (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Every host"),
         (["--cp", "1025"], "--cp: got '1025'; allowed: integers from 1 to 1024, as in 4,8"),
         (
             ["--cp", "4,1000000000000", "--whole", "--tokens-per-rank", "1"],

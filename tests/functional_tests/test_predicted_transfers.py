@@ -70,7 +70,7 @@ def _by_peer(peers: Any, nbytes: Any) -> dict[int, int]:
 
 
 def logged(group: RankGroup, case: Case) -> Log:
-    """What this rank starts in a forward and a backward: the bytes to each other rank, and those from each."""
+    """Returns the operations that this rank starts, forward and backward: the bytes to and from each other rank."""
     log: Log = []
     size, rank = group.size, group.rank
     all_to_all, all_gather, messages = group.start_all_to_all, group.start_all_gather, group.start_messages

@@ -59,7 +59,7 @@ def indexed(prefix, seed):
 
 @pytest.fixture(scope="module")
 def checkpoint(documents, tmp_path_factory):
-    """Two steps on one rank."""
+    """Trains two steps on one rank and returns the checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoint")
     pretrain(1, documents, "--train-iters", 4, "--exit-interval", 2, "--save", folder, "--save-interval", 2)
     return folder
@@ -71,7 +71,7 @@ def pretrain(num_ranks, documents, *flags, run=None):
 
 
 def trained(num_ranks, *flags, run=None):
-    """Of each step, and the losses of all evaluations."""
+    """Returns the loss of each step, and of all evaluations."""
     printed = (run or forked)(num_ranks, [*FLAGS.split(), *map(str, flags)])
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
     evaluations = re.findall(r"validation loss at .*? lm loss value: (\S+) ", printed)
@@ -98,7 +98,7 @@ def under_torchrun(num_ranks, arguments):
 
 
 def forked(num_ranks, arguments):
-    """With the variables that torchrun sets, and without the import of Megatron in every rank."""
+    """Runs a job with the variables that torchrun sets, in forks, so that ranks do not import Megatron again."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     shared |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
@@ -122,7 +122,7 @@ def forked(num_ranks, arguments):
 
 
 def wait_for(ranks, seconds=240):
-    """Until all have ended, or one has failed."""
+    """Waits until all have ended, or one has failed."""
     deadline = time.monotonic() + seconds
     while any(rank.exitcode is None for rank in ranks) and all(rank.exitcode in (None, 0) for rank in ranks):
         assert time.monotonic() < deadline, f"the ranks did not finish in {seconds} s"

@@ -1,4 +1,4 @@
-"""What a profiler sees of Megatron models: the steps of our layers with the layers' numbers, also in backward."""
+"""Tests of a profiler's ranges in Megatron models: our layers' steps with the layers' numbers, also in backward."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def seen(group):
-    """How often each name is in one microbatch of a hybrid model, without recomputation and with it."""
+    """Counts each name in one microbatch of a hybrid model, without recomputation and with it."""
     torch.set_num_threads(1)
     tiny.start(cp=group.size)
     found = []

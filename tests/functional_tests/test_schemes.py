@@ -1,4 +1,4 @@
-"""What every attention scheme promises beside being right: bytes, isolation, recomputing, determinism, the wire."""
+"""Tests of every attention scheme besides exactness: bytes, isolation, recomputing, determinism, the wire."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def test_a_mask_without_a_pair_is_all_zeros(scheme):
 
 
 def bytes_of_rank(inner, case, plan):
-    """What this rank sends forward and backward."""
+    """Returns the bytes that this rank sends forward and backward."""
     compare_calls(inner, False)  # what a plan costs once is not part of it
     group = CountingGroup(inner)
     problem = draw(case)
@@ -93,7 +93,7 @@ def test_bytes_sent_are_those_that_the_plan_says(scheme, layout, dtype):
 
 
 def needed_rows(plan, pairs):
-    """By the oracle: for each owner and reader the keys of one that queries of the other see."""
+    """Returns, by the oracle, for each owner and reader the keys of one that queries of the other see."""
     readers = np.repeat(np.arange(plan.cp_size), plan.layout.token_counts)[plan.layout.inverse_order]
     needed = np.zeros((plan.cp_size, plan.cp_size), dtype=np.int64)
     for key, owner in enumerate(readers):

@@ -12,7 +12,7 @@ from tools import stock_job
 @pytest.mark.timeout(900)
 @pytest.mark.thorough
 def test_losses_of_a_stock_job_are_the_same_over_ranks(monkeypatch):
-    """Without --calculate-per-token-loss, as Megatron's own launches have it."""
+    """The job runs without --calculate-per-token-loss, as Megatron's own launches do."""
     monkeypatch.setattr(stock_job, "RUNS", {"stock": (stock_job.STOCK, 1), "ours": (stock_job.OURS, 3)})
     runs = stock_job.compared(2, [])
     steps, evaluations = runs["stock"]

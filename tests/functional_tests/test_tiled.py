@@ -105,7 +105,7 @@ def test_what_is_known_of_a_plan_is_said():
     for found in plan.attend.tiled.solutions:
         assert 0 < found.bound <= found.busiest_bytes
         assert found.load_cap >= plan.mask.area / 4
-    # Rows that no tile of a chunk needs stay at home: what is sent may be less than what was assigned, never more.
+    # Rows that no tile of a chunk needs are not sent: what is sent may be less than what was assigned, never more.
     assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].busiest_bytes
     said = plan.explain()
     assert "tiles of the mask assigned to 4 ranks" in said
@@ -139,7 +139,7 @@ def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, sch
 
 
 def test_rounds_are_those_that_are_predicted_to_be_fastest():
-    """Of one and of two, forward and backward each; what is predicted is said, beside what no order is below."""
+    """A direction may have one round or two; `explain` prints the predicted time beside its lower bound."""
     plan = plan_of("causal", scheme="tiled")
     tried = [priced(plan_in_rounds(plan, (rounds, rounds)), machine_of()) for rounds in (1, 2)]
     chosen = priced(plan, machine_of())

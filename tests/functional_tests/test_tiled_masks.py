@@ -39,7 +39,7 @@ BLOCK = 5
 
 
 def table(causal):
-    """Each block of queries sees itself and a few others, one sees none, and the last block is short."""
+    """Makes a table in which blocks of queries see themselves and a few others; one sees none, the last is short."""
     blocks = -(-TOKENS // BLOCK)
     found = np.random.default_rng(3).random((blocks, blocks)) < 0.35
     found |= np.eye(blocks, dtype=bool)
@@ -66,7 +66,7 @@ EVERY = list(itertools.product(MASKS, PACKS, SHAPES, SIZES))
 
 
 def is_usual(mask, pack, shape, size):
-    """Whether a case is in every run: each mask with each number of ranks, of one pack and shape of heads in turn."""
+    """Returns True if a case is in every run: each mask with each number of ranks; packs and head shapes alternate."""
     row, column = list(MASKS).index(mask), SIZES.index(size)
     return (list(PACKS).index(pack), list(SHAPES).index(shape)) == ((row + column // 2) % 2, (row + column) % 4)
 
@@ -127,7 +127,7 @@ def check_case(case):
 
 @pytest.fixture(scope="module")
 def ran():
-    """How many cases ran, said at the end."""
+    """Counts the cases that ran, and prints the number at the end."""
     cases = []
     yield cases
     print(f"\nplanned tiles: {len(cases)} of {len(EVERY)} cases ran")
@@ -143,7 +143,7 @@ def test_planned_tiles_are_dense_attention_in_the_planned_bytes(mask, size, ran)
 
 
 def test_every_pair_is_in_the_cases_of_a_run():
-    """Of a mask, a pack, a shape of heads, a number of ranks and a layout."""
+    """Pairs are those of mask, pack, shape of heads, number of ranks and layout."""
     axes = MASKS, PACKS, SHAPES, SIZES, LAYOUTS
     usual = [(*given, layout_of(given[0], given[3])) for given in EVERY if is_usual(*given)]
     for one, two in itertools.combinations(range(5), 2):

@@ -29,7 +29,7 @@ ON_TWO = tuple(layouts(2))
 
 
 def check_all(ranks, held, operation, **fields):
-    """One case of all these layouts: ranks start once."""
+    """Checks a case in all these layouts, with ranks that start once."""
     calls = tuple(Call(operation, (4,), layout=fragments, **SIZES, **fields) for fragments in held)
     check(Case(ranks, calls, tuple(number for call in range(len(calls)) for number in (call, call))))
 

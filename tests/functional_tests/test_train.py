@@ -111,7 +111,7 @@ def assert_compared(report, steps):
 
 @pytest.mark.parametrize("even", [[], ["--cp-even-packs"]], ids=["best-fit", "even-packs"])
 def test_replicas_are_one_rank_with_the_same_batch(even, data, uninterrupted, tmp_path, capsys):
-    """Also where documents of a step are in other packs."""
+    """Documents of a step may be in other packs."""
     folder = tmp_path / "run"
     arguments = [*HYBRID, *STEPS, *BATCH, *even, "--train-iters", "4", "--data-parallel-size", "2", "--json"]
     assert main(["train", *arguments, "--data-path", str(data), "--run-dir", str(folder)]) == 0
@@ -168,7 +168,7 @@ def indexed(tmp_path):
 
 
 def conversations(tmp_path):
-    """One pack, of whose tokens 6 of 14 and 5 of 31 are learnt."""
+    """Writes a pack in which 6 of 14 and 5 of 31 tokens are learnt."""
     messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}]
     path = tmp_path / "chat.jsonl"
     lines = [{"prompt": "question", "answer": "reply"}, {"messages": messages}]
@@ -222,7 +222,7 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
 
 
 def heed_interrupts():
-    """As a terminal's processes do; a background job of a shell ignores Ctrl-C, and so would its children."""
+    """Handles Ctrl-C as a terminal's processes do; background jobs, and their children, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""What `megatron-cp train` refuses: options, data, folders and checkpoints, most before any rank starts."""
+"""Tests of the refusals of `megatron-cp train`: options, data, folders and checkpoints, most before any rank starts."""
 
 import dataclasses
 import json
@@ -165,7 +165,7 @@ def test_rejects_indexed_data(refused, tmp_path):
     prefix = tmp_path / "corpus"
     write_indexed(prefix, [[[1, 2, 3]]])
     assert refused("--data-path", str(prefix)).startswith("--vocab-size: got None; allowed: the vocabulary")
-    assert "unless --data-path is a .bin/.idx pair" in refused("--vocab-size", "300")
+    assert "only with a .bin/.idx pair as --data-path" in refused("--vocab-size", "300")
     prefix.with_suffix(".idx").write_bytes(b"nothing")
     found = refused("--data-path", str(prefix), "--vocab-size", "300")
     assert found.startswith(f"--data-path: got '{prefix}'")
@@ -180,7 +180,8 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
         f"--run-dir: got '{file}'; allowed: a folder that can be written. File exists."
     )
     assert "Not a directory." in refused("--run-dir", str(file / "below"))
-    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. A run lives there; to go on: --resume"
+    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The steps of a run are there; "
+    taken += "to go on with it: --resume"
     assert refused("--run-dir", str(uninterrupted)) == f"{taken} {uninterrupted}"
     copied = tmp_path / "copied"
     shutil.copytree(uninterrupted, copied, ignore=shutil.ignore_patterns("metrics.jsonl"))
@@ -250,7 +251,7 @@ def evil_spare_metadata(checkpoint, evil):
 
 
 def evil_object(checkpoint, evil, key="common_state"):
-    """In the place of something that is no tensor."""
+    """Replaces an object that is no tensor by one that runs code when it is read."""
     with (checkpoint / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     data = checkpoint / "__0_0.distcp"
@@ -264,13 +265,13 @@ def evil_object(checkpoint, evil, key="common_state"):
 
 
 def evil_common_file(checkpoint, evil):
-    """Where older checkpoints keep it."""
+    """The file is in the place of older checkpoints."""
     torch.save(evil, checkpoint / "common.pt")
 
 
 @pytest.mark.parametrize("damage", [evil_metadata, evil_spare_metadata, evil_object, evil_common_file])
 def test_rejects_resuming_from_a_checkpoint_that_names_a_command(damage, refused, copied, tmp_path):
-    """By somebody who knows to make its digests too."""
+    """The author of the checkpoint has made valid digests, too."""
     checkpoint = copied / "checkpoints" / "iter_0000008"
     damage(checkpoint, Evil(tmp_path / "ran"))
     save_integrity_manifest(str(checkpoint))
@@ -305,7 +306,7 @@ def test_rejects_resuming_a_run_that_is_under_way(refused, copied):
 
 def test_rejects_a_run_dir_with_a_checkpoint(refused, copied):
     """Though its metrics are gone: the run would write where the tracker points."""
-    assert "A run lives there; to go on: --resume" in refused("--run-dir", str(copied))
+    assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
 
 
 def test_rejects_resuming_with_other_betas(refused, copied):
@@ -320,7 +321,7 @@ def limit_files():
 
 
 def test_rejects_a_disk_that_is_full(copied, tmp_path):
-    """In one line; what was saved before stays, and what was half written does not."""
+    """The refusal is one line; an earlier checkpoint stays, and a partial one does not."""
     arguments = ["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
     done = run_forked(arguments, tmp_path, timeout=LIMIT, before=limit_files, **AS_COMMAND)
     assert done.returncode == 2, done.stderr

@@ -51,7 +51,7 @@ def over_ranks(model, tokens, dtype, linear_mode="headwise"):
 
 
 def errors(found, exact):
-    """Of the loss, absolute; of logits and of all gradients, the norm of the difference over the norm."""
+    """Returns the errors: absolute for the loss; norm of the difference over the norm for logits and all gradients."""
     loss, logits, gradients = exact
     of_gradients = [torch.cat([each[name].flatten() for name in sorted(gradients)]) for each in (found[2], gradients)]
     pairs = [(found[1], logits), of_gradients]

@@ -35,7 +35,7 @@ SAID = "Skip inlining `torch.compiler.disable()`d function"
 
 
 def losses(model, group, backend=None):
-    """Of one pack after another, with a gradient's norm, and the graphs and breaks so far; and how many operations."""
+    """Returns each pack's loss, a gradient's norm, and graphs and breaks so far; and the number of operations."""
     model = copy.deepcopy(model)
     cp = enable_context_parallel(model, group, scheme="exact", linear_mode="headwise")
     called = model if backend is None else torch.compile(model, backend=backend)
@@ -114,7 +114,7 @@ def _table():
 
 
 def _nested(name):
-    """With torch's experiment; None where that fails."""
+    """Compares with torch's experiment; None if it fails."""
     try:
         found = _of(name, 1, "eager", True)
     except RankError as error:

@@ -46,7 +46,7 @@ def prepare():
 
 
 def documents(count, seed, labels=slice(None)):
-    """Of a few tokens each; of these `labels` are learnt."""
+    """Makes documents of a few tokens each, `labels` of which are learnt."""
     import torch
     from datasets import Dataset
 
@@ -115,7 +115,7 @@ def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, **changed
 
 
 def numbers_of(trainer, **how):
-    """What it logs when it trains, and what evaluations and predictions give, without times."""
+    """Returns the numbers that training logs, and those of evaluations and predictions, without times."""
     trainer.train(**how)
     found = {f"{name} {entry['step']}": value for entry in trainer.state.log_history for name, value in entry.items()}
     for count in (5, 7):
@@ -133,7 +133,7 @@ def numbers_of(trainer, **how):
 
 
 def all_numbers(world, folder, kinds):
-    """Of the stock trainers on 1 and 2 ranks, and of ours on 2 and 4: of the kinds that are named for this many."""
+    """Returns the numbers of stock trainers on 1 and 2 ranks, and ours on 2 and 4, of the kinds named for each size."""
     # accelerate finds its ranks in the environment.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}  # fmt: skip

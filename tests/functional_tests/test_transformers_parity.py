@@ -65,7 +65,7 @@ def over_ranks(name, lengths, size, layout, scheme, mode):
 
 
 def errors(name, lengths, *how):
-    """Of the loss, of logits, and the worst of a gradient with its parameter's name."""
+    """Returns the errors of the loss and of logits, and the worst of a gradient with its parameter's name."""
     _, packing, tokens, (loss, logits, gradients) = case(name, lengths)
     with wide():
         found = over_ranks(name, lengths, *how)
@@ -76,13 +76,13 @@ def errors(name, lengths, *how):
 
 
 def log_probs_of(logits, tokens):
-    """Of each next token of one document, and 0 for its last."""
+    """Returns the log-probability of each next token of one document, and 0 for its last."""
     chosen = functional.log_softmax(logits[:-1], dim=-1).gather(-1, tokens[1:, None])[:, 0]
     return torch.cat([chosen, chosen.new_zeros(min(len(tokens), 1))])
 
 
 def modes_of(name):
-    """Of models without linear layers it is not asked."""
+    """Returns the modes of a model's linear layers, or a single default if it has none."""
     return MODES if name in WITH_LINEAR else MODES[:1]
 
 
@@ -140,7 +140,7 @@ def test_a_change_in_one_document_moves_no_bit_of_another(name):
 
 
 def _table():
-    """All cases, worst by class; and what fp32 in transformers' own code costs it."""
+    """Tabulates all cases, worst by class, and the error of fp32 in transformers' own code."""
     print("| class | layers | loss | logits | worst gradient | | as it is: gradient | transformers' own fp32 |")
     print("|---|---|--:|--:|--:|---|--:|--:|")
     lengths = PACKS["four documents"]

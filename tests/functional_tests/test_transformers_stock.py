@@ -1,4 +1,4 @@
-"""What transformers, accelerate and TRL as they are answer to requests that run here: the other side of the table.
+"""Tests of the answers of unchanged transformers, accelerate and TRL to requests that run here.
 
 A refusal has its type, the module that raises it and a piece of its text. What is taken without a refusal is measured
 against each document alone, and so is ours on the same batch.
@@ -58,7 +58,7 @@ def documents():
 
 
 def collated(**options):
-    """One row, as the collator of transformers packs it."""
+    """Packs documents into a row, as the collator of transformers does."""
     return DataCollatorWithFlattening(**options)([{"input_ids": each.tolist()} for each in documents()])
 
 

@@ -198,7 +198,7 @@ def arguments(kind, folder, size, **more):
 
 @wide()
 def by_trainer(kind, name, folder, size, **options):
-    """What a trainer logs, what one rank has on the same documents, and the loss of an evaluation both ways."""
+    """Returns a trainer's logs, one rank's numbers on the same documents, and the evaluation loss of both."""
     random = torch.Generator().manual_seed(1)
     data = [{"input_ids": torch.randint(3, 97, (int(n),), generator=random).tolist()}
             for n in torch.randint(2, 40, (24,), generator=random)]  # fmt: skip
@@ -237,7 +237,7 @@ def by_trainer(kind, name, folder, size, **options):
 
 @torch.no_grad()
 def mean_loss(model, data):
-    """Of documents alone."""
+    """Returns the mean loss of documents alone."""
     losses = [
         functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
         for ids in (torch.tensor(each["input_ids"]) for each in data)

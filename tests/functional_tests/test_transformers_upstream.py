@@ -70,7 +70,7 @@ def use(site):
 
 
 def on_rank(world, folder):
-    """What `by_trainer` finds, of the stock trainers."""
+    """Returns the results of `by_trainer` for the stock trainers."""
     os.environ |= {
         "RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "PARALLELISM_CONFIG_CP_BACKEND": "megatron_cp",

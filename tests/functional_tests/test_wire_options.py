@@ -38,7 +38,7 @@ def run_poisoned(group: RankGroup, case: Case) -> dict[str, torch.Tensor]:
 
 
 def bits(case: Case, **how: object) -> list[dict[str, torch.Tensor]]:
-    """Each rank's output and gradients."""
+    """Returns each rank's output and gradients."""
     return run_ranks(run_poisoned, case.cp, replace(case, **how))
 
 
@@ -91,7 +91,7 @@ CASES = {
 
 
 def features(case):
-    """What few cases of all have each of."""
+    """Returns the features that a selection of cases should cover."""
     return case.layer, case.scheme, case.num_hosts, case.learned_sink
 
 
@@ -136,7 +136,7 @@ def test_every_schedule_goes_by_every_transport(name, transport):
 @pytest.mark.any_cpu
 @pytest.mark.usefixtures("group_by_group")
 def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks():
-    """In float32, where another order of a sum has other bits."""
+    """Sums are in float32, where another order gives other bits."""
     case = Case("attention", 7, LENGTHS, scheme="a2a", heads=18, groups=9, dtype=torch.float32, head_dim=8)
     shared = Case("attention", 5, LENGTHS, scheme="a2a", heads=32, groups=2, dtype=torch.float32)
     assert shared.plan().partition.replicated

@@ -153,7 +153,7 @@ def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **chang
 
 
 def fused(spec):
-    """As Megatron's spec with Transformer Engine is where `mla_down_proj_fusion` is set, out of local parts."""
+    """Makes Megatron's Transformer Engine spec with `mla_down_proj_fusion` out of local parts."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention
@@ -352,7 +352,7 @@ class Step:
 
 
 def train(model, config, batches):
-    """One step without an update, over Megatron's data parallelism, its schedule and its end of a step."""
+    """Runs a step without an update, over Megatron's data parallelism, its schedule and its end of a step."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -409,7 +409,7 @@ def distance(actual, expected):
 
 
 def distances(actual, expected):
-    """By name, the worst first."""
+    """Returns distances by name, the worst first."""
     assert actual.keys() == expected.keys()
     errors = {name: distance(actual[name], expected[name]) for name in expected}
     return dict(sorted(errors.items(), key=lambda item: -item[1]))

@@ -74,13 +74,13 @@ def losses_of(folder):
 
 
 def tokens_of_steps(data, steps, packs, seq_length=SEQ_LENGTH):
-    """How many tokens each step must have seen, from the stream alone: which documents, and in which order."""
+    """Returns the number of tokens of each step, from the stream alone: which documents, and in which order."""
     stream = PackedStream(read_corpus(data, ByteTokenizer()), seq_length, SEED)
     return [sum(stream.pack(step * packs + pack)[0].total for pack in range(packs)) for step in range(steps)]
 
 
 def assert_metrics(folder, data, steps, packs=1):
-    """One line for each step, of finite numbers, for the documents that belong there."""
+    """Checks that there is a line for each step, with finite numbers, for the right documents."""
     entries = metrics_of(folder)
     assert [entry["step"] for entry in entries] == list(range(1, steps + 1))
     assert all(math.isfinite(value) for entry in entries for value in entry.values())

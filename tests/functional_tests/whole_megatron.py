@@ -125,12 +125,12 @@ def step(config, chunks, batches, *, align=None, optimizes=False, looks_ahead=Tr
 
 
 def biases(chunks):
-    """Of experts, as the end of the step has left them; of models that are whole on a rank."""
+    """Returns the biases of experts after the end of the step, for models that are whole on a rank."""
     return {name: bias.clone() for chunk in chunks for name, bias in chunk.named_buffers() if "expert_bias" in name}
 
 
 def own_group(sizes):
-    """Which of these groups this rank is in, how many there are, and it; with one rank after another."""
+    """Returns the index of this rank's group, the number of groups, and the group; creates all groups in rank order."""
     from megatron_cp.megatron.groups import BatchGroups
 
     ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
@@ -176,7 +176,7 @@ def optimizer_of(config, wrapped):
 
 
 def gathered(chunks, config, attribute):
-    """By whole names, what all ranks of all stages and experts have; and how far copies of the same are apart."""
+    """Returns, by whole names, the tensors of all ranks, stages and experts; and the distance between copies."""
     from megatron.core import parallel_state
 
     tp_rank, tp_size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size

@@ -66,7 +66,7 @@ NO_TOKENS = [*NO_ARRAY, STREAM * 1.0, STREAM > 4, STREAM * 1j, STREAM.astype("m8
 
 
 def no_tensor(good):
-    """What cannot stand where a tensor like `good` is meant."""
+    """Returns values that are no tensor such as `good`."""
     return [None, 5, 1.0, True, "q", [], good.tolist(), good.numpy(), torch.tensor(1.0), good.long(), good > 0,
             good + 0j, good[:-1], good[..., None], good.to("meta"), good.to_sparse(), NESTED, JAGGED,
             torch.nested.nested_tensor([good]), object(), torch.Tensor]  # fmt: skip

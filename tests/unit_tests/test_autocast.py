@@ -109,7 +109,7 @@ def given_as(name, given, dtype):
 
 
 def assert_is_that_of(found, tensors, expected):
-    """The same bits, and gradients in the types of the tensors."""
+    """Checks for equal bits, and gradients in the types of the tensors."""
     for name, tensor in expected.items():
         dtype = tensors[name].dtype if name in tensors else tensor.dtype
         assert found[name].dtype == dtype, name

@@ -63,7 +63,7 @@ def test_imports_point_downward():
 
 
 def private_imports(source, app, is_public):
-    """What an application's source imports of the library beside public names, anywhere in it.
+    """Returns the names that an application's source imports from the library, anywhere in it, beside public names.
 
     Args:
         source: of a module of the application.
@@ -86,7 +86,7 @@ def private_imports(source, app, is_public):
 
 
 def exports(package, name):
-    """Whether a package names it in `__all__`, or a module has it where it has no such list."""
+    """Returns True if a package names it in `__all__`, or a module without such a list has it."""
     module = importlib.import_module(package)
     return name in getattr(module, "__all__", vars(module)) or (package, name) == ("megatron_cp", "__version__")
 
@@ -135,7 +135,7 @@ def test_applications_are_named_in_one_place_of_the_library():
 
 
 def imported_modules(source, modules):
-    """Those of `modules` that a source imports, anywhere in it: `from a import b` is of a.b where that is a module."""
+    """Returns the `modules` that a source imports anywhere; `from a import b` imports a.b if that is a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)

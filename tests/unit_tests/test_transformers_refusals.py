@@ -1,4 +1,4 @@
-"""What the adapter for transformers refuses, by name: models, batches and calls that it would compute wrongly."""
+"""Tests of the refusals of the adapter for transformers: models, batches and calls that it would compute wrongly."""
 
 import copy
 

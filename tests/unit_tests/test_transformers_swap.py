@@ -1,4 +1,4 @@
-"""What enabling a model of transformers changes in it: which modules, with which options, and for how long."""
+"""Tests of the changes that enabling makes in a model of transformers: modules, options, and their lifetime."""
 
 import copy
 import importlib
@@ -19,7 +19,7 @@ from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build
 
 @pytest.fixture(scope="module")
 def dropping():
-    """Two layers with the same parameters and inputs that differ in the layer's number only."""
+    """Makes a model whose two layers differ in the layer's number only."""
     return build("Llama", num_hidden_layers=2, attention_dropout=0.5)
 
 

@@ -1,4 +1,4 @@
-"""What the trainers' mixin is made of, without a trainer: padded rows, and parallelism that has to be said."""
+"""Tests of the trainers' mixin without a trainer: padded rows, and parallelism that must be configured."""
 
 import warnings
 from types import SimpleNamespace

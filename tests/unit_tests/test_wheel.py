@@ -1,4 +1,4 @@
-"""What an installed package holds, asked of the build without building."""
+"""Tests of an installed package's contents, which the build lists without building."""
 
 from pathlib import Path
 

@@ -103,7 +103,7 @@ class Campaign:
 
 
 def warm_up() -> None:
-    """Whatever is imported or made at an operation's first use: forks have it then. Starts no thread."""
+    """Imports and makes all that an operation's first use would, so that forks have it. Starts no thread."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     importlib.import_module("megatron_cp.apps.train.checkpoint")  # Megatron's, by which all jobs save

@@ -34,7 +34,7 @@ TIMEOUT = "TOOLS_FAULTS_TIMEOUT"  # the variable with the seconds of process gro
 
 @dataclass(frozen=True)
 class Layer:
-    """One operation. Layers of one `plan` number are equal but for their weights, and share the plan object."""
+    """A layer with a single operation. Layers of one `plan` number differ in weights alone, and share the plan."""
 
     kind: str
     scheme: str  # of attention; of linear layers the mode
@@ -55,16 +55,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault that is injected into a job.
 
     Attributes:
-        kind: of `FAULTS`.
-        rank, step, layer: where it is.
+        kind: a kind of `FAULTS`.
+        rank, step, layer: the place of the fault.
         phase: plan, before (a layer), forward, backward, reduce or save.
-        operation: within forward or backward, how many tensor operations come before it.
-        seconds: of a delay, or until a signal from outside is sent.
-        once: in that step alone, or in all from then on.
-        variant: which of several ways.
+        operation: number of tensor operations before it, within forward or backward.
+        seconds: length of a delay, or of the time until a signal from outside is sent.
+        once: True for that step alone, False for all steps from then on.
+        variant: number of the variant.
     """
 
     kind: str
@@ -118,7 +118,7 @@ class Case:
     seed: int = 0
 
     def text(self) -> str:
-        """As `--case` takes it."""
+        """Returns the case as `--case` takes it."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -195,7 +195,7 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
 
 
 def _schemes(cp_size: int) -> tuple[str, ...]:
-    """Those that so many ranks can run; the full head exchange twice as often."""
+    """Returns the schemes that `cp_size` ranks can run; the full head exchange is in it twice."""
     return ("a2a", *(name for name, scheme in SCHEMES.items() if cp_size == 4 or not scheme.is_product))
 
 
@@ -208,7 +208,7 @@ def _chunkable(layer: Layer) -> Layer:
 
 
 def _that_sends(layer: Layer) -> Layer:
-    """The layer, where it may have nothing to send, in a scheme that has. Nobody can miss what is not sent."""
+    """Returns the layer in a scheme that always sends, because ranks do not notice a fault where nothing is sent."""
     return (
         replace(
             layer, scheme={"exact": "all_gather", "chunkwise": "headwise", "redistribute": "headwise"}[layer.scheme]

@@ -1,4 +1,4 @@
-"""What came of a fault, from what was recorded: plain data in, plain data out."""
+"""Classifies the outcome of a fault from its record: plain data in, plain data out."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _NAMED_BY_RANK = (*LOST, *SAVING, "skip_layer", "skip_backward", "order", "check
 
 @dataclass
 class Verdict:
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes:
-        outcome: the worst of all.
-        of: the outcome of each survivor (by rank, or "caller"), and of what concerns the job as a whole.
-        messages: what the survivors' errors say.
-        seconds: from the fault to the last survivor's end; None where there is no such moment.
-        named: how many errors there are, and how many name the cause.
+        outcome: the worst outcome of all.
+        of: the outcome of each survivor (by rank, or "caller"), and of checks of the job as a whole.
+        messages: the survivors' error messages.
+        seconds: time from the fault to the last survivor's end; None if one of them is not known.
+        named: the number of errors, and the number of those that name the cause.
     """
 
     outcome: str
@@ -92,13 +92,13 @@ def classify(record: dict[str, Any]) -> Verdict:
 
 
 def survivors(case: Case) -> list[int]:
-    """The ranks that are there after the fault: all, where it ends none."""
+    """Returns the ranks that are left after the fault: all, if it ends none."""
     lost = case.fault.kind in LOST or case.fault.kind in SAVING
     return [rank for rank in range(case.cp_size) if not (lost and rank == case.fault.rank)]
 
 
 def names_cause(case: Case, message: str) -> bool:
-    """Whether an error says what the fault was: what differs, or which rank is lost."""
+    """Returns True if an error states the cause: the values that differ, or the rank that is lost."""
     kind = case.fault.kind
     own_words = without_routine(said(message))
     if kind not in _ENDED:  # of others the launcher names whoever complained or ran out of time first
@@ -115,7 +115,7 @@ def names_cause(case: Case, message: str) -> bool:
 
 
 def without_routine(message: str) -> str:
-    """A message without what stands in every one: its own rank, the steps of plans, and advice.
+    """Returns a message without the parts of every message: its own rank, the steps of plans, and advice.
 
     In a comparison of calls the lines that differ from another rank's stay, and not the whole of a call, in which every
     word stands that could be a cause.
@@ -127,7 +127,7 @@ def without_routine(message: str) -> str:
 
 
 def names_rank(message: str, rank: int) -> bool:
-    """Whether a message speaks of that rank: "rank 2", "ranks 0 and 2"."""
+    """Returns True if a message names the rank, as in "rank 2" or "ranks 0 and 2"."""
     return any(
         str(rank) in re.findall(r"\d+", numbers)
         for numbers in re.findall(r"\branks?\s+((?:\d+(?:,? and |, |,)?)+)", message, re.IGNORECASE)
@@ -135,7 +135,7 @@ def names_rank(message: str, rank: int) -> bool:
 
 
 def said(message: str) -> str:
-    """A message without the lines of a traceback and the places of C++ in it, which name whatever is in the source."""
+    """Returns a message without lines of a traceback and places in C++, which quote arbitrary source."""
     message, kept, inside = re.sub(r"\[\S+\.cc:\d+\]", "", message), [], False
     for line in message.splitlines():
         if line.startswith("Traceback (most recent call last)"):
@@ -159,7 +159,7 @@ def _judge_ranks(case: Case, record: dict[str, Any], of: dict[str, str], message
         elif "error" in result or code != 0:
             # Of `megatron-cp train`, and of ranks that fail before or after their steps, the log has it.
             log = record["log"].get(str(rank), "")
-            message = result["error"]["message"] if "error" in result else _last_words(log)
+            message = result["error"]["message"] if "error" in result else _final_message(log)
             messages[_name(rank)] = message
             of[_name(rank)] = "error" if message else "no cause"
         else:
@@ -186,12 +186,12 @@ def _judge_launcher(case: Case, record: dict[str, Any], of: dict[str, str], mess
             of.setdefault(_name(rank), _compared(case, record, rank))
         of["caller"] = "right"
     else:
-        message = caller["error"]["message"] if "error" in caller else _last_words(record["log"].get("-1", ""))
+        message = caller["error"]["message"] if "error" in caller else _final_message(record["log"].get("-1", ""))
         of["caller"], messages["caller"] = "refused" if case.fault.kind in HELD_UP else "error", message
 
 
 def _compared(case: Case, record: dict[str, Any], rank: int) -> str:
-    """Whether a rank that ended well has the numbers of a job without the fault."""
+    """Compares the numbers of a rank that ended without an error with those of a job without the fault."""
     reference, numbers = record.get("reference"), record["ranks"][rank].get("numbers")
     if not isinstance(reference, list) or numbers is None:
         return "not known"
@@ -199,7 +199,7 @@ def _compared(case: Case, record: dict[str, Any], rank: int) -> str:
 
 
 def equal(numbers: list[list[float]], reference: list[list[float]], tolerance: float) -> bool:
-    """Whether two runs have the same numbers, up to rounding."""
+    """Returns True if two runs have the same numbers, up to rounding."""
     if [len(step) for step in numbers] != [len(step) for step in reference]:
         return False
     pairs = [(a, b) for ours, theirs in zip(numbers, reference, strict=True)
@@ -220,8 +220,8 @@ def _find_unnamed(
             of[name] = "no cause"
 
 
-def _last_words(log: str) -> str:
-    """What a command says at its end: from its own name on, or the last line. Bars of progress are no words."""
+def _final_message(log: str) -> str:
+    """Returns a command's final message: from its own name on, or the last line that is no progress bar."""
     start = log.rfind("megatron-cp train: ")
     lines = [line for line in re.split(r"[\r\n]+", log) if line.strip() and not re.search(r"\d+%\|", line)]
     return log[start:].rstrip() if start >= 0 else "".join(lines[-1:])

@@ -20,7 +20,7 @@ _WAIT_FOR_SIGNAL = 2.0  # seconds in which whoever watches has long sent it
 
 
 class InjectedError(RuntimeError):
-    """What a rank raises as its fault."""
+    """Raised by a rank as its fault."""
 
 
 class Faulty:
@@ -37,14 +37,14 @@ class Faulty:
         self._is_done = False
 
     def differs(self, kind: str, step: int, layer: int | None = None) -> bool:
-        """Whether this rank does here what the others do not."""
+        """Returns True if this rank must differ here from the others."""
         if not self._here or not self._applies(kind, step, layer):
             return False
         self.begin()
         return True
 
     def drops(self, kinds: Iterable[str], step: int, layer: int) -> bool:
-        """Of the job to compare with: whether a gradient is left out here that this rank does not ask for."""
+        """Returns True in the job to compare with, for a gradient that the faulty rank would not require."""
         return self._folder is None and self._is_own and any(self._applies(kind, step, layer) for kind in kinds)
 
     def _applies(self, kind: str, step: int, layer: int | None) -> bool:
@@ -58,7 +58,7 @@ class Faulty:
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int, layer: int | None = None) -> Iterator[None]:
-        """Where something is lost in the course of this, it is after that many tensor operations."""
+        """Runs a block of code; a fault that is due in it begins after `operation` tensor operations."""
         if not self._is_due(phase, step, layer):
             yield
             return
@@ -72,12 +72,12 @@ class Faulty:
             self.act()
 
     def start_of_save(self, step: int) -> None:
-        """The signal to kill a rank that saves comes from outside, after a while."""
+        """Asks for the signal that kills a rank in its save; it is sent from outside, after a delay."""
         if self._here and self._fault.kind == "kill_in_save" and step == self._fault.step:
             self.begin(ask=["SIGKILL", "rank"])
 
     def begin(self, ask: list[str] | None = None) -> None:
-        """Writes down that the fault begins now, once, and what is asked of whoever watches."""
+        """Records, once, that the fault begins now, and the signal that the watching process is asked to send."""
         if self._is_done:
             return
         self._is_done = True
@@ -88,7 +88,7 @@ class Faulty:
         written.replace(self._folder / FAULT_FILE)
 
     def act(self) -> None:
-        """The fault itself."""
+        """Executes the fault."""
         if self._is_done:
             return
         kind = self._fault.kind
@@ -118,7 +118,7 @@ class Faulty:
 
 
 class _AtOperation(TorchDispatchMode):
-    """Does something once so many tensor operations have been done."""
+    """Calls `act` after `number` tensor operations."""
 
     def __init__(self, number: int, act: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank of a job: a few steps of a small model, whose layers are the library's operations."""
+"""A rank of a job: a few steps of a small model, whose layers are the library's operations."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Job:
         return hidden + torch.tanh(added)
 
     def _operation(self, number: int, layer: Layer, hidden: Tensor) -> Tensor:
-        """One operation between its projections, as this rank calls it."""
+        """Runs a layer's operation between its projections, as this rank calls it."""
         plan, step = self.plans[layer.plan], self.step
         with contextlib.ExitStack() as modes:
             if self.faulty.differs("no_grad", step, number):
@@ -159,7 +159,7 @@ class Job:
         return out.clone()  # which inference mode demands
 
     def _options(self, number: int, layer: Layer) -> dict[str, Any]:
-        """What the call is given besides tensors and what the layer says."""
+        """Returns the call's options, except those that the layer defines."""
         options: dict[str, Any] = {}
         seed = 100 * self.step + number
         for change in ("scale", "softcap", "sink_given", "sink_values", "dropout", "seed", "kernel"):
@@ -195,7 +195,7 @@ class Job:
 
 
 def _number(tensor: Tensor | None) -> float:
-    """One number that changes with any element."""
+    """Returns a number that changes with any element."""
     if tensor is None:
         return 0.0
     flat = tensor.detach().double().flatten()

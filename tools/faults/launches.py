@@ -1,4 +1,4 @@
-"""How the processes of a job start, and what each leaves in the job's folder for whoever watches."""
+"""Starts the processes of a job; each writes its results to files in the job's folder."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _HOME = str(Path(megatron_cp.__file__).parent)
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves what it returned or raised."""
+    """Returns the file of the value that a rank returned or the error that it raised."""
     return folder / f"result.{rank}.json"
 
 
 def write(path: Path, value: Any) -> None:
-    """As JSON, at once or not at all."""
+    """Writes a value as JSON, atomically."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(value))
     new.replace(path)
@@ -49,7 +49,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def show_stacks_on_demand(folder: Path) -> None:
-    """SIGUSR1 writes the stacks of this process, also while it waits in a collective."""
+    """Makes SIGUSR1 write the stacks of this process, also while it waits in a collective."""
     file = (folder / f"stacks.{os.getpid()}").open("w")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
@@ -68,7 +68,7 @@ def recorded(folder: Path, rank: int, run: Callable[[], Any]) -> Any:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An error, as people read it: its message and those of what it was raised from."""
+    """Formats an error for people: its message and those of its causes."""
     chain: list[BaseException] = [error]
     while before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         chain.append(before)
@@ -91,7 +91,7 @@ def _of_case(case: Case, group: Any, folder: Path) -> Any:
 
 
 def independent_rank(case: Case, rank: int, folder: Path) -> None:
-    """One process among equals: it joins the others over a store, and nobody looks after it."""
+    """Runs a rank in a process without a launcher. It joins the other ranks over a store."""
     show_stacks_on_demand(folder)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if case.train:
@@ -116,14 +116,14 @@ def _store(case: Case, rank: int, folder: Path) -> dist.TCPStore:
 
 
 def serve_store(folder: Path) -> dist.TCPStore:
-    """The store that ranks meet at, on a port that is free."""
+    """Opens the store over which ranks meet, on a free port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     write(folder / PORT, store.port)
     return store
 
 
 def agent(folder: Path) -> None:
-    """A process that holds the store, as torchrun's agent does, until it is ended."""
+    """Holds the store in this process, as torchrun's agent does, until it is ended."""
     store = serve_store(folder)
     while True:
         time.sleep(60)
@@ -143,7 +143,7 @@ def _port(folder: Path) -> int:
 
 
 def call_launcher(case: Case, folder: Path) -> None:
-    """A process that calls `run_ranks`, or `megatron-cp train`, and leaves what came of it."""
+    """Runs `run_ranks`, or `megatron-cp train`, in this process, and records the outcome."""
     show_stacks_on_demand(folder)
     outcome: dict[str, Any] = {}
     processes: list[Any] = []
@@ -181,7 +181,7 @@ def _rank_of_launcher(group: TorchGroup, text: str, folder: str) -> Any:
 
 @contextlib.contextmanager
 def _forks(processes: list[Any]) -> Iterator[None]:
-    """The launcher's processes are forks of this one, which saves their imports; the list fills with them."""
+    """Makes the launcher fork its processes, to save their imports; the processes are added to the list."""
     context = ForkContext()
 
     class Process(ForkProcess):
@@ -227,4 +227,4 @@ class _Popen(popen_fork.Popen):
         self.finalizer, self.sentinel = None, parent_r
 
     def close(self) -> None:
-        """Nothing: the pipes stay."""
+        """Does nothing, so that the pipes stay as they are."""

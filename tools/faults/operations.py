@@ -33,7 +33,7 @@ class Call:
 
 
 def plan(layer: Layer, packing: cp.Packing, layout: cp.Layout, hidden: int) -> cp.Plan:
-    """The plan of a layer."""
+    """Makes the plan of a layer."""
     transport = (
         cp.Transport.of_even_hosts("hierarchical", layout.cp_size, min(2, layout.cp_size))
         if layer.transport == "hierarchical"
@@ -95,7 +95,7 @@ def shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def call(layer: Layer, weights: dict[str, Tensor], hidden: Tensor, options: dict[str, Any]) -> Call:
-    """How the layer is called on hidden states `[t, hidden]`."""
+    """Returns the call of a layer on hidden states `[t, hidden]`."""
     made = {name: (hidden @ weights[f"to_{name}"]).unflatten(-1, shape) for name, shape in widths(layer).items()}
     named: dict[str, Any] = {}
     if layer.kind == "attention":
@@ -138,7 +138,7 @@ def option(layer: Layer, change: str, seed: int) -> dict[str, Any]:
 
 
 def changed(call: Call, change: str, variant: int) -> Call:
-    """The same with inputs of another type, with a batch of two, or with some that need no gradients."""
+    """Returns the call with inputs of another type, with a batch of two, or with some that need no gradients."""
     inputs = call.inputs
     if change == "dtype":
         here = inputs[0].dtype
@@ -153,7 +153,7 @@ def changed(call: Call, change: str, variant: int) -> Call:
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """The same, which needs a gradient and passes on none."""
+    """Returns the call with an output that needs a gradient and passes none on."""
     return _WithoutGradient.apply(x)
 
 

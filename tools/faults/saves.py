@@ -13,7 +13,7 @@ CHECKPOINTS, NOTE = "checkpoints", "saved.txt"
 
 
 def save(folder: Path, state: dict[str, Tensor], step: int) -> None:
-    """By what `megatron-cp train` saves with. Collective."""
+    """Saves with the function of `megatron-cp train`. Collective."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from megatron_cp.apps.train.checkpoint import save_checkpoint
@@ -42,7 +42,7 @@ def note(folder: Path, step: int) -> None:
 
 
 def problem(folder: Path) -> str:
-    """What is wrong with the last checkpoint of a job that has ended; empty where nothing is."""
+    """Describes the defect of the last checkpoint of a job that has ended; empty if there is none."""
     promised = int((folder / NOTE).read_text()) if (folder / NOTE).exists() else 0
     try:
         step = _loaded_step(folder)

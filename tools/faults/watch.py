@@ -1,4 +1,4 @@
-"""One job from outside: it starts the job's processes, signals, measures, ends what hangs and counts what is left."""
+"""Runs a job from outside: starts its processes, sends signals, measures, ends hanging processes, counts the rest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Watch:
         return all(number in self.ended or self._is_stopped(number) for number in self.pids)
 
     def _is_stopped(self, number: int) -> bool:
-        """A rank that has stopped by itself and has nobody to end it."""
+        """Returns True for a rank that has stopped by itself and that no process would end."""
         return bool(self.fault) and self.case.fault.kind == "stop" and number == self.case.fault.rank
 
     def _reap(self) -> None:
@@ -207,7 +207,7 @@ def _thread(group: Any, case: Case) -> list[list[float]]:
 
 
 def _in_fork(work: Callable[[], Any], folder: Path) -> Any:
-    """What `work` returns in a process of its own."""
+    """Returns the result of `work`, which runs in a forked process."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     pid = os.fork()
@@ -255,7 +255,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> tuple[str, int] | None:
-    """Whether a process sleeps, is stopped and so on, and its parent."""
+    """Returns the state of a process, such as sleeping or stopped, and its parent."""
     try:
         text = (Path("/proc") / str(pid) / "stat").read_text()
     except OSError:
@@ -276,7 +276,7 @@ def _send(pid: int, number: int) -> None:
 
 
 def _write_to(path: Path) -> None:
-    """Standard output and error of this process go to a file from here on."""
+    """Redirects standard output and error of this process to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -1,1 +1,1 @@
-"""What a machine with a GPU should check and measure, in steps of less than ten minutes. See tools/README.md."""
+"""Checks and measurements for a machine with a GPU, in steps of less than ten minutes. See tools/README.md."""

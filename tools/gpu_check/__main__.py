@@ -44,7 +44,7 @@ BROUGHT_FOR = {"fla-core": ("fla of kda",), "tilelang": ("fla of gdn",)}
 
 
 class Step:
-    """What a step prints and finds.
+    """The results of a step.
 
     Attributes:
         results: for its JSON.
@@ -124,7 +124,7 @@ class Step:
             self.fail("no test ran")
 
     def rows(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Measures, and shows each row as it comes: what is cut off in the middle is worth something."""
+        """Measures, and shows each row at once, so that an interrupted run has results, too."""
         found = self.results.setdefault("rows", [])
         for row in rows:
             self.say(json.dumps(row))
@@ -147,7 +147,7 @@ class Step:
 
 
 def smoke(step: Step) -> None:
-    """Whatever fails here is mended before anything is timed."""
+    """Checks correctness; failures must be mended before anything is timed."""
     if shutil.which("nvidia-smi"):
         step.command("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     _wheels(step)
@@ -183,7 +183,7 @@ def parity(step: Step) -> None:
 
 
 def one_rank(step: Step) -> None:
-    """What one GPU can measure exactly."""
+    """Measures all that a single GPU can measure exactly."""
     from tools.gpu_check import one_rank
 
     step.rows(one_rank.rows(step.options.repeats, small=step.options.dry_run))
@@ -238,7 +238,7 @@ def _memcheck(step: Step) -> None:
 
 
 def _doctor() -> dict[str, Any]:
-    """What doctor finds: versions, devices, and its lines about kernels by their names."""
+    """Returns the results of doctor: versions, devices, and its lines about kernels by name."""
     from megatron_cp.cli import doctor
 
     found = doctor.run(argparse.Namespace(megatron=None)).data

@@ -31,12 +31,12 @@ class Times:
     host_bound: bool
 
     def row(self) -> dict[str, Any]:
-        """For a report."""
+        """Returns the times as a row of a report."""
         return {name: round(value, 1) for name, value in asdict(self).items()} | {"host_bound": self.host_bound}
 
 
 def times(call: Callable[[], Any], repeats: int) -> Times:
-    """Of a call that queues work on the current stream and waits for none of it.
+    """Measures a call that queues work on the current stream without waiting for it.
 
     Before every repeat the L2 cache is overwritten, and the device sleeps for so long that the host has queued the call
     when it awakes: otherwise a call of 20 us on the device that takes the host 100 us would seem to take 100. A queue

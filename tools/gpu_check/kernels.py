@@ -32,8 +32,9 @@ SHAPES = {
 
 
 def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
-    """One for each shape, size and way: bytes of bf16 that enter a second, whatever the message has, and time over that
-    of a copy of as many bytes.
+    """Yields a row for each shape, size and direction: bandwidth, and the time over that of a copy of as many bytes.
+
+    The bandwidth counts the bytes of bf16 that enter, whatever format the message has.
 
     Args:
         repeats: of each.
@@ -58,7 +59,9 @@ def _copy(megabytes: float, repeats: int) -> float:
 
 
 def _calls(size: int, heads: int, groups: int, head_dim: int, codec: str) -> tuple[dict[str, Callable[[], Any]], int]:
-    """Each way of an exchange, and the bytes that enter it: of q, k and v in bf16 on one of several ranks."""
+    """Returns a call for each direction of an exchange of bf16 q, k and v on one of several ranks, and the bytes that
+    enter.
+    """
     partition, sizes = partition_heads(heads, groups, RANKS), (heads, groups, groups)
     held = (partition.heads, partition.groups, partition.groups)
     sections = Sections(tuple(map(Section, "qkv", sizes, [head_dim] * 3, held)))

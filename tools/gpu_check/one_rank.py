@@ -1,4 +1,4 @@
-"""One rank of several by itself, at real sizes: what one GPU can measure exactly, all of a layer but the network.
+"""Measures one of several ranks by itself, at real sizes: all of a layer but the network, on one GPU.
 
 Several ranks on one device would take turns, and measure each other. A rank alone, in a group that moves nothing, has
 its own kernels, copies, memory and host time, whatever stands in the messages.
@@ -31,7 +31,7 @@ _DOCUMENTS = 8
 
 
 class StillGroup(RankGroup):
-    """One of several ranks, whose messages go nowhere; what they bring is whatever stood there."""
+    """A group of several ranks that moves nothing: received buffers keep their old contents."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -60,7 +60,7 @@ class _Done(Pending):
 
 
 def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
-    """One for each layer, number of tokens and ranks, of the rank in the middle: device and host time, and memory.
+    """Yields a row for each layer, number of tokens and ranks: device and host time, and memory, of the middle rank.
 
     Args:
         repeats: of each direction.

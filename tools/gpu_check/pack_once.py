@@ -1,4 +1,4 @@
-"""One pack and one unpack, for `compute-sanitizer python -m tools.gpu_check.pack_once`: fails if the bits are wrong."""
+"""Runs a pack and an unpack for `compute-sanitizer python -m tools.gpu_check.pack_once`, and checks the bits."""
 
 from __future__ import annotations
 

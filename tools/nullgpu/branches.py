@@ -51,12 +51,12 @@ class Piece:
 
     @property
     def note(self) -> str:
-        """What stands for it where it has run: another one once its file has changed."""
+        """Returns the note for a piece that has run; it changes with the contents of the file."""
         return f"{self} {_digest(self.file)}"
 
 
 def pieces(library: Path = LIBRARY) -> list[Piece]:
-    """All pieces, in order."""
+    """Returns all pieces, in order."""
     files = {str(path.relative_to(library)): ast.parse(path.read_text()) for path in sorted(library.rglob("*.py"))}
     marked: dict[str, set[ast.AST]] = {name: set() for name in files}
     for name, tree in files.items():
@@ -73,8 +73,8 @@ def _digest(file: str) -> str:
 
 
 @cache
-def pieces_of(file: str) -> tuple[Piece, ...]:
-    """Those of one file of the library."""
+def file_pieces(file: str) -> tuple[Piece, ...]:
+    """Returns the pieces of a file of the library."""
     return tuple(piece for piece in _all() if piece.file == file)
 
 
@@ -84,7 +84,7 @@ def _all() -> tuple[Piece, ...]:
 
 
 def offsets(code: CodeType, found: Iterable[Piece]) -> dict[int, Piece]:
-    """The piece that each instruction of a function belongs to, by its place; of one in another the inner one."""
+    """Maps each instruction of a function, by its offset, to its innermost piece."""
     within: dict[int, Piece] = {}
     inner_first = sorted(found, key=lambda piece: (piece.end[0] - piece.start[0], piece.end[1] - piece.start[1]))
     for place, (line, _, column, _) in enumerate(code.co_positions()):
@@ -101,7 +101,7 @@ def offsets(code: CodeType, found: Iterable[Piece]) -> dict[int, Piece]:
 
 
 def _says(test: ast.expr) -> int:
-    """1 if an expression is true for CUDA alone, -1 if it is false for CUDA alone, else 0."""
+    """Returns 1 if an expression is true for CUDA alone, -1 if it is false for CUDA alone, else 0."""
     match test:
         case ast.Attribute(attr="is_cuda") | ast.Name(id="on_cuda" | "cuda"):
             return 1
@@ -131,13 +131,13 @@ def _says(test: ast.expr) -> int:
 
 
 def _asks_device(*sides: ast.expr) -> bool:
-    """A device's or a backend's name is compared: not a choice of the command line."""
+    """Returns True if the name of a device or a backend is compared, and not a choice of the command line."""
     text = " ".join(ast.unparse(side) for side in sides)
     return any(word in text for word in (".type", "get_backend", ".device")) or text.startswith("device ")
 
 
 def _mark_conditions(file: str, tree: ast.Module, marked: set[ast.AST]) -> None:
-    """The statements and expressions to which only CUDA leads."""
+    """Finds the statements and expressions that only CUDA reaches."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If | ast.IfExp):
             side = _says(node.test)
@@ -220,7 +220,10 @@ def _pieces(file: str, tree: ast.Module, marked: set[ast.AST]) -> Iterator[Piece
 def _pieces_in(
     file: str, node: ast.AST, marked: set[ast.AST], where: str, *, inside: bool, is_run: bool
 ) -> Iterator[Piece]:
-    """Those of a node, which is in marked code or not, and in a function or runs when the module is imported."""
+    """Yields the pieces of a node.
+
+    The node is `inside` marked code or not, and `is_run` if it is in a function, rather than run at import.
+    """
     inside = inside or node in marked
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         where = f"{where}.{node.name}" if where else node.name

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tools.nullgpu.branches import LIBRARY, TRITON, Piece, offsets, pieces, pieces_of
+from tools.nullgpu.branches import LIBRARY, TRITON, Piece, file_pieces, offsets, pieces
 
 VARIABLE = "NULLGPU_PIECES"  # names a folder
 NOTES = LIBRARY.parent / "build" / "cuda_code"
@@ -59,7 +59,7 @@ class Collector:
 
     def _function(self, code: CodeType, _: int) -> Any:
         if code.co_filename.startswith(self._prefix) and code not in self._of_code:
-            found = offsets(code, pieces_of(code.co_filename.removeprefix(self._prefix)))
+            found = offsets(code, file_pieces(code.co_filename.removeprefix(self._prefix)))
             self._of_code[code] = found
             if found:
                 monitoring.set_local_events(_TOOL, code, monitoring.events.INSTRUCTION)
@@ -84,7 +84,7 @@ def collect() -> None:
 
 
 def table() -> dict[str, Any]:
-    """How many pieces of each function have run, in each way; and the Triton kernels."""
+    """Returns the numbers of pieces of each function that have run, in each way; and the Triton kernels."""
     ran = {how: _noted(NOTES / how) for how in HOW}
     functions: defaultdict[tuple[str, str], list[Piece]] = defaultdict(list)
     for piece in pieces():
@@ -100,13 +100,13 @@ def table() -> dict[str, Any]:
         }
         for (file, function), found in functions.items()
     ]
-    on_gpu = any(piece.note in ran["gpu"] for piece in pieces_of(LAUNCHER))
+    on_gpu = any(piece.note in ran["gpu"] for piece in file_pieces(LAUNCHER))
     kernels = [{"name": name, "compiled_for": COMPILED_FOR, "gpu": on_gpu} for name in _kernels()]
     return {"functions": rows, "kernels": kernels, "never": list(NEVER if on_gpu else (COMPILED, *NEVER))}
 
 
 def digest(found: list[Piece]) -> str:
-    """Of the source of some pieces of a file."""
+    """Returns a digest of the source of some pieces of a file."""
     lines = (LIBRARY / found[0].file).read_text().splitlines()
     text = "\n".join("\n".join(lines[piece.start[0] - 1 : piece.end[0]]) for piece in found)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -128,7 +128,7 @@ def _kernels() -> list[str]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     ran = {how: _noted(NOTES / how) for how in HOW}
     if not set(sys.argv[1:]) <= {"--write"}:
         print(__doc__, file=sys.stderr)

@@ -17,7 +17,7 @@ TORCH = "2.11.0+cu130"  # whose symbols the runtime has
 
 
 class UnavailableError(RuntimeError):
-    """There is no emulated device here; says why."""
+    """Raised if there is no emulated device here; says why."""
 
 
 def environment() -> dict[str, str]:

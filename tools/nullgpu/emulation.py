@@ -102,21 +102,21 @@ class Emulation(TorchDispatchMode):
 
 
 def _on_cpu(func: Any) -> Any:
-    """The CPU's kernel, or, of the few operators that have none, what torch makes of others."""
+    """Returns the CPU's kernel, or, for the few operators without one, torch's decomposition."""
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
         return func
     return torch._decomp.decomposition_table[func]
 
 
 def _is_traced(types: Any) -> bool:
-    """Whether there are no values, and no memory of them."""
+    """Returns True if tensors have neither values nor memory."""
     return any(issubclass(kind, FakeTensor) for kind in types) or any(
         torch._C._get_dispatch_mode(kind) is not None for kind in TRACING
     )
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A CPU tensor of the same memory."""
+    """Returns a CPU tensor of the same memory."""
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size:
@@ -129,7 +129,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def of_host(leaf: Any) -> Any:
-    """The same for what may be a tensor or a generator, and anything else as it is."""
+    """Maps a tensor or generator of CUDA to one of the CPU; returns any other value as it is."""
     if isinstance(leaf, Tensor):
         return on_host(leaf) if leaf.is_cuda else leaf
     if isinstance(leaf, torch.Generator) and leaf.device.type == "cuda":
@@ -141,7 +141,7 @@ _generators: dict[int, torch.Generator] = {}
 
 
 def _generator(seed: int) -> torch.Generator:
-    """Of the CPU, in place of CUDA's: other numbers, as random."""
+    """Returns a generator for the CPU in place of one for CUDA; its numbers differ."""
     if seed not in _generators:
         _generators[seed] = torch.Generator().manual_seed(seed)
     return _generators[seed]
@@ -168,17 +168,17 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _is_of_host(indices: Any) -> bool:
-    """An index of the host is copied to the device first, which waits."""
+    """Returns True if an index is on the host: it is copied to the device first, which waits."""
     return any(isinstance(index, Tensor) and not index.is_cuda for index in indices)
 
 
 def _wait(tensor: Tensor) -> None:
-    """As the host does before it knows how many there are: an error where waits are."""
+    """Waits as the host does before it knows a result's size; raises an error where waits are errors."""
     torch.ops.aten._local_scalar_dense(torch.empty((), dtype=torch.uint8, device=tensor.device))
 
 
 def _written(func: Any, writes: list[bool], args: Any, kwargs: Any) -> Any:
-    """What an operator returns that writes to its arguments: these."""
+    """Returns the arguments that an operator writes to, in the form in which the operator returns them."""
     found = tuple(_targets(func, writes, args, kwargs))
     returned = len(func._schema.returns)
     if not returned:
@@ -189,7 +189,7 @@ def _written(func: Any, writes: list[bool], args: Any, kwargs: Any) -> Any:
 
 
 def _targets(func: Any, writes: list[bool], args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes to."""
+    """Yields the arguments that an operator writes to."""
     given = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)

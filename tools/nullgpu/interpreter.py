@@ -17,7 +17,7 @@ launches = 0
 
 
 def _watched(access: Any, mask_at: int, name: str) -> Any:
-    """An access of a kernel, which must come after the transfers of what it touches."""
+    """Checks an access of a kernel, which must come after the transfers of its memory."""
 
     def checked(self: Any, pointers: Any, *rest: Any) -> Any:
         if ordering.active is not None:

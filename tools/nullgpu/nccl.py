@@ -53,7 +53,7 @@ def _on_rank(communicator: Communicator, function: Callable[..., Any], group: Ra
 
 @dataclass(eq=False)
 class Collective:
-    """What one rank has started. Splits are in bytes."""
+    """A collective that one rank has started. Splits are in bytes."""
 
     kind: str
     received: Tensor
@@ -82,7 +82,7 @@ class Communicator:
     def start(
         self, rank: int, kind: str, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
     ) -> Work:
-        """A rank's next collective."""
+        """Starts a rank's next collective."""
         for tensor in (received, sent):
             if not tensor.is_cuda or not tensor.is_contiguous():
                 raise RuntimeError(f"NCCL moves contiguous CUDA tensors, not {tensor.device} {tensor.stride()}")
@@ -103,7 +103,7 @@ class Communicator:
         return Work(self, rank, number)
 
     def wait(self, rank: int, number: int) -> None:
-        """Until all ranks wait for it: all of it moves then."""
+        """Waits until all ranks wait for the collective, then moves all of its data."""
         mine = self.started[rank][number]
         with self._changed:
             mine.is_waited = True
@@ -122,7 +122,7 @@ class Communicator:
         ordering.active.wait(mine.transfer)
 
     def barrier(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks have arrived."""
         self._barrier.wait(self.timeout)
 
     def abort(self) -> None:
@@ -134,7 +134,7 @@ class Communicator:
 
 
 def _agree(number: int, rank: int, mine: Collective, other: int, theirs: Collective) -> None:
-    """Two ranks start the same, and what one sends is what the other receives."""
+    """Checks that two ranks start the same collective, and that one receives as much as the other sends."""
     if mine.kind != theirs.kind:
         raise RuntimeError(f"NCCL: collective {number} is {mine.kind} on rank {rank} and {theirs.kind} on rank {other}")
     pairs = ((rank, mine, other, theirs), (other, theirs, rank, mine))
@@ -158,7 +158,7 @@ def _move(everyone: list[Collective]) -> None:
 
 
 def _pieces(tensor: Tensor, splits: list[int]) -> list[Tensor]:
-    """On the host, as bytes; of an all-gather what is sent is one piece."""
+    """Returns the pieces on the host, as bytes; what an all-gather sends is one piece."""
     found = on_host(tensor.view(-1).view(torch.uint8)) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
     return [found] if sum(splits) != found.numel() else list(found.split(splits))
 
@@ -170,7 +170,7 @@ class Work:
         self._communicator, self._rank, self._number = communicator, rank, number
 
     def wait(self) -> None:
-        """The current stream comes after it."""
+        """Makes the current stream wait for the collective."""
         self._communicator.wait(self._rank, self._number)
 
 

@@ -27,17 +27,17 @@ _DONE_KEPT = 256  # transfers that some stream has waited for, and another may n
 
 
 class OrderError(RuntimeError):
-    """Memory of a transfer was used before the stream had waited for it."""
+    """Raised if memory of a transfer was used before the stream had waited for it."""
 
 
 @dataclass(eq=False)
 class Transfer:
-    """One under way.
+    """A transfer that has been started.
 
     Attributes:
-        name: for errors.
-        sent, received: the bytes that it reads and writes, as addresses from and to.
-        waited: the streams that come after it.
+        name: name for errors.
+        sent, received: the bytes that it reads and writes, as a half-open range of addresses.
+        waited: the streams that have waited for it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Watch:
         self.checks = 0
 
     def start(self, name: str, sent: Tensor, received: Tensor) -> Transfer:
-        """Of a transfer; others that use its memory must have been waited for."""
+        """Starts a transfer; earlier transfers with the same memory must have been waited for."""
         transfer = Transfer(name, span(sent), span(received))
         self.touch(f"the start of {name}", [transfer.sent], [transfer.received])
         with self.lock:
@@ -68,7 +68,7 @@ class Watch:
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
-        """The current stream comes after it from now on."""
+        """Makes the current stream wait for a transfer."""
         with self.lock:
             transfer.waited.add(stream())
             if transfer in self.under_way:
@@ -86,7 +86,7 @@ class Watch:
                     raise OrderError(f"{name} {way} memory of {transfer.name}, which its stream has not waited for")
 
     def touch_addresses(self, name: str, addresses: np.ndarray, *, writes: bool) -> None:
-        """The same of a kernel's accesses."""
+        """Checks a kernel's accesses."""
         for transfer in self.unordered():
             for lo, hi in (transfer.received, transfer.sent) if writes else (transfer.received,):
                 if ((addresses >= lo) & (addresses < hi)).any():
@@ -94,7 +94,7 @@ class Watch:
                     raise OrderError(f"{name} {way} memory of {transfer.name}, which its stream has not waited for")
 
     def unordered(self) -> list[Transfer]:
-        """The transfers that the current stream does not come after."""
+        """Returns the transfers that the current stream has not waited for."""
         self.checks += 1
         with self.lock:
             if not self.under_way and not self.done:
@@ -147,7 +147,7 @@ def watching() -> Iterator[Watch]:
 
 
 def check_operator(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
-    """An operator's tensors, before it runs."""
+    """Checks an operator's tensors before it runs."""
     assert active is not None
     if not active.unordered():
         return
@@ -156,7 +156,7 @@ def check_operator(func: Any, args: Any, kwargs: Any, written: list[Any]) -> Non
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from its first to its last byte."""
+    """Returns the addresses from a tensor's first byte to its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -165,7 +165,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlaps(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two ranges have a byte in common."""
+    """Returns True if two ranges have a byte in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator forward or backward. What it returns torch has allocated."""
+    """Runs the operator forward or backward, into memory that torch has allocated."""
     from tools.nullgpu.emulation import on_host
 
     results = func(*args, **kwargs)
@@ -67,5 +67,5 @@ def _scores(q: Tensor, k: Tensor, ratio: int, scale: float, seen: Tensor) -> Ten
 
 
 def _spread(x: Tensor, ratio: int) -> Tensor:
-    """Key heads as each query head reads them."""
+    """Repeats key heads for the query heads that read them."""
     return x.float().repeat_interleave(ratio, 1)

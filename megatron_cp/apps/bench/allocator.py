@@ -1,4 +1,4 @@
-"""Memory that stays with the process once it is freed, so that no call pays for paging it in."""
+"""Keeps freed memory in the process, so that no call pays for paging it in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": st
 
 @contextlib.contextmanager
 def kept_blocks() -> Iterator[None]:
-    """Within it, processes start with an allocator that keeps what is freed."""
+    """Makes processes that start in the block use an allocator that keeps freed memory."""
     before = {name: os.environ.get(name) for name in _ALLOCATOR}
     os.environ.update(_ALLOCATOR)
     try:
@@ -29,9 +29,9 @@ def kept_blocks() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep freed memory of any size: without it a block above 32 MiB is paged in anew each time.
+    """Makes the C library keep freed memory of any size: otherwise a block above 32 MiB is paged in anew each time.
 
-    That would be most of the time of whatever makes one, ours or not. A GPU's caching allocator does the same.
+    That would be most of the time of any code that makes one. A GPU's caching allocator keeps blocks too.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         set_option = ctypes.CDLL(None).mallopt
@@ -43,6 +43,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def page_faults() -> int:
-    """Pages that this thread has had paged in."""
+    """Returns the number of pages that this thread has had paged in."""
     who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(who).ru_minflt

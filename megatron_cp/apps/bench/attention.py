@@ -1,4 +1,4 @@
-"""`megatron-cp bench attention`: every scheme against one rank's kernel, and its memory against the formula."""
+"""`megatron-cp bench attention`: compares every scheme with one rank's kernel, and its memory with the formula."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor
 from megatron_cp import attention
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
-from megatron_cp.apps.bench.spread import formatted, spread
-from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved_order
+from megatron_cp.apps.bench.spread import formatted, spread, table
+from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved
 from megatron_cp.apps.bench.watched_kernels import WatchedAttentionKernel
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -30,20 +31,20 @@ from megatron_cp.testing import Case, PeakMemory, Problem, draw
 SHAPES = {"attention": {"heads": 8, "kv_heads": 2, "head_dim": 64}}
 
 LEGEND = """\
-compute: time inside kernels on the slowest rank, over that of the same kernel on one rank that has the whole batch,
+compute: time inside kernels on the slowest rank, over the time of the same kernel on one rank with the whole batch,
 divided by cp (all ranks run that at once, so that cores and memory are as busy). outside: the share of the busiest
-rank's time, transfers left out, that is not inside kernels: merging, packing, copying. wait: the share of all ranks'
-time by the clock on the wall spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU
-time is that of a rank's own thread, which others on the same core do not change; on CUDA it is that of its stream.
-peak: bytes of all tensors at the worst moment over the formula of the plan; + kernel: with those that the
-kernel makes for itself. Neither has messages in it: buffers are what the group keeps for those, MiB and over their
-formula; all layers share them. sent: MiB to other ranks, of the rank that sends most.
-kernel ms, rank ms: of the slowest rank, inside kernels and in all but transfers; wall ms: by the clock, with transfers
-and with whatever else shares the cores."""
+rank's time, without transfers, that is not inside kernels: merging, packing, copying. wait: the share of all ranks'
+wall-clock time spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU times are those
+of a rank's own thread, which others on the same core do not change; on CUDA they are those of its stream.
+peak: the most bytes of all tensors at a time, over the plan's formula; + kernel: including the kernel's own tensors.
+Both leave out messages. buffers: MiB that the group keeps for messages, which all layers share, and over their formula.
+sent: MiB to other ranks, by the rank that sends most.
+kernel ms, rank ms: the slowest rank's time inside kernels, and its time without transfers; wall ms: by the clock, with
+transfers and with all else that shares the cores."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures every scheme and returns the report."""
     args = with_defaults(args, world, ("attention",), SHAPES)
     cases, not_run = _cases(args, world)
     compared = (case.plan() for case in cases.values())
@@ -71,7 +72,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str, Case], dict[str, str]]:
-    """The case of each scheme, and why the others cannot be run: one that was asked for raises that."""
+    """Returns the case of each scheme, and why others cannot be run; raises that for a scheme that was asked for."""
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
     hosts = hosts_of_job(args, world, args.cp)
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
@@ -94,13 +95,13 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        kernel: its name.
-        spent: for each scheme, and "" for one rank with the whole batch, and each direction: every repeat.
-        peaks: for each scheme and direction the most bytes, without and with what the kernel makes for itself.
-        buffers: for each scheme, bytes of the buffers that one step needs.
+        kernel: name of the kernel.
+        spent: timings of every repeat, by scheme and direction; scheme "" is one rank with the whole batch.
+        peaks: the most bytes, without and with the kernel's own tensors, by scheme and direction.
+        buffers: bytes of the buffers that one step needs, by scheme.
     """
 
     kernel: str
@@ -110,7 +111,7 @@ class Seen:
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """Everything on one rank: memory first, which also makes the batch's tables, then times, schemes in turn."""
+    """Measures on one rank: memory first, which also makes the batch's tables, then times, with schemes in turn."""
     whole = replace(
         next(iter(cases.values())),
         cp=1, layout="contiguous", align=1, scheme="a2a", ulysses_degree=None, head_chunks=None,
@@ -119,7 +120,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     watch = Watch(torch.device(whole.device).type)
     runs = {scheme: _Run(case, problem, group, watch) for scheme, case in cases.items()}
     runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0], watch)
-    seen = Seen(runs[""].kernel.name, {(name, way): [] for name in runs for way in DIRECTIONS})
+    seen = Seen(runs[""].kernel.name)
     for name, each in runs.items():
         group.buffers = Buffers()
         each.step(lambda _, call: call(), group)
@@ -127,20 +128,13 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
             seen.buffers[name] = group.buffers.size
             without, with_kernel = (each.peaks(group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
-    for name in interleaved_order(list(runs), repeats):
-
-        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-            group.barrier()
-            result, spent = watch.timed(call)
-            seen.spent[name, way].append(spent)
-            return result
-
-        runs[name].step(timed, WatchedGroup(group, watch))
+    steps = {name: partial(run.step, group=WatchedGroup(group, watch)) for name, run in runs.items()}
+    seen.spent = interleaved(steps, repeats, watch, group.barrier)
     return seen
 
 
 class _Run:
-    """One case on one rank, which may be run again and again."""
+    """A case on one rank, which may be run repeatedly."""
 
     def __init__(self, case: Case, problem: Problem, group: RankGroup, watch: Watch) -> None:
         self.case, self.plan, self.alone = case, case.plan(), group if case.cp == 1 else None
@@ -152,7 +146,7 @@ class _Run:
         self.gradient = self._own(problem.output_gradient, group.rank)
 
     def step(self, measure: Measure, group: RankGroup, kernel: AttentionKernel | None = None) -> None:
-        """Forward and backward, each through `measure(direction, call)`, by the watched kernel or another."""
+        """Runs forward and backward, both through `measure(direction, call)`, with the watched kernel or another."""
         q, k, v = self.inputs
         out = measure(
             "forward",
@@ -166,7 +160,7 @@ class _Run:
             measure("backward", lambda: torch.autograd.grad(out, self.inputs, self.gradient))
 
     def peaks(self, group: RankGroup, *, hides: bool) -> dict[str, int]:
-        """The most bytes of each direction; those of tensors that kernels make are left out if `hides`."""
+        """Returns the most bytes of each direction; `hides` leaves out the tensors that kernels make."""
         kernel = WatchedAttentionKernel(self._unwatched, self._watch, hides_tensors=hides)
         memory, peaks = PeakMemory(), {}
 
@@ -185,8 +179,6 @@ class _Run:
 
 
 def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any]:
-    """What the ranks found, ratios first: for each measure, scheme and direction."""
-
     def spent(scheme: str, way: str, what: str) -> Any:
         return np.array([[getattr(each, what) for each in rank.spent[scheme, way]] for rank in ranks])
 
@@ -239,10 +231,10 @@ def _each(cases: dict[str, Case], value: Callable[[str, str], Any]) -> dict[str,
 
 def _text(case: Case, data: dict[str, Any]) -> str:
     columns = (
-        "scheme", "", "compute", "outside", "wait", "peak", "+ kernel", "kernel ms", "rank ms", "wall ms", "peak MiB",
+        "compute", "outside", "wait", "peak", "+ kernel", "kernel ms", "rank ms", "wall ms", "peak MiB",
         "buffers", "sent",
     )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'--:|' * (len(columns) - 2)}"]
+    rows = []
     held = {
         scheme: f"{size / 2**20:.1f}" + (f" ({ratio:.2f})" if ratio else "")
         for (scheme, size), ratio in zip(
@@ -255,14 +247,13 @@ def _text(case: Case, data: dict[str, Any]) -> str:
             def of(name: str, scheme: str = scheme, way: str = way) -> Any:
                 return data[name][scheme][way]
 
-            cells = [
+            rows.append([
                 scheme, way, formatted(of("compute_over_ideal")), formatted(of("outside_kernel_share"), percent=True),
                 formatted(of("wait_share"), percent=True), f"{of('peak_over_formula'):.2f}",
                 f"{of('peak_with_kernel_over_formula'):.2f}",
                 *(f"{of(name)['median']:.1f}" for name in ("kernel_ms", "busy_ms", "wall_ms")),
                 f"{of('peak_bytes') / 2**20:.1f}", held[scheme], f"{max(of('bytes_sent_per_rank')) / 2**20:.1f}",
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+            ])  # fmt: skip
     alone = ", ".join(f"{way} {data['one_rank_kernel_ms'][way]['median']:.1f} ms" for way in DIRECTIONS)
     tokens = f"{sum(data['lengths'])} tokens in {counted(len(data['lengths']), 'document')}"
     heads = f"heads {case.heads}/{case.groups} of {case.head_dim}/{case.value_head_dim}"
@@ -271,7 +262,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
         f"attention cp={data['cp']} {case.layout} {case.mask}, {tokens}, {heads}, {dtype} on {data['device']}, "
         f"kernel {data['kernel']}, {data['repeats']} repeats; torch {data['torch']}, {data['cores']} cores",
         "",
-        *lines,
+        *table(("scheme", ""), columns, rows),
         "",
         f"The whole batch on one rank, inside the kernel: {alone}.",
         *(f"{scheme} was not run: {reason}" for scheme, reason in data["not_run"].items()),

@@ -1,8 +1,8 @@
-"""Measures the rates that predictions take from a preset, on the ranks at hand: `bench planner --calibrate`.
+"""Measures the rates that predictions take from a preset, on these ranks: `bench planner --calibrate`.
 
-All ranks measure at a time, so that what they share (cores, memory, links) is shared as in a step. Rates of local work
-are of a rank's own thread by its own clock, which stands still while another one has its core: how ranks take turns is
-predicted.
+All ranks measure at the same time, so that shared cores, memory and links are shared as in a step. Rates of local work
+are those of a rank's own thread by its own clock, which stands still while another thread has its core: predictions
+account for how ranks take turns.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron_cp.testing import Case
 
 HEAD_DIMS = (64, 128)
 _TOKENS, _FEW, _CHUNK = 2048, 8, 64
-_SHORT, _MORE = 256, 5  # tokens up to which a layer is timed so many times as often, since it takes so little
+_SHORT, _MORE = 256, 5  # a layer of at most 256 tokens is timed 5 times as often, since it takes so little
 _HEADS, _GROUPS = 4, 2
 _SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
-_IN_A_ROW = 20, 4  # of each, so many
+_IN_A_ROW = 20, 4  # small and large messages that follow one another
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds
@@ -39,13 +39,13 @@ _SLOWEST_LAUNCH = 1e-2  # seconds
 
 @dataclass(frozen=True)
 class Bench:
-    """How long a call takes, all ranks at a time: medians over repeats.
+    """Measures how long a call takes on all ranks at the same time, in medians over repeats.
 
     Attributes:
         group: the ranks.
-        repeats: how often each call is timed.
-        dtype: of what layers compute.
-        crowd: ranks for each core that they share; at least 1.
+        repeats: number of timings of each call.
+        dtype: type in which layers compute.
+        crowd: number of ranks for each core that they share; at least 1.
     """
 
     group: RankGroup
@@ -54,11 +54,11 @@ class Bench:
     crowd: float = 1.0
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
-        """On the slowest rank, by the clock, of one of so many calls one after another."""
+        """Returns the slowest rank's seconds, by the clock, for one of `times` calls one after another."""
         return self.slowest(self._timed(call, times, time.perf_counter))[0]
 
     def work(self, call: Callable[[], object], times: int = 1) -> float:
-        """Seconds of a rank's own thread."""
+        """Returns the mean seconds of a rank's own thread."""
         return self._mean(self._timed(call, times, time.thread_time))[0]
 
     def _timed(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> list[tuple[float, ...]]:
@@ -73,19 +73,19 @@ class Bench:
         return taken
 
     def slowest(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
-        """For each of what was timed in every repeat the median of the slowest rank's."""
+        """Returns the median over repeats of the slowest rank's time, for each of the things timed."""
         everyone = np.array(self.group.all_gather_object(taken))  # [ranks, repeats, n]
         found: list[float] = np.median(everyone.max(axis=0), axis=0).tolist()
         return found
 
     def _mean(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
-        """For each of what was timed in every repeat the median of the ranks' mean."""
+        """Returns the median over repeats of the ranks' mean time, for each of the things timed."""
         everyone = np.array(self.group.all_gather_object(taken))
         found: list[float] = np.median(everyone.mean(axis=0), axis=0).tolist()
         return found
 
     def layer(self, case: Case) -> tuple[float, float]:
-        """Seconds of a rank's own thread in a layer of one rank, forward and backward, each rank for itself."""
+        """Returns the seconds of a rank's own thread in a layer that each runs for itself, forward and backward."""
         step = LayerStep(case, ThreadGroup.create(1)[0])
         times = self.repeats * (1 if sum(case.lengths) > _SHORT else _MORE)
         taken = [step.timed(self.group, time.thread_time) for _ in range(times + 1)][1:]
@@ -93,19 +93,19 @@ class Bench:
         return forward, backward
 
     def step(self, step: LayerStep) -> tuple[float, float]:
-        """Seconds of a layer that the ranks compute together, forward and backward."""
+        """Returns the seconds of a layer that the ranks compute together, forward and backward."""
         forward, backward = self.slowest([step.timed(self.group) for _ in range(self.repeats + 1)][1:])
         return forward, backward
 
     def attention(self, lengths: Sequence[int], head_dim: int = HEAD_DIMS[0], mask: str = "causal") -> Case:
-        """An attention of one rank."""
+        """Returns an attention on one rank."""
         return Case(
             "attention", 1, tuple(lengths), heads=_HEADS, groups=_GROUPS, head_dim=head_dim, value_head_dim=head_dim,
             mask=mask, dtype=self.dtype,
         )  # fmt: skip
 
     def linear(self, kind: str, tokens: int, head_dim: int = HEAD_DIMS[0]) -> Case:
-        """A linear layer of one rank on one document."""
+        """Returns a linear layer on one rank and one document."""
         return Case(
             kind, 1, (tokens,), heads=_HEADS, groups=_GROUPS, head_dim=head_dim, value_head_dim=head_dim,
             dtype=self.dtype,
@@ -113,7 +113,7 @@ class Bench:
 
 
 def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
-    """A machine of the ranks at hand, the same on every rank: medians over `repeats`."""
+    """Returns a machine with the rates of these ranks, the same on every rank, in medians over `repeats`."""
     hosts, (cores, shares_cores) = hosts_of(group), _cores(group)
     together = len(hosts) if shares_cores else max(map(hosts.count, hosts))
     bench = Bench(group, repeats, dtype, max(1.0, together / cores))
@@ -140,7 +140,7 @@ def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
 
 
 def _cores(group: RankGroup) -> tuple[int, bool]:
-    """Cores of a rank's computer, the fewest of all, and whether ranks of several hosts are on one computer."""
+    """Returns the fewest cores of a rank's computer, and True if ranks of several hosts are on one computer."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     own = boot.read_text().strip() if boot.is_file() else platform.node()
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -165,9 +165,9 @@ def _matrix_rate(bench: Bench) -> float:
 
 
 def _with_attention(rates: Hardware, bench: Bench) -> Hardware:
-    """What a call, a band, a query and a pair take, from batches with many of one and few of the others.
+    """Adds the times of a call, a band, a query and a pair, from batches with many of one and few of the others.
 
-    All pairs are visible but for the last two batches, which say how many more a causal mask computes.
+    All pairs are visible except in the last two batches, which show how many more a causal mask computes.
     """
     count, short, size = 64, 128, HEAD_DIMS[0]
     calls = bench.layer(bench.attention([_FEW], mask="full"))
@@ -207,9 +207,9 @@ def _pairs(case: Case, tile: int) -> int:
 
 
 def _with_linear(found: Machine, bench: Bench) -> Hardware:
-    """What the convolution takes, and each kind's rule beside its convolution and gates, whose work is predicted.
+    """Adds the rates of the convolution, and of each kind's rule without convolution and gates, which are predicted.
 
-    By the difference of many tokens and few: what few take as well is the host's.
+    A rate is the difference between many tokens and few; the time that few tokens take as well belongs to the host.
     """
     few, many = (bench.layer(bench.linear(CONV1D.name, tokens)) for tokens in (_FEW, _TOKENS))
     channels = bench.linear(CONV1D.name, _FEW).linear_shape.heads
@@ -232,7 +232,7 @@ def _with_linear(found: Machine, bench: Bench) -> Hardware:
 
 
 def _fitted_launch(found: Machine, bench: Bench, hosts: tuple[int, ...]) -> float:
-    """What packing, merging and ordering take beside their bytes: as much as layers of few tokens take longer."""
+    """Returns the time to launch an operation that explains how long layers of few tokens take beyond their bytes."""
     size, topology = bench.group.size, found.topology(bench.group.size, hosts)
     sizes = {"heads": 2 * size, "groups": size, "head_dim": 8, "value_head_dim": 8}
     shape: dict[str, Any] = {**sizes, "dtype": bench.dtype}
@@ -258,9 +258,10 @@ def _fitted_launch(found: Machine, bench: Bench, hosts: tuple[int, ...]) -> floa
 
 
 def _handling(bench: Bench, hosts: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds of a rank's own thread for a small message, and bytes a second that its process sends and receives.
+    """Returns the seconds of a rank's thread for a small message, and the bytes a second that its process transfers.
 
-    To a rank of its own host, if any host has two: over a slow link threads wake up for every few packets.
+    The message goes to a rank of its own host, if any host has two: over a slow link threads wake up for every few
+    packets.
     """
     group, found = bench.group, []
     same = any(hosts.count(host) > 1 for host in hosts)
@@ -278,10 +279,10 @@ def _handling(bench: Bench, hosts: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Link, Link]:
-    """Between ranks of one host and of two, by small and by large messages between neighbours, all at a time.
+    """Returns the links within a host and between hosts, from small and large messages between neighbours, all at once.
 
-    Several one after another, since flows that share a link are not served evenly, nor do ranks begin at once. Between
-    hosts the ranks of a host share its card, so that has as many times the rate of a rank.
+    Several messages follow one another, since flows that share a link are not served evenly, nor do ranks begin at
+    once. The ranks of a host share its card between hosts, so a card's rate is that of a rank times their number.
     """
     group, links = bench.group, {}
     place = {way: _partner(hosts, group.rank, same=way) for way in (True, False)}
@@ -305,7 +306,7 @@ def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Lin
 
 
 def _partner(hosts: tuple[int, ...], rank: int, *, same: bool) -> int | None:
-    """Whom a rank exchanges messages with: the next one in pairs that are disjoint."""
+    """Returns the rank with which a rank exchanges messages: the next one in disjoint pairs."""
     free = list(range(len(hosts)))
     while free:
         first = free.pop(0)

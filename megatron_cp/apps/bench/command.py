@@ -1,6 +1,6 @@
-"""`megatron-cp bench`: how far an operation is from its limits, in ratios that were taken in one run.
+"""`megatron-cp bench`: measures how far an operation is from its limits, in ratios that are taken in one run.
 
-Its options, and which benchmark is asked for. What measures is imported when it runs.
+It defines the options and chooses the benchmark, whose module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -17,65 +17,70 @@ from megatron_cp.errors import ArgumentError
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
-HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
+HELP = "measure a layer: local work, waits, memory and bytes, each over its limit"
 BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs", "planner")
 DEVICES = ("cpu", "cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
     wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
     parser.add_argument(
         "--cp",
         type=positive,
         metavar="N",
-        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {wire}, of packs "
+        help=f"context-parallel size (default: {RANKS}; for exchange {EXCHANGE_RANKS}, for wire {wire}, for packs "
         f"{packs})",
     )
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
     add_layer_arguments(parser, dtype="float32")
     add_batch_arguments(parser)
     ours = {
-        "layer": "of linear: gdn, kda, mamba or conv1d (default: gdn)",
-        "scheme": "of attention: one scheme; all that the ranks can run if left out",
+        "layer": "for linear: gdn, kda, mamba or conv1d (default: gdn)",
+        "scheme": "for attention: one scheme (default: all that the ranks can run)",
         "model": "the layer's shape in a known model (default: a few heads)",
-        "layout": "default: zigzag; of linear: contiguous",
-        "dtype": "default: float32; of exchange, layer and wire bfloat16, as of all on cuda",
+        "layout": "default: zigzag; for linear: contiguous",
+        "dtype": "default: float32; bfloat16 for exchange, layer and wire, and on cuda",
     }
     for action in parser._actions:
         action.help = ours.get(action.dest, action.help)
     parser.set_defaults(layer=None, dtype=None)  # depend on what is measured, and on the device
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
-    parser.add_argument("--device", choices=DEVICES, help="default: cuda where there is one")
-    parser.add_argument("--ranks", choices=RANK_KINDS, default="processes", help="local ranks; torchrun brings its own")
+    parser.add_argument("--device", choices=DEVICES, help="default: cuda if present")
+    parser.add_argument(
+        "--ranks", choices=RANK_KINDS, default="processes", help="kind of local ranks; ignored under torchrun"
+    )
     cells = "RANKSxTOKENS/DOCUMENTS,..."
     parser.add_argument(
         "--cells",
         metavar=cells,
-        help="of exchange: what is timed between processes, beside the local part, whose size --tokens-per-rank sets",
+        help="for exchange: batches to time between processes; --tokens-per-rank sets that of the local part",
     )
-    parser.add_argument("--only", metavar="PART,...", help="of wire: transports, codecs or overlap (default: all)")
+    parser.add_argument("--only", metavar="PART,...", help="for wire: transports, codecs or overlap (default: all)")
     parser.add_argument(
         "--profile",
         metavar="FILE.json",
-        help="of layer: a Chrome trace of one forward and backward of our layer on rank 0, made once all is measured; "
-        "of two layers FILE.gdn.json and FILE.mamba.json",
+        help="for layer: file for a Chrome trace of one forward and backward of our layer on rank 0, made last; "
+        "two layers make FILE.gdn.json and FILE.mamba.json",
     )
     parser.add_argument(
-        "--batches", type=positive, metavar="N", help="of packs: global batches for each number of ranks (default: 100)"
+        "--batches",
+        type=positive,
+        metavar="N",
+        help="for packs: global batches for each number of ranks (default: 100)",
     )
     parser.add_argument(
-        "--calibrate", metavar="FILE.toml", help="of planner: where to write the rates of this machine, as a preset"
+        "--calibrate", metavar="FILE.toml", help="for planner: file for the rates of this machine, as a preset"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME-OR-FILE", help="of planner: the machine to predict for (default: measured beforehand)"
+        "--gpu", metavar="NAME-OR-FILE", help="for planner: machine for which to predict (default: measured beforehand)"
     )
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measures, on local ranks or on those of torchrun."""
+    """Measures, on local ranks or those of torchrun."""
     if args.what not in BENCHMARKS:
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS))
     of_one = {
@@ -84,7 +89,7 @@ def run(args: argparse.Namespace) -> Report:
     }  # fmt: skip
     for option, benchmark in of_one.items():
         if getattr(args, option) is not None and args.what != benchmark:
-            raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
+            raise ArgumentError(f"--{option}", getattr(args, option), f"only with bench {benchmark}")
     check_paths(args)
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The ways to do one head exchange that `megatron-cp bench exchange` compares: ours, and megatron-core's two.
+"""The head exchanges that `megatron-cp bench exchange` compares: ours, and megatron-core's two.
 
 Shapes: `t` a rank's tokens, `T` all tokens, `f` features of all sections, `h` heads, `d` head size.
 """
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, GATES, SENT, Batch, compare, in_place, leaf
+from megatron_cp.apps.bench.timing import Measure
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, TorchGroup, ToTokensInParts, start_to_heads
+from megatron_cp.executor import Communicator, ToHeadsInParts, TorchGroup, ToTokensInParts
 from megatron_cp.testing import Case
 
 LOOP = "loop"
@@ -30,18 +31,19 @@ Forms = dict[str, Callable[[Outputs], Gradients]]
 
 @dataclass
 class Contender:
-    """One way to do one exchange.
+    """An implementation of one exchange.
 
     The gradient of every element is the element itself, so that the gradient of each input must be the input.
 
     Attributes:
+        name: name in the tables.
         way: "inbound" (tokens to heads) or "outbound".
         inputs: leaves of the graph.
-        entering: bytes of what enters the exchange: the unit of copy passes.
-        forward: from the inputs to what the layer goes on with.
-        gradients: for each form in which the gradients of those arrive, how to get them.
-        expected: what `forward` must return.
-        case: whose codec says how exactly.
+        entering: bytes of the tensors that enter the exchange; copies are counted in this unit.
+        forward: makes the tensors with which the layer goes on from the inputs.
+        gradients: for each form in which gradients arrive, a function that makes them.
+        expected: the tensors that `forward` must return.
+        case: the case, whose codec sets the tolerance.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Contender:
     case: Case
 
     def check(self) -> None:
-        """Raises unless this delivers what it should, forward and backward."""
+        """Raises unless the results are as expected, forward and backward."""
         outputs = self.forward()
         compare(f"{self.name}, {self.way}", outputs, self.expected, self.case)
         for form, gradients_of in self.gradients.items():
@@ -62,8 +64,8 @@ class Contender:
             found = torch.autograd.grad(outs, self.inputs, gradients, retain_graph=True)
             compare(f"{self.name}, {self.way}, gradients {form}", found, self.inputs, self.case)
 
-    def run(self, measure: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """Forward, and backward for each form of gradients, every stage through `measure(key, call)`."""
+    def run(self, measure: Measure) -> None:
+        """Runs forward, and backward for each form of gradients, every stage through `measure(key, call)`."""
         outputs = measure(self.key("forward"), self.forward)
         for form, gradients_of in self.gradients.items():
             outs, gradients = gradients_of(outputs)
@@ -74,25 +76,27 @@ class Contender:
             return torch.autograd.grad(outs, self.inputs, gradients, retain_graph=True)
 
     def key(self, direction: str, form: str = "") -> str:
-        """What a stage is known by."""
+        """Returns the key of a stage in the results."""
         return "|".join((f"{self.way} {direction}", self.name, form))
 
 
 def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
-    """Both directions from one layout: with the gate, as Megatron sends it, and without, as the layer does it."""
+    """Returns both directions from one layout: with the gate, as Megatron sends it, and without, as ours does."""
     rank, case = comm.rank, batch.case
 
     def separate(outputs: Outputs) -> Gradients:
         return outputs, [output.detach().clone(memory_format=torch.contiguous_format) for output in outputs]
 
     def arrive(exchange: Exchange, *tensors: Tensor) -> Outputs:
-        return [section for arrived in start_to_heads(exchange, comm, *tensors) for section in arrived()]
+        inbound = ToHeadsInParts(exchange, comm)
+        inbound.start(*tensors)
+        return [section for part in range(inbound.num_parts) for section in inbound.finish(part)]
 
     def placed(exchange: Exchange, inputs: list[Tensor]) -> Callable[[Outputs], Gradients]:
         count = len(exchange.sections.blocks)
 
         def gradients(_: Outputs) -> Gradients:
-            # Row-major is what lets them leave as they lie.
+            # Row-major outputs can be sent in place.
             outputs = arrive(replace(exchange, section_major=False), *inputs)
             values = [output.detach() for output in outputs]
             parts = [values[start : start + count] for start in range(0, len(values), count)]
@@ -140,7 +144,7 @@ def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
 
 
 def megatrons(batch: Batch, group: TorchGroup) -> tuple[list[Contender], Callable[[], None]]:
-    """Both directions, fused and in loops, and the checks of the documents that come before."""
+    """Returns both directions, fused and in loops, and the checks of the documents that precede them."""
     from megatron_cp.apps.bench.peers.head_exchange import StockExchange
 
     rank, size, case = group.rank, group.size, replace(batch.case, codec="none")

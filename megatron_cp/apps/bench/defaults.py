@@ -1,4 +1,4 @@
-"""What a benchmark measures unless told otherwise: how many ranks, which layer, which batch."""
+"""Defaults of a benchmark: number of ranks, layer and batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from megatron_cp.errors import ArgumentError
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
-# Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
+# Sizes of local runs without --cp. EXCHANGE_RANKS is for exchange's local part; between processes it has others.
 RANKS, EXCHANGE_RANKS, WIRE_RANKS, PACK_RANKS = 2, 4, (3, 4, 5, 8), (1, 2, 4, 8)
 
 
 def with_defaults(
     args: argparse.Namespace, world: TorchGroup | None, layers: Sequence[str], shapes: Mapping[str, Mapping[str, int]]
 ) -> argparse.Namespace:
-    """What was asked for, and for the rest a layer and a batch on which ratios mean something.
+    """Returns the options, with a layer and a batch on which ratios mean something for those that are not given.
 
     Args:
-        layers: that the benchmark measures; the first if none was asked for.
-        shapes: of each layer where neither a model nor heads are asked for, by the names of options.
+        args: the options of the command.
+        world: the ranks of the job, or None.
+        layers: the layers that the benchmark measures; the first is the default.
+        shapes: each layer's default shape, by the names of options, for runs without a model or heads.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""`megatron-cp bench exchange`: Gated DeltaNet's head exchange beside a copy of its bytes and megatron-core's own."""
+"""`megatron-cp bench exchange`: compares Gated DeltaNet's head exchange with a copy and with megatron-core's own."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _CELL_RANKS = (2, 4)
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures every exchange and returns the report."""
     if args.ranks != "processes":
-        raise ArgumentError("--ranks", args.ranks, "processes", f"{MEGATRON} knows no other ranks.")
+        raise ArgumentError("--ranks", args.ranks, "processes", f"{MEGATRON} runs on no other ranks.")
     if args.scheme not in (None, HEADWISE.name):
-        raise ArgumentError("--scheme", args.scheme, HEADWISE.name, "That is the one that exchanges heads.")
+        raise ArgumentError("--scheme", args.scheme, HEADWISE.name, "No other scheme exchanges heads.")
     asked = world.size if world else args.cp
     args = argparse.Namespace(**vars(args))
     args.dtype, args.scheme = args.dtype or "bfloat16", "headwise"
@@ -110,7 +110,7 @@ def _reported(local: Case, cases: list[Case], args: argparse.Namespace, world: T
 
 
 def _cells(given: str | None, ranks: int | None, world: TorchGroup | None) -> list[tuple[int, int, int]]:
-    """Ranks, tokens and documents of each exchange that is timed between processes."""
+    """Returns the ranks, tokens and documents of each exchange that is timed between processes."""
     if given is None:
         return [(size, *batch) for size in ([ranks] if ranks else _CELL_RANKS) for batch in _CELLS]
     cells = []
@@ -133,7 +133,7 @@ def _of_cell(case: Case, cell: tuple[int, int, int]) -> Case:
 
 
 def measure(group: TorchGroup, cases: list[Case], repeats: int, with_megatron: bool) -> list[OnRank]:
-    """Everything on one rank, cell by cell."""
+    """Measures every cell on one rank."""
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
@@ -141,7 +141,7 @@ def measure(group: TorchGroup, cases: list[Case], repeats: int, with_megatron: b
 
 
 def _measured(group: TorchGroup, case: Case, repeats: int, *, with_megatron: bool) -> OnRank:
-    """One cell: the same bits first, then counts, then times."""
+    """Measures one cell: compares the results bit by bit, then counts, then times."""
     batch, watch = Batch(case), Watch(torch.device(case.device).type)
     contenders: list[Contender] = []
     syncs, counters = None, Counters()
@@ -165,7 +165,7 @@ def _measured(group: TorchGroup, case: Case, repeats: int, *, with_megatron: boo
 def _counted(
     counters: Counters, stages: dict[str, Seen], contender: Contender, key: str, call: Callable[[], Any]
 ) -> Any:
-    """`call()`, and what it adds to the counters, which see the groups of ours."""
+    """Returns `call()`, and stores what it adds to the counters, which watch our groups."""
     before = _counts(counters)
     with counters:
         result = call()
@@ -175,13 +175,13 @@ def _counted(
 
 
 def _worked(stages: dict[str, Seen], device: str, key: str, call: Callable[[], Any]) -> Any:
-    """`call()`, and what the host does for it."""
+    """Returns `call()`, and stores the host's work for it."""
     stages[key].work = host_work(call, torch.device(device).type)
     return call()
 
 
 def _counts(counters: Counters) -> tuple[int, int, int]:
-    """Bytes written by copies, collectives, and waits of the host."""
+    """Returns the bytes written by copies, the collectives, and the waits of the host."""
     return sum(counters.copied.values()), counters.collectives, sum(counters.host_syncs.values())
 
 
@@ -193,7 +193,7 @@ def _time(
     numbers = [str(number) for number in range(len(contenders))]
 
     def collective(size: int) -> None:
-        """The bare one, of as many bytes in equal pieces."""
+        """Runs a bare collective of as many bytes in equal pieces."""
         equal = size // group.size * group.size
         dist.all_to_all_single(target[:equal], source[:equal], group=group.group)
 

@@ -1,4 +1,4 @@
-"""What `megatron-cp bench exchange` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench exchange`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.apps.bench.contenders import LOOP, SEPARATE
 from megatron_cp.apps.bench.local_part import local_table
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, LAYOUTS
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, Timing
 from megatron_cp.plan import counted
 from megatron_cp.testing import Case, HostWork
@@ -23,30 +23,30 @@ TARGETS = {LOOP: 5.0, MEGATRON: 3.0}  # over ours, at least, as geometric means
 LEAST_OVER_MEGATRON, MOST_OVER_COLLECTIVE = 1.0, 1.5  # in every cell and direction
 
 LEGEND = f"""\
-Local part: one rank's, on one thread, of messages that are there already. Every stage is timed beside a copy of the
-bytes that enter it between two buffers that are in memory. Ours packs into pooled buffers; whatever else is made, by
-either side, comes from an allocator that keeps what is freed, so that nothing is paged in: *faults* counts the pages
-that were, in the median call. {MEGATRON}: its order of heads and its split and cat before the collective, its gather of
-tokens after it; to tokens, autograd's way back through the same.
-One exchange: {MEGATRON} is what `GatedDeltaNet.forward` does around its collective, the order of tokens built in each
-layer included; {LOOP} is what {MEGATRON} did before, with its own functions: a call for every document and section.
-Medians [quartiles] over the repeats of ratios within each, wall time of the slowest rank; *local*: time of that rank's
-own thread without the wire; *both*: of the sums of forward and backward in each repeat; *copy*: one warm copy of what
-enters the exchange, on all ranks at once.
-*Gradients* arrive on the head side in tensors of their own, as most kernels return them (for {MEGATRON} after its own
-`torch.split`); *in place* is where the inputs stood, as a kernel that asked `like_rows` for its buffers writes them:
-they leave as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Those of separate
-tensors leave section by section. The limit of unpacking is for these, which are Gated DeltaNet's.
-*Cut from one projection*: what travels is columns of one tensor with the gate; autograd joins the gradients of all.
-*Passes*: bytes written by copy-like operators in units of what enters; *MiB*: the same bytes on a rank. *Syncs*:
-operators and methods that make the host wait. *Host us*: by the clock until the call returns, on the CPU all of it;
-*calls* of functions of Python, *operators* of torch with views, and on CUDA *launches*, on one rank.
+Local part: one rank's work on one thread, on messages that have arrived. Every stage is timed beside a copy of the
+bytes that enter it between two buffers in memory. Ours packs into pooled buffers; all else that either side makes comes
+from an allocator that keeps freed memory, so that nothing is paged in: *faults* counts the pages that were paged in
+nevertheless, in the median call. {MEGATRON}: its order of heads and its split and cat before the collective, its gather
+of tokens after it; to tokens, autograd's reverse of the same.
+One exchange: {MEGATRON} is the work of `GatedDeltaNet.forward` around its collective, with the order of tokens that it
+builds in each layer; {LOOP} is the work of {MEGATRON} before, with its own functions: a call for every document and
+section. Medians [quartiles] over the repeats of ratios within one repeat, wall time of the slowest rank; *local*: time
+of that rank's own thread without transfers; *both*: ratio of the sums of forward and backward in one repeat; *copy*:
+one warm copy of the bytes that enter the exchange, on all ranks at once.
+*Gradients* arrive on the head side in separate tensors, as most kernels return them (for {MEGATRON} after its own
+`torch.split`), or *in place* of the inputs, as a kernel writes them that asks `like_rows` for its buffers: these are
+sent as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Others are sent section
+by section; Gated DeltaNet's are such, and the limit of unpacking is for them.
+*Cut from one projection*: columns of one tensor with the gate are sent; autograd joins the gradients of all.
+*Passes*: bytes written by copy-like operators over bytes that enter; *MiB*: the same bytes on a rank. *Syncs*:
+operators and methods that make the host wait. *Host us*: time by the clock until the call returns, on the CPU all;
+*calls* of Python functions, *operators* of torch with views, and on CUDA *launches*, on one rank.
 *Collective*: one bare `all_to_all_single` of as many bytes as enter, in equal pieces, own piece included."""
 
 
 @dataclass
 class Seen:
-    """What one stage of one contender did on one rank."""
+    """The measurements of one stage of one contender on one rank."""
 
     entering: int
     written: int = 0
@@ -60,14 +60,14 @@ class Seen:
 
 @dataclass
 class OnRank:
-    """What one rank saw."""
+    """The measurements of one rank."""
 
     stages: dict[str, Seen]
     syncs_in_checks: dict[str, int] | None = None
 
 
 def cell_rows(case: Case, ranks: list[OnRank]) -> dict[str, Any]:
-    """One row a stage, contender and form of gradients: counts of the busiest rank, times of the slowest."""
+    """Returns a row for each stage, contender and form: the busiest rank's counts and the slowest rank's times."""
     stages = [rank.stages for rank in ranks]
     times = {key: _slowest(stages, key, "wall") for key in stages[0]}
 
@@ -124,7 +124,7 @@ def _slowest(stages: Sequence[Mapping[str, Seen]], key: str, what: str) -> Any:
 
 
 def _both_ways(times: Mapping[str, Any], peer: str) -> dict[str, Any]:
-    """How much longer the peer takes than each of ours, with gradients in tensors of their own; nothing without it."""
+    """Returns the peer's time over ours, with gradients in separate tensors; empty if the peer was not run."""
     found: dict[str, Any] = {}
     for way, form in (("inbound", SEPARATE), ("outbound", "")):
         stages = (f"{way} forward", ""), (f"{way} backward", form)
@@ -143,7 +143,7 @@ def _both_ways(times: Mapping[str, Any], peer: str) -> dict[str, Any]:
 
 
 def exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means over the cells, the targets, and the cells."""
+    """Returns geometric means over the cells, the targets, and the cells."""
 
     def means(peer: str) -> dict[str, Any]:
         of_cells = [cell[f"{_peer(peer)}_over_ours"] for cell in cells]
@@ -167,9 +167,9 @@ def exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limits(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of all stages, directions and cells of ours, as layers send: over megatron-core and a bare collective.
+    """Returns our worst ratios to megatron-core and a bare collective, among all stages, directions and cells.
 
-    Inbound with gradients in tensors of their own, as Gated DeltaNet's are.
+    Gradients inbound are in separate tensors, as Gated DeltaNet's are.
     """
     forms = {"inbound forward": "", "inbound backward": SEPARATE, "outbound forward": "", "outbound backward": ""}
     own = [
@@ -199,7 +199,7 @@ def _of_copies(data: dict[str, Any]) -> str:
 
 
 def text(case: Case, data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     sizes = f"{case.head_dim}/{case.value_head_dim}"
     chunks = counted(data["head_chunks"], "head chunk")
     wire = f"{chunks}, transport {data['transport']}, codec {data['codec']}"
@@ -234,7 +234,7 @@ def text(case: Case, data: dict[str, Any]) -> str:
 
 
 def _verdicts(data: dict[str, Any]) -> list[str]:
-    """Whether each target is met, and where it is missed most."""
+    """Says for each target whether it is met, and names the cell that is furthest from it."""
     local = [
         f"Local part, {what}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
         f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
@@ -269,63 +269,52 @@ def _cell_name(cell: Mapping[str, Any]) -> str:
 
 
 def _cells_table(data: dict[str, Any]) -> list[str]:
-    """A row for each cell, contender and way, forward and backward beside each other."""
+    """Returns a row for each cell, contender and way, with forward and backward beside each other."""
+    columns = (
+        "forward ms", "of it local", "backward ms", "of it local", "forward / copy", "backward / copy",
+        "forward / collective", "backward / collective", "loop / this", f"{MEGATRON} / this",
+    )  # fmt: skip
     lines = []
     for cell in data["cells"]:
         rows = {(row["stage"], row["contender"], row["gradients"]): row for row in cell["rows"]}
-        lines += [
-            f"{_cell_name(cell)}:",
-            "",
-            "| | forward ms | of it local | backward ms | of it local | forward / copy | backward / copy "
-            "| forward / collective | backward / collective | loop / this | megatron-core / this |",
-            f"|---|{'--:|' * 10}",
-        ]
+        of_cell = []
         for way, form in (("inbound", SEPARATE), ("outbound", "")):
             for name in [contender for stage, contender, _ in rows if stage == f"{way} forward"]:
                 both = [rows[f"{way} forward", name, ""], rows[f"{way} backward", name, form]]
                 key = f"{way}, {name}"
                 ratios = [cell[f"{_peer(peer)}_over_ours"].get(key) for peer in TARGETS]
-                cells = [
+                of_cell.append([
                     key,
                     *(f"{row[what]['median']:.1f}" for row in both
                       for what in ("milliseconds", "local_milliseconds")),
                     *(f"{row['over_copy']['median']:.1f}" for row in both),
                     *(f"{row['over_collective']['median']:.2f}" for row in both),
                     *(formatted(ratio["both"]) if ratio else "" for ratio in ratios),
-                ]  # fmt: skip
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+                ])  # fmt: skip
+        lines += [f"{_cell_name(cell)}:", "", *table(("",), columns, of_cell), ""]
     return lines[:-1]
 
 
 def _means_table(data: dict[str, Any]) -> list[str]:
-    """Geometric means over the cells."""
     found = {peer: data[f"{_peer(peer)}_over_ours"] for peer in TARGETS}
     if not found[MEGATRON]:
         return ["No peer was run."]
-    lines = [
-        "Geometric means over the cells:",
-        "",
-        "| | loop / ours forward | backward | both | megatron-core / ours forward | backward | both |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+    columns = [word for peer in TARGETS for word in (f"{peer} / ours forward", *BOTH[1:])]
+    rows = [
+        [name, *(f"{ratios[name][way]:.2f}" for ratios in found.values() for way in BOTH)] for name in found[MEGATRON]
     ]
-    for name in found[MEGATRON]:
-        cells = [f"{ratios[name][way]:.2f}" for ratios in found.values() for way in BOTH]
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    return lines
+    return ["Geometric means over the cells:", "", *table(("",), columns, rows)]
 
 
 def _counts_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| | | gradients | passes | MiB | collectives | syncs | host us | calls | operators | launches |",
-        f"|---|---|---|{'--:|' * 8}",
-    ]
-    for row in rows:
-        cells = [
+    columns = ("passes", "MiB", "collectives", "syncs", "host us", "calls", "operators", "launches")
+    cells = [
+        [
             row["stage"], row["contender"], row["gradients"], f"{row['copy_passes']:.2f}",
-            f"{row['bytes_written'] / 2**20:.1f}", row["collectives"], row["host_syncs"],
-            f"{row['host_us']['median']:.0f}", row["calls"], row["operators"],
-            "" if row["launches"] is None else row["launches"],
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+            f"{row['bytes_written'] / 2**20:.1f}", str(row["collectives"]), str(row["host_syncs"]),
+            f"{row['host_us']['median']:.0f}", str(row["calls"]), str(row["operators"]),
+            "" if row["launches"] is None else str(row["launches"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(("", "", "gradients"), columns, cells)

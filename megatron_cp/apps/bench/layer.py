@@ -1,4 +1,4 @@
-"""`megatron-cp bench layer`: whole layers of a Megatron model, ours and megatron-core's own, over the same ranks."""
+"""`megatron-cp bench layer`: compares our layers with megatron-core's own over the same ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_cp.apps.bench.defaults import RANKS, with_defaults
 from megatron_cp.apps.bench.peer_limits import MEGATRON, aligned_lengths, check_megatron_takes, megatron_missing
 from megatron_cp.apps.bench.peers.distributed import watched_wire
 from megatron_cp.apps.bench.profile import trace_files, write_trace
-from megatron_cp.apps.bench.spread import formatted, spread
-from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
+from megatron_cp.apps.bench.spread import formatted, spread, table
+from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Measure, Timing, Watch, interleaved
 from megatron_cp.apps.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli import Report, case_of, hidden_size_of, known_shapes
 from megatron_cp.errors import ArgumentError
@@ -34,33 +34,33 @@ from megatron_cp.testing import FLOOR_SHARE, Case, HostWork, host_work, relative
 
 LAYERS = ("gdn", "mamba")
 OURS = "ours"
-_MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # whose shapes layers have unless told otherwise
+_MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # the models of the default shapes
 _DOCUMENTS, _TOKENS = 8, 1024
-# Of outputs and gradients. Both sides compute with the same kernels, but round at other places in 16 bits.
+# Limits for outputs and gradients: both sides use the same kernels, but round at other places in 16 bits.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-4}
-_LEAST = 1.0  # times as long as ours that megatron-core's takes
+_LEAST = 1.0  # megatron-core's time over ours, at least
 _RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
 
 LEGEND = f"""\
 A layer from hidden states to hidden states, projections included: ours and {MEGATRON}'s with the same parameters, on
 the same documents, tokens and ranks, one after the other within every repeat. Before anything is timed, outputs and all
 gradients (of parameters, summed over the ranks) are compared. Ratios above 1 mean that ours takes less time.
-*Wall*: by the clock. *Local*: all but transfers; on the CPU time of a rank's own thread, which others on the same core
-do not change, on CUDA of its stream. Of it *alike*: inside what both compute with the same functions, projections,
-convolution and rule; *rest*: packing, norm, gates. *Wire*: starting and awaiting transfers, by the clock.
-*Host us*: by the clock until the call returns, on the CPU all of it; *calls* of functions of Python, *operators* of
-torch with views, and on CUDA *launches*, on one rank.
-Medians [quartiles] over the repeats, of the slowest rank; ratios are of one repeat.
-Ours plans once for a microbatch, which is not timed; {MEGATRON} works its order of tokens out in every layer: timed."""
+*Wall*: time by the clock. *Local*: time without transfers; on the CPU that of a rank's own thread, which others on the
+same core do not change, on CUDA that of its stream. It consists of *alike*, in functions that both sides use
+(projections, convolution and rule), and *rest*: packing, norm, gates. *Wire*: time by the clock in which transfers are
+started and awaited. *Host us*: time by the clock until the call returns, which on the CPU is all of it; *calls* of
+Python functions, *operators* of torch with views, and on CUDA *launches*, on one rank.
+Medians [quartiles] over the repeats, of the slowest rank; a ratio is taken within one repeat.
+Ours plans once for a microbatch, which is not timed; {MEGATRON} computes its order of tokens in every layer: timed."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the layers and returns the report."""
     allowed_values = {"ranks": "processes", "kernel": "auto", "layout": "zigzag", "scheme": "headwise"}
     for name, allowed in allowed_values.items():
         given = getattr(args, name)
         if given not in (None, allowed):
-            raise ArgumentError(f"--{name}", given, allowed, f"That is what {MEGATRON} can stand beside.")
+            raise ArgumentError(f"--{name}", given, allowed, f"{MEGATRON} can be compared with nothing else.")
     if args.layer not in (None, *LAYERS):
         raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
     for reason in megatron_missing().values():
@@ -100,6 +100,8 @@ class Work:
     """A layer of a model, and a batch for it.
 
     Attributes:
+        case: the layer and the batch.
+        hidden_size: features of the model's hidden states.
         trace: the file for a profiler's trace of our layer, or None.
     """
 
@@ -109,7 +111,7 @@ class Work:
 
 
 def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Work:
-    """What was asked for, and for the rest a known model's layer on a batch that Megatron can shard."""
+    """Returns the given layer and batch, with defaults from a known model and a batch that Megatron can shard."""
     args = argparse.Namespace(**vars(args))
     args.layer, args.scheme, args.layout = layer, "headwise", "zigzag"
     args.dtype = args.dtype or "bfloat16"
@@ -135,23 +137,23 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        words: what stood in for what, or why Megatron's layer was not run.
-        errors: how far Megatron's layer is from ours: of the output, and the worst of the gradients.
-        spent: of each side and direction: every repeat.
-        work: of each side and direction, what the host does.
+        words: the functions that replace others, or why Megatron's layer was not run.
+        errors: differences of Megatron's layer from ours: of the output, and the largest of the gradients.
+        spent: timings of every repeat, by side and direction.
+        work: the host's work, by side and direction.
     """
 
     words: str
     errors: dict[str, float] = field(default_factory=dict)
-    spent: dict[str, dict[str, list[Timing]]] = field(default_factory=dict)
+    spent: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
     work: dict[str, dict[str, HostWork]] = field(default_factory=dict)
 
 
 def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
-    """Everything on one rank, layer by layer: the same numbers first, then times."""
+    """Measures every layer on one rank: compares the results first, then times them."""
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
@@ -162,7 +164,6 @@ def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
 
 
 def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
-    """One layer on one rank."""
     from megatron_cp.apps.bench.peers import layers
 
     case, hidden_size = work.case, work.hidden_size
@@ -178,7 +179,7 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
     )  # fmt: skip
     hidden.requires_grad_()
 
-    def step(name: str, measured: Callable[[str, Callable[[], Any]], Any]) -> tuple[Tensor, ...]:
+    def step(name: str, measured: Measure) -> tuple[Tensor, ...]:
         layer = sides[name]
         leaves = [hidden, *layer.module.parameters()]
         out = measured("forward", lambda: layer.forward(hidden))
@@ -199,26 +200,17 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
                 return call()
 
             step(name, worked)
-        seen.spent = {name: {way: [] for way in DIRECTIONS} for name in sides}
-        for name in interleaved_order(list(sides), repeats):
-
-            def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-                group.barrier()
-                result, spent = watch.timed(call)
-                seen.spent[name][way].append(spent)
-                return result
-
-            step(name, timed)
+        seen.spent = interleaved({name: partial(step, name) for name in sides}, repeats, watch, group.barrier)
     if work.trace is not None:  # once all is timed: a profiler takes time of its own
         write_trace(lambda: step(OURS, lambda _, call: call()), group, hidden.device, work.trace)
     return seen
 
 
 def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGroup) -> dict[str, float]:
-    """How far the sides are apart: of each, output, gradient of the rows, and gradients of the parameters.
+    """Returns the differences of the sides' output and gradients, of rows and of parameters.
 
     Raises:
-        RuntimeError: too far.
+        RuntimeError: they differ too much.
     """
     sides = {name: [tensor.float() for tensor in of_side] for name, of_side in found.items()}
     for of_side in sides.values():
@@ -231,19 +223,18 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
     errors = {"out": apart[0], "gradients": max(apart[1:])}
     if case.codec == "none" and not max(apart) <= _TOLERANCES[case.dtype]:
         raise RuntimeError(
-            f"{MEGATRON}'s {case.layer} is {errors} from ours, more than {_TOLERANCES[case.dtype]:g}: "
+            f"{MEGATRON}'s {case.layer} differs from ours by {errors}, more than {_TOLERANCES[case.dtype]:g}: "
             "they do not compute the same"
         )
     return errors
 
 
 def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
-    """What the ranks found of one layer, ratios first."""
-    sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
+    sides, case, words = list(ranks[0].work), work.case, ranks[0].words
 
     def slowest(name: str, way: str, value: Callable[[Timing], float]) -> Any:
         ways = DIRECTIONS if way == "both" else (way,)
-        return sum(np.array([[value(s) for s in rank.spent[name][one]] for rank in ranks]).max(0) for one in ways)
+        return sum(np.array([[value(s) for s in rank.spent[name, one]] for rank in ranks]).max(0) for one in ways)
 
     def over(value: Callable[[Timing], float]) -> dict[str, Any] | None:
         if MEGATRON not in sides:
@@ -322,30 +313,28 @@ def _verdict(name: str, layer: dict[str, Any]) -> str:
 
 
 def _work_table(layer: dict[str, Any]) -> list[str]:
-    """What the host does on one rank."""
-    lines = ["| | | host us | calls | operators | launches |", "|---|---|--:|--:|--:|--:|"]
+    rows = []
     for name, ways in layer["work"].items():
         for way, work in ways.items():
             launches = "" if work["launches"] is None else str(work["launches"])
             host = f"{layer['host_us'][name][way]['median']:.0f}"
-            lines.append(f"| {' | '.join([name, way, host, str(work['calls']), str(work['operators']), launches])} |")
-    return lines
+            rows.append([name, way, host, str(work["calls"]), str(work["operators"]), launches])
+    return table(("", ""), ("host us", "calls", "operators", "launches"), rows)
 
 
 def _table(layer: dict[str, Any]) -> list[str]:
-    lines = [
-        "| | megatron-core / ours, wall | local | rest | ours, ms: wall | alike | rest | wire "
-        "| megatron-core, ms: wall | alike | rest | wire |",
-        f"|---|{'--:|' * 11}",
-    ]
+    columns = (
+        f"{MEGATRON} / ours, wall", "local", "rest", "ours, ms: wall", "alike", "rest", "wire",
+        f"{MEGATRON}, ms: wall", "alike", "rest", "wire",
+    )  # fmt: skip
+    rows = []
     kinds = ("wall_ms", "alike_ms", "rest_ms", "wire_ms")
     for way in BOTH:
         ratios = [layer[name] for name in _RATIOS]
-        cells = [
+        rows.append([
             way,
             *(formatted(ratio[way]) if ratio else "" for ratio in ratios),
             *(f"{layer[kind][name][way]['median']:.1f}" if name in layer[kind] else ""
               for name in (OURS, MEGATRON) for kind in kinds),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return table(("",), columns, rows)

@@ -1,4 +1,4 @@
-"""One layer of a case on one rank, which may be run again and again."""
+"""A layer of a case on one rank, which may be run repeatedly."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ import torch
 from torch import Tensor
 
 from megatron_cp import attention, relayout
+from megatron_cp.apps.bench.work import own_tensors
 from megatron_cp.executor import RankGroup
 from megatron_cp.testing import Case, draw, run_mixer
 
 
 class LayerStep:
-    """A forward, or a forward and a backward, of a case's layer.
+    """Runs forward and backward of a case's layer.
 
-    Where hidden states are redistributed, `[t, hidden_size]` of them move to the layer's layout before it and back
-    after it, beside the layer's own inputs, which its projections would make of them.
+    If hidden states are redistributed, `[t, hidden_size]` of them move to the layer's layout before it and back after
+    it, beside the layer's own inputs, which its projections would make from them.
 
     Args:
-        case: of the layer and the batch. A redistributed one's hidden states have the size of its output.
+        case: the layer and the batch. Redistributed hidden states have the size of the layer's output.
         group: the ranks.
     """
 
     def __init__(self, case: Case, group: RankGroup) -> None:
         self.case, self.group, self.plan = case, group, case.plan()
         problem, plan, rank = draw(case), self.plan, group.rank
-        self.inputs = {
-            name: plan.layout.shard(tensor, rank).detach().clone().requires_grad_()
-            for name, tensor in problem.inputs.items()
-        }
-        self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
-        self.gradients = [(plan.hidden_layout or plan.layout).shard(problem.output_gradient, rank).detach().clone()]
-        self.hidden: list[Tensor] = []
+        self.inputs, self.parameters, gradient = own_tensors(plan, problem, rank)
+        self.gradients, self.hidden = [gradient], list[Tensor]()
         if plan.hidden_layout is not None:
+            self.gradients = [plan.hidden_layout.shard(problem.output_gradient, rank).detach().clone()]
             width = case.hidden_size or 0
             assert problem.output_gradient[0].numel() == width, "hidden states and outputs of one size"
             sizes = [int(layout.row_counts[rank]) for layout in (plan.hidden_layout, plan.layout)]
@@ -42,7 +39,7 @@ class LayerStep:
             self.gradients.append(torch.zeros(sizes[1], width, dtype=case.dtype, device=case.device))
 
     def forward(self) -> list[Tensor]:
-        """The output, and the hidden states that were moved."""
+        """Returns the output, and the hidden states that were moved."""
         plan, group = self.plan, self.group
         if self.case.layer == "attention":
             q, k, v = self.inputs.values()
@@ -60,14 +57,14 @@ class LayerStep:
         return [out, *arrived]
 
     def backward(self, results: Sequence[Tensor]) -> None:
-        """All gradients of what `forward` returned."""
+        """Computes all gradients of the tensors that `forward` returned."""
         tensors = [*self.inputs.values(), *self.parameters.values(), *self.hidden]
         # Engine threads of its own would share the core.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(results, tensors, self.gradients)
 
     def timed(self, group: RankGroup, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, by a clock, each of which all ranks begin together."""
+        """Returns the seconds of a forward and of a backward by a clock; all ranks begin both together."""
         group.barrier()
         began = clock()
         results = self.forward()

@@ -1,4 +1,4 @@
-"""`megatron-cp bench linear`: what segments cost beside whole documents, what a mixer saves, headwise and chunkwise."""
+"""`megatron-cp bench linear`: compares segments with whole documents, saved memory, and headwise with chunkwise."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.saved_bytes import saved_bytes
 from megatron_cp.apps.bench.segments import megatron_rule, segments
-from megatron_cp.apps.bench.timing import DIRECTIONS, Timing, Watch, interleaved_order
+from megatron_cp.apps.bench.timing import Timing, Watch, interleaved
 from megatron_cp.apps.bench.work import Work, mixer
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the mixers and returns the report."""
     args = with_defaults(args, world, LAYERS, SHAPES)
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", f"This benchmark measures {' and '.join(MODES)}.")
@@ -66,7 +66,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """Everything on one rank: whole mixers, then, on the first rank alone, what it does with its tokens."""
+    """Measures on one rank: whole mixers, then, only on the first rank, the work on its own tokens."""
     case = cases["chunkwise"]
     watch = Watch(torch.device(case.device).type)
     problem = draw(case)
@@ -88,20 +88,10 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
 def _interleaved(
     works: Mapping[str, Work], repeats: int, watch: Watch, barrier: Callable[[], None] = lambda: None
 ) -> dict[tuple[str, str], list[Timing]]:
-    """What each work took in each direction, one after the other within every repeat."""
-    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in works for way in DIRECTIONS}
+    """Times every work in both directions, once it has run."""
     for work in works.values():
         work.step(lambda _, call: call(), watch)
-    for name in interleaved_order(list(works), repeats):
-
-        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-            barrier()
-            result, took = watch.timed(call)
-            spent[name, way].append(took)
-            return result
-
-        works[name].step(timed, watch)
-    return spent
+    return interleaved({name: partial(work.step, watch=watch) for name, work in works.items()}, repeats, watch, barrier)
 
 
 def _kernel_of(case: Case) -> str:

@@ -1,4 +1,4 @@
-"""What `megatron-cp bench linear` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench linear`."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import numpy as np
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.saved_bytes import Saved
 from megatron_cp.apps.bench.segments import NUM_PIECES, PLACES, RANKS
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing
 from megatron_cp.plan import KINDS, MAMBA
 from megatron_cp.testing import Case
 
 LAYERS = ("gdn", "kda", "mamba", "conv1d")
 MODES = ("headwise", "chunkwise")
-TARGET = 1.35  # of the time of a middle segment over that of a whole document, forward and backward together
+TARGET = 1.35  # time of a middle segment over that of a whole document, forward and backward together
 
 LEGEND = f"""\
-A rank's tokens: {{rule}}, on one thread and without a wire: what others send is zero.
-first, middle, last: as that segment of a document over {RANKS} ranks, over the plain kernel on the same tokens as one
-document. few: as up to {NUM_PIECES} pieces, the first continuing a document and the last continued, over the plain
-kernel on the same pieces as whole documents. {MEGATRON}: its own function over ours, on one document.
-Whole mixers, on all ranks: local leaves transfers out, wall is by the clock, with transfers and with whatever else
-shares the cores; both of the slowest rank. wait: the share of all ranks' wall time spent starting and awaiting
-transfers. sent: MiB to other ranks, of the rank that sends most, counted as they were sent. saved: KiB a token, of all
-ranks, that autograd keeps from forward to backward, the mixer's inputs included, its parameters not.
-Medians [quartiles] over the repeats, of ratios within each. On the CPU local time is that of a rank's own thread, which
-others on the same core do not change; on CUDA it is that of its stream."""
+A rank's tokens: {{rule}}, on one thread and without transfers: other ranks send zeros.
+first, middle, last: the tokens as that segment of a document over {RANKS} ranks, over the plain kernel on the same
+tokens as one document. few: the tokens as up to {NUM_PIECES} pieces, of which the first continues a document and the
+last is continued, over the plain kernel on the same pieces as whole documents. {MEGATRON}: its own function over ours,
+on one document. Whole mixers, on all ranks: local leaves transfers out; wall is by the clock, with transfers and with
+all else that shares the cores; both are the slowest rank's. wait: the share of all ranks' wall time spent starting and
+awaiting transfers. sent: MiB to other ranks, by the rank that sends most, counted as they were sent. saved: KiB a
+token, of all ranks, that autograd keeps from forward to backward, with the mixer's inputs and without its parameters.
+Medians [quartiles] over the repeats, of ratios within one repeat. On the CPU local time is that of a rank's own thread,
+which others on the same core do not change; on CUDA it is that of its stream."""
 
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        kernel: its name.
-        local: the first rank's work on its own tokens, for each way that they may stand and each direction.
-        spent: of whole mixers, for each mode and direction: every repeat.
-        saved: of each mode.
-        not_run: peers, and why.
+        kernel: name of the kernel.
+        local: timings of the first rank's work on its own tokens, by their place in documents and direction.
+        spent: timings of whole mixers in every repeat, by mode and direction.
+        saved: bytes that a forward saves, by mode.
+        not_run: reasons of peers that were not run.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ class Seen:
 
 
 def ratios(cases: dict[str, Case], ranks: list[Seen]) -> dict[str, Any]:
-    """What the ranks found, ratios first."""
+    """Returns the ranks' results, ratios first."""
     local, plans = ranks[0].local, {mode: case.plan() for mode, case in cases.items()}
     item_size = cases["chunkwise"].dtype.itemsize
     tokens = sum(cases["chunkwise"].lengths)
@@ -117,12 +117,11 @@ def ratios(cases: dict[str, Case], ranks: list[Seen]) -> dict[str, Any]:
 
 
 def _summed(way: str, value: Callable[[str], Any]) -> Any:
-    """Of one direction, or of both together."""
     return sum(value(one) for one in DIRECTIONS) if way == "both" else value(way)
 
 
 def text(case: Case, data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     dtype = str(case.dtype).removeprefix("torch.")
     what = "the rule, conv and gates apart" if KINDS[case.layer].has_state else "the convolution"
     target = data["target"]
@@ -158,35 +157,32 @@ def _shape(case: Case) -> str:
 
 
 def _local_table(data: dict[str, Any]) -> list[str]:
-    lines = ["| a rank's tokens | forward | backward | both | forward ms | backward ms |", "|---|--:|--:|--:|--:|--:|"]
+    columns, rows = (*BOTH, *(f"{way} ms" for way in DIRECTIONS)), []
     names = {"plain": "one document", "few plain": "whole pieces", MEGATRON: f"one document, {MEGATRON}"}
     ratios = {**data["chunkwise_over_plain"], MEGATRON: data["megatron_over_ours"]}
     for name, milliseconds in data["local_ms"].items():
         ratio = ratios.get(name)
         cells = [formatted(ratio[way]) if ratio else "" for way in BOTH]
         cells += [f"{milliseconds[way]['median']:.1f}" for way in DIRECTIONS]
-        lines.append(f"| {' | '.join([names.get(name, name), *cells])} |")
-    return lines
+        rows.append([names.get(name, name), *cells])
+    return table(("a rank's tokens",), columns, rows)
 
 
 def _mixer_table(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "| mixer |  | local ms | transfers ms | wall ms | wait | sent | saved |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for mode in MODES:
-        for way in DIRECTIONS:
-            cells = [
-                mode, way,
-                *(f"{data[name][mode][way]['median']:.1f}" for name in ("busy_ms", "transfer_ms", "wall_ms")),
-                formatted(data["wait_share"][mode][way], percent=True),
-                f"{max(data['bytes_sent_per_rank'][mode][way]) / 2**20:.2f}",
-                f"{data['saved_bytes_per_token'][mode] / 2**10:.2f}" if way == "forward" else "",
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+    columns = ("local ms", "transfers ms", "wall ms", "wait", "sent", "saved")
+    rows = [
+        [
+            mode, way,
+            *(f"{data[name][mode][way]['median']:.1f}" for name in ("busy_ms", "transfer_ms", "wall_ms")),
+            formatted(data["wait_share"][mode][way], percent=True),
+            f"{max(data['bytes_sent_per_rank'][mode][way]) / 2**20:.2f}",
+            f"{data['saved_bytes_per_token'][mode] / 2**10:.2f}" if way == "forward" else "",
+        ]
+        for mode in MODES for way in DIRECTIONS
+    ]  # fmt: skip
     ratios = {"local": "headwise_over_chunkwise_local", "wall": "headwise_over_chunkwise"}
     shares = [
         f"{what} " + ", ".join(f"{way} {formatted(data[name][way])}" for way in BOTH) for what, name in ratios.items()
     ]
     saved = f"saved {data['saved_headwise_over_chunkwise']:.2f}"
-    return [*lines, "", f"headwise / chunkwise: {'; '.join([*shares, saved])}."]
+    return [*table(("mixer", ""), columns, rows), "", f"headwise / chunkwise: {'; '.join([*shares, saved])}."]

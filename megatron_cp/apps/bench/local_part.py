@@ -1,4 +1,4 @@
-"""The local part of `megatron-cp bench exchange`: packing and unpacking on one thread, beside a copy of the bytes."""
+"""The local part of `megatron-cp bench exchange`: times packing and unpacking on one thread beside a copy."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor
 from megatron_cp.apps.bench.allocator import keep_freed_memory, page_faults
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, ALL_SECTIONS, GATES, LAYOUTS, Batch, compare, in_place, leaf
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import Watch, interleaved_order
 from megatron_cp.exchange import Buffers, Geometry, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.executor import TorchGroup
 from megatron_cp.testing import Case
 
 WAYS = ("to heads", "to tokens", "to tokens, in place")
-LOCAL_TARGETS = {"pack": 1.5, "unpack": 1.2}  # of a warm copy, at most
+LOCAL_TARGETS = {"pack": 1.5, "unpack": 1.2}  # time over that of a warm copy, at most
 LocalKey = tuple[str, str, str]  # contender, way, "pack" or "unpack"
 LocalWork = dict[LocalKey, tuple[Callable[[], Any], int]]
 
 
 @dataclass
 class LocalStage:
-    """What packing or unpacking took on one thread.
+    """Timings of packing or unpacking on one thread.
 
     Attributes:
-        entering: bytes of the tensors that are packed, or unpacked.
-        seconds, copy: of the stage and of a copy of as many bytes, in every repeat.
-        faults: pages that were paged in meanwhile.
+        entering: bytes of the tensors that are packed or unpacked.
+        seconds, copy: seconds of the stage, and of a copy of as many bytes, in every repeat.
+        faults: pages that were paged in meanwhile, in every repeat.
     """
 
     entering: int
@@ -43,7 +43,7 @@ class LocalStage:
 
 
 def measure_alone(_: TorchGroup, case: Case, repeats: int, with_megatron: bool) -> dict[LocalKey, LocalStage]:
-    """`measure_local_part`, in a process of its own."""
+    """Runs `measure_local_part` in a process of its own."""
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
@@ -51,7 +51,7 @@ def measure_alone(_: TorchGroup, case: Case, repeats: int, with_megatron: bool) 
 
 
 def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict[LocalKey, LocalStage]:
-    """Each stage beside a copy of its bytes, one after the other within every repeat."""
+    """Times every stage beside a copy of its bytes, one after the other within every repeat."""
     batch, watch = Batch(case), Watch(torch.device(case.device).type)
     works: LocalWork = {}
     for layout in LAYOUTS:
@@ -80,10 +80,10 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
 
 
 def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[str]]) -> LocalWork:
-    """Our packing and unpacking in both ways, on the first rank, of messages as all ranks would send them.
+    """Returns our packing and unpacking in both ways, on the first rank, of messages as all ranks would send them.
 
     Raises:
-        RuntimeError: what is unpacked is not what was packed.
+        RuntimeError: unpacking does not return what was packed.
     """
     rank, buffers, case = 0, Buffers(), batch.case
     exchange = batch.exchange(layout, tensors)
@@ -127,15 +127,15 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
         backs, to_heads=False,
     )  # fmt: skip
     compare(f"{layout}, {gate}: to tokens", unpack_tokens(from_heads, backs[rank], widths), own, case)
-    # As gradients come that a kernel wrote where its inputs stood.
+    # These are gradients that a kernel wrote in the places of its inputs.
     rowwise = [replace(at, exchange=replace(exchange, section_major=False)) for at in backs]
     in_rows = arrived(
         (packed_heads(rowwise[r], [batch.own(part, r) for part in exchange.parts]) for r in everyone),
         rowwise, to_heads=False,
     )  # fmt: skip
     compare(f"{layout}, {gate}: to tokens, in rows", unpack_tokens(in_rows, rowwise[rank], widths), own, case)
-    for table, of_part, at in zip(rows, expected, rowwise[rank].parts, strict=True):
-        messages = [pack_heads(sections, at, buffers) for sections in (table, of_part)]
+    for placed, of_part, at in zip(rows, expected, rowwise[rank].parts, strict=True):
+        messages = [pack_heads(sections, at, buffers) for sections in (placed, of_part)]
         if case.codec == "none" and not torch.equal(*(_without_padding(message, at) for message in messages)):
             raise RuntimeError(f"{layout}, {gate}: gradients in place make another message")
         buffers.release(*messages)
@@ -153,7 +153,7 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
 
 
 def _without_padding(message: Tensor, at: Geometry) -> Tensor:
-    """The bytes of a head side's message that belong to sections."""
+    """Returns the bytes of a head side's message that belong to sections."""
     row = at.format.row_bytes[at.rank]
     if not row:
         return message
@@ -165,7 +165,7 @@ def _without_padding(message: Tensor, at: Geometry) -> Tensor:
 
 
 def megatrons_local_work(batch: Batch) -> LocalWork:
-    """Megatron's packing and unpacking of the same tensors, and autograd's way back through them."""
+    """Returns Megatron's packing and unpacking of the same tensors, and autograd's reverse of both."""
     from megatron_cp.apps.bench.peers.head_exchange import StockExchange
 
     rank, case = 0, batch.case
@@ -208,7 +208,7 @@ def megatrons_local_work(batch: Batch) -> LocalWork:
 
 
 def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
-    """What the stages took over a copy of their bytes, and in milliseconds."""
+    """Returns the stages' times over those of a copy of their bytes, and in milliseconds."""
 
     def ratios(what: str, *, of_megatron: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -249,11 +249,9 @@ def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
 
 
 def local_table(data: dict[str, Any]) -> list[str]:
-    """The same as Markdown: a row for each contender and way."""
-    lines = [
-        "| | way | pack / copy | unpack / copy | pack ms | unpack ms | copy ms | MiB | faults |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    """Returns a table with a row for each contender and way."""
+    columns = ("pack / copy", "unpack / copy", "pack ms", "unpack ms", "copy ms", "MiB", "faults")
+    cells = []
     rows = {(row["contender"], row["way"], row["stage"]): row for row in data["local"]}
     ratios = {
         what: {**data[f"{what}_over_copy"], MEGATRON: data[f"megatron_{what}_over_copy"]} for what in LOCAL_TARGETS
@@ -261,13 +259,12 @@ def local_table(data: dict[str, Any]) -> list[str]:
     for name, way in dict.fromkeys((name, way) for name, way, _ in rows):
         both = [rows.get((name, way, what)) for what in LOCAL_TARGETS]
         held = [row for row in both if row]
-        cells = [
+        cells.append([
             name, way,
             *(formatted(ratios[what][name][way]) if row else "" for what, row in zip(LOCAL_TARGETS, both, strict=True)),
             *(f"{row['milliseconds']['median']:.2f}" if row else "" for row in both),
             f"{np.mean([row['copy_milliseconds']['median'] for row in held]):.2f}",
             f"{held[0]['bytes'] / 2**20:.1f}",
             f"{max(row['page_faults'] for row in held):.0f}",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return table(("", "way"), columns, cells)

@@ -1,4 +1,4 @@
-"""Where a benchmark measures: on the ranks of the job that it runs in, or on local ones that it starts."""
+"""Measures on the ranks of the job that the benchmark runs in, or on local ones that it starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ def measured_on_ranks(
     measure: Callable[..., Any], *arguments: Any, plans: Iterable[Plan], cp: int, args: argparse.Namespace,
     world: TorchGroup | None,
 ) -> list[Any]:  # fmt: skip
-    """What `measure(group, *arguments)` found on each rank.
+    """Returns the result of `measure(group, *arguments)` on each rank.
 
     Args:
-        plans: what is measured; the ranks of a job compare them first.
-        cp: local ranks to start, where there is no job.
-        args: of the command: `ranks` and `timeout`.
+        measure: the function to run.
+        arguments: its arguments.
+        plans: the plans that are measured; the ranks of a job compare them first.
+        cp: number of local ranks to start, if there is no job.
+        args: the command's options, with `ranks` and `timeout`.
         world: the ranks of the job, or None.
     """
     if world is not None:
@@ -35,7 +37,7 @@ def measured_on_ranks(
 
 
 def _in_process(measure: Callable[..., Any], group: RankGroup, *arguments: Any) -> Any:
-    """On a rank that has its process to itself, which says nothing of ranks without heads."""
+    """Measures on a rank with a process of its own, without warnings about ranks without heads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return measure(group, *arguments)

@@ -1,4 +1,4 @@
-"""The overlap of `megatron-cp bench wire`: a layer, its transfers alone, and its kernels alone."""
+"""The overlap of `megatron-cp bench wire`: times a layer, its transfers alone, and its kernels alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_cp import attention
 from megatron_cp.apps.bench.timing import Measure
+from megatron_cp.apps.bench.work import own_tensors
 from megatron_cp.errors import checked_scale
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, LocalWork, RankGroup, run, start_to_heads
+from megatron_cp.executor import Communicator, LocalWork, RankGroup, ToHeadsInParts, run
 from megatron_cp.linear import LinearOnRank, mixer_stages
 from megatron_cp.plan import Compute, Plan, ToHeads
 from megatron_cp.softmax import AttentionOnRank
@@ -20,30 +21,25 @@ from megatron_cp.testing import Case, Problem, run_linear
 
 
 def inbound(plan: Plan) -> Exchange:
-    """The exchange with which a plan begins."""
+    """Returns the exchange with which a plan begins."""
     return next(step.exchange for step in plan.steps if isinstance(step, ToHeads))
 
 
 class Overlapped:
-    """A layer on one rank, in the chunks of its plan: together, and each half alone."""
+    """A layer on one rank, in the chunks of its plan: the whole layer, its transfers alone and its kernels alone."""
 
     def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup) -> None:
         self._plan = plan
         self._case, self._group, self._comm = case, group, Communicator(group, plan.transport)
-
-        def own(stream: Tensor) -> Tensor:
-            return plan.layout.shard(stream, group.rank).detach().clone()
-
-        self._inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
-        self._parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
-        self._gradient = own(problem.output_gradient)
+        self._inputs, self._parameters, self._gradient = own_tensors(plan, problem, group.rank)
         tensors, self._work = _local_work(case, plan, group, self._inputs, self._parameters)
         self._sent = [x.detach().requires_grad_() for x in tensors]
         self._names = ["attend"] if plan.attend else [step.name for step in plan.steps if isinstance(step, Compute)]
         with torch.no_grad():
-            arrivals = start_to_heads(inbound(plan), self._comm, *self._sent)
-            self._arrived = [[x.requires_grad_() for x in arrive()] for arrive in arrivals]
-        # What exchanges carry when nothing is computed: one output a chunk, and gradients where kernels leave them.
+            move = ToHeadsInParts(inbound(plan), self._comm)
+            move.start(*self._sent)
+            self._arrived = [[x.requires_grad_() for x in move.finish(part)] for part in range(move.num_parts)]
+        # Exchanges send these when nothing is computed: one output a chunk, and gradients where kernels leave them.
         self._outputs = self._computed()
         self._input_gradients = [
             _gradients([out], arrived, [torch.ones_like(out)])
@@ -52,19 +48,19 @@ class Overlapped:
         self._outputs = [out.detach() for out in self._outputs]
 
     def together(self, measure: Measure) -> None:
-        """The layer as it is."""
+        """Runs the whole layer."""
         inputs = [*self._inputs.values(), *self._parameters.values()]
         out = measure("forward", self._forward)
         measure("backward", lambda: _gradients([out], inputs, [self._gradient]))
 
     def compute(self, measure: Measure) -> None:
-        """Its kernels, chunk after chunk, on what has long arrived."""
+        """Runs the layer's kernels, chunk after chunk, on tensors that have arrived before."""
         inputs = [x for arrived in self._arrived for x in arrived] + list(self._parameters.values())
         out = measure("forward", self._computed)
-        measure("backward", lambda: _gradients(out, inputs, self._outputs))  # as good gradients as any
+        measure("backward", lambda: _gradients(out, inputs, self._outputs))  # any gradients serve
 
     def transfer(self, measure: Measure) -> None:
-        """Its exchanges, with nothing computed in between."""
+        """Runs the layer's exchanges, with nothing computed in between."""
         (out,) = measure("forward", lambda: run.run(self._plan, self._comm, self._sent, self._nothing))
         measure("backward", lambda: _gradients([out], self._sent, [self._gradient.view(out.shape)]))
 
@@ -85,7 +81,7 @@ class Overlapped:
         return outputs
 
     def _nothing(self, chunk: int) -> dict[str, LocalWork]:
-        """In the place of a chunk's work."""
+        """Returns functions that replace a chunk's work by results that were computed before."""
         first, *others = self._names
 
         def made(*tensors: Tensor) -> list[Tensor]:
@@ -95,7 +91,7 @@ class Overlapped:
 
 
 class _Instead(torch.autograd.Function):
-    """Returns what has been computed before, forward and backward."""
+    """Returns results that were computed before, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gradients: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
@@ -108,14 +104,14 @@ class _Instead(torch.autograd.Function):
 
 
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
-    with torch.autograd.set_multithreading_enabled(False):  # of a device there is one thread, and ranks may be threads
+    with torch.autograd.set_multithreading_enabled(False):  # a device has one engine thread, and ranks may be threads
         return torch.autograd.grad(outputs, inputs, gradients)
 
 
 def _local_work(
     case: Case, plan: Plan, group: RankGroup, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> tuple[list[Tensor], Callable[[int], dict[str, LocalWork]]]:
-    """What a layer's first step takes, and what this rank computes of each chunk of heads."""
+    """Returns the tensors that a layer's first step takes, and this rank's computation for each chunk of heads."""
     if case.layer == "attention":
         q, k, v = inputs.values()
         layer = AttentionOnRank(plan, group, q, None, case.kernel, case.softmax_options)

@@ -1,4 +1,4 @@
-"""`megatron-cp bench packs`: a step over its ideal, by how a global batch's documents are assigned to packs."""
+"""`megatron-cp bench packs`: compares steps with their ideal, by how a batch's documents are assigned to packs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import product
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_cp.apps.bench.defaults import PACK_RANKS
 from megatron_cp.apps.bench.peer_limits import MEGATRON, megatron_missing
+from megatron_cp.apps.bench.spread import table
 from megatron_cp.cli import Report
 from megatron_cp.data import GlobalBatch, PackedStream, balance_packs, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
@@ -34,7 +35,7 @@ WAYS = ("best fit", "even", MEGATRON)
 
 @dataclass(frozen=True)
 class _Lengths:
-    """A corpus of documents of which nothing but the lengths is read."""
+    """A corpus of documents of which only the lengths are read."""
 
     name: str
     lengths: IntArray
@@ -45,11 +46,11 @@ class _Lengths:
         return np.zeros(self.lengths[document], np.int64)[start:end]
 
     def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> None:
-        """None: all tokens are to be predicted."""
+        """Returns None: all tokens are to be predicted."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints. Nothing is run but the packers: all ranks of a job would do the same."""
+    """Runs the packers, and nothing else, and returns the report; all ranks of a job would do the same."""
     for name in ("lengths", "documents", "layer", "scheme", "model", "dtype", "layout"):
         if getattr(args, name) is not None:
             raise ArgumentError(f"--{name}", getattr(args, name), "nothing with bench packs")
@@ -80,7 +81,6 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _corpora(args: argparse.Namespace) -> Iterator[_Lengths]:
-    """Documents that are drawn, and those of a corpus."""
     drawn = np.random.default_rng(args.seed).lognormal(7.0, 1.5, 100_000).astype(np.int64) + 1
     if args.corpus is None:
         yield _Lengths("log-normal, median 1,097, mean 3,378 tokens", drawn)
@@ -92,9 +92,9 @@ def _corpora(args: argparse.Namespace) -> Iterator[_Lengths]:
 def _cell(
     corpus: _Lengths, replicas: int, cp_size: int, tokens: int, batches: int, cost: PackCost, with_peer: bool
 ) -> dict[str, Any]:
-    """Steps over their ideal of some global batches, all ways.
+    """Returns the time of steps over their ideal on some global batches, for all ways of assigning.
 
-    The ideal is all work shared evenly by all ranks, and for each microbatch what a pack costs whatever it holds.
+    The ideal is all work shared evenly by all ranks, and for each microbatch the cost of a pack with any content.
     """
     budget = tokens * cp_size
     stream = PackedStream(corpus, budget)
@@ -137,7 +137,7 @@ def _peer_step(lengths: Sequence[int], replicas: int, cp_size: int, tokens: int,
 
 
 def _ratios(cells: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Our excess over that of others in the cells of the table: the mean and the worst batch of all, and by cell."""
+    """Returns our excess over that of others, for the mean and the worst batch, over all cells and by cell."""
     found: dict[str, float | None] = {}
     main = [cell["excess"] for cell in cells if cell["equal_at"] == EQUAL_AT and not cell["pack_seconds"]]
     for name, other in (("best_fit", "best fit"), ("megatron", MEGATRON)):
@@ -159,18 +159,11 @@ def _text(data: Mapping[str, Any]) -> str:
     ]
     lines += [f"{name}: {why}" for name, why in data["missing"].items()]
     heads = ("", "CP", "documents", *WAYS, f"even over {MEGATRON}", "best fit, barrier", "even, barrier", "ms")
-    corpus = None
-    for cell in data["cells"]:
-        kind = cell["corpus"], cell["equal_at"], cell["pack_seconds"]
-        if kind != corpus:
-            corpus = kind
-            start = f", {cell['pack_seconds'] * 1e3:g} ms a pack" if cell["pack_seconds"] else ""
-            lines += [
-                "",
-                f"{cell['corpus']}; a document's pairs cost as much as its tokens at {cell['equal_at']:,}{start}",
-            ]
-            lines += ["", f"| {' | '.join(heads)} |", f"|{'--:|' * len(heads)}"]
-        lines.append(f"| {' | '.join(_row(cell))} |")
+    kinds = groupby(data["cells"], lambda cell: (cell["corpus"], cell["equal_at"], cell["pack_seconds"]))
+    for (corpus, equal_at, seconds), cells in kinds:
+        start = f", {seconds * 1e3:g} ms a pack" if seconds else ""
+        lines += ["", f"{corpus}; a document's pairs cost as much as its tokens at {equal_at:,}{start}", ""]
+        lines += table((), heads, map(_row, cells))
     shown = {name: f"{value:.2f}" for name, value in data.items() if name.startswith("even_over") and value is not None}
     return "\n".join([*lines, "", ", ".join(f"{name} {value}" for name, value in shown.items())])
 

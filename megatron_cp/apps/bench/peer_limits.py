@@ -1,4 +1,4 @@
-"""Where megatron-core can stand beside ours: it is installed, and takes the ranks and the documents."""
+"""Checks that megatron-core can be compared: it is installed, and supports the ranks and the documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEGATRON = "megatron-core"
 
 
 def megatron_missing() -> dict[str, str]:
-    """Why Megatron's side cannot be run; nothing where it can."""
+    """Returns why Megatron's side cannot be run; empty if it can."""
     try:
         version(MEGATRON)  # only the ranks import it: that takes seconds
     except PackageNotFoundError:
@@ -23,10 +23,10 @@ def megatron_missing() -> dict[str, str]:
 
 
 def aligned_lengths(tokens: int, documents: int, multiple: int, name: str = "--cells") -> list[int]:
-    """Documents of very different lengths, always the same, all multiples of what Megatron can shard.
+    """Returns documents of very different lengths, always the same, all multiples of what Megatron can shard.
 
     Raises:
-        ArgumentError: there are not as many multiples as documents in so many tokens.
+        ArgumentError: so many tokens have fewer multiples than documents.
     """
     units = tokens // multiple
     if tokens % multiple or units < documents:
@@ -34,12 +34,12 @@ def aligned_lengths(tokens: int, documents: int, multiple: int, name: str = "--c
             name, f"{tokens} tokens in {documents} documents", f"multiples of 2 * cp = {multiple}, one a document"
         )
     draws = np.random.default_rng(0).lognormal(mean=3.0, sigma=1.2, size=documents)
-    cuts = np.round(np.cumsum(draws) / draws.sum() * (units - documents)).astype(int)  # beyond the one that each has
+    cuts = np.round(np.cumsum(draws) / draws.sum() * (units - documents)).astype(int)  # each has one already
     return ((np.diff(cuts, prepend=0) + 1) * multiple).tolist()
 
 
 def check_megatron_takes(case: Case) -> None:
-    """Refuses what Megatron cannot exchange, so that no report lacks its peer."""
+    """Refuses cases that Megatron cannot exchange, so that no report lacks its peer."""
     check_ranks(case)
     if any(not length or length % (2 * case.cp) for length in case.lengths):
         allowed = f"multiples of 2 * cp = {2 * case.cp}"
@@ -48,7 +48,7 @@ def check_megatron_takes(case: Case) -> None:
 
 
 def check_ranks(case: Case) -> None:
-    """Refuses numbers of ranks that have no head each."""
+    """Refuses numbers of ranks that cannot share the heads evenly."""
     if case.cp < 2 or case.groups % case.cp:
         allowed = f"divisors of the {case.groups} key heads above 1"
         raise ArgumentError("--cp", case.cp, allowed, f"{MEGATRON} exchanges no others.")

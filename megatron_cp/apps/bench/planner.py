@@ -1,4 +1,4 @@
-"""`megatron-cp bench planner`: predicted beside measured times of a step, for every scheme and mode."""
+"""`megatron-cp bench planner`: compares predicted with measured times of a step, for every scheme and mode."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_cp.apps.bench.calibrate import Bench, calibrated
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.layer_step import LayerStep
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
+from megatron_cp.apps.bench.spread import table
 from megatron_cp.apps.bench.timing import DIRECTIONS, interleaved_order
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -39,23 +40,23 @@ _OF_BENCHMARKS = (  # layers, shapes, layout, and the ways that are measured the
 )
 _WITHIN = 0.25
 
-_COLUMNS = ("| | measured ms | predicted ms | ratio | forward | backward |", "|---|--:|--:|--:|--:|--:|")
+_COLUMNS = ("measured ms", "predicted ms", "ratio", *DIRECTIONS)
 Directions = dict[str, float]  # milliseconds of each
 
 LEGEND = """\
-measured: milliseconds by the clock of a forward and a backward of the layer alone, each begun by all ranks together and
-until the slowest is done; medians over the repeats, in which the ways of a cell take turns. predicted: by the
-simulator, with the rates of the machine that the first line names, which were measured on other layers before. ratio:
-predicted over measured, of both directions and of each. fastest: whether the way that is predicted to be fastest is the
-one that was; where not, how much longer it took. rank correlation: Spearman's, of all ways of a cell."""
+measured: milliseconds by the clock of a forward and a backward of the layer alone; all ranks begin both together, and
+the slowest counts; medians over the repeats, in which the candidates of a cell take turns. predicted: by the simulator,
+with the rates of the machine that the first line names, which were measured on other layers before. ratio: predicted
+over measured, for both directions together and for each. named: the candidate that is predicted to be fastest; fastest:
+the one that was. rank correlation: Spearman's, over all candidates of a cell."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The ways of one layer on one batch.
+    """The candidates for one layer on one batch.
 
     Attributes:
-        name: of the layer and the batch.
+        name: names the layer and the batch.
         ways: the case of each scheme or mode.
     """
 
@@ -64,13 +65,13 @@ class Cell:
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures and predicts every candidate and returns the report."""
     given = None if args.gpu is None else machine(args.gpu)
     if _size(args, world) == 1:
         raise ArgumentError("--cp", 1, "at least 2 ranks, between which there are links to measure")
     if args.calibrate is not None:
         if given is not None:
-            raise ArgumentError("--calibrate", args.calibrate, "not together with --gpu, which measures nothing")
+            raise ArgumentError("--calibrate", args.calibrate, "only without --gpu, which measures nothing")
         if not Path(args.calibrate).resolve().parent.is_dir():
             raise ArgumentError("--calibrate", args.calibrate, "a file in a folder that exists")
     layers = ("attention", *linear_report.LAYERS) if args.layer is None else (args.layer,)
@@ -98,7 +99,7 @@ def _size(args: argparse.Namespace, world: TorchGroup | None) -> int:
 
 
 def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> list[Cell]:
-    """Every way that the ranks can run: on one long document and on many, and in the cells of other benchmarks."""
+    """Returns all candidates that the ranks can run: on one long document, many, and on other benchmarks' batches."""
     size, cells = _size(args, world), []
     if layer in _LAYERS:
         base = _base(args, world, layer, _SHAPES)
@@ -127,7 +128,6 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
 def _base(
     args: argparse.Namespace, world: TorchGroup | None, layer: str, shapes: Mapping[str, Mapping[str, int]]
 ) -> Case:
-    """A layer on one document."""
     given = argparse.Namespace(**{**vars(args), "layer": layer})
     given = with_defaults(given, world, (layer,), shapes)
     given.cp = size = _size(args, world)
@@ -147,7 +147,7 @@ def _that_run(cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
-    """A heavy-tailed batch of so many documents, the same everywhere."""
+    """Returns a heavy-tailed batch of `count` documents, the same on every rank."""
     if count == 1:
         return (total,)
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, count)
@@ -159,9 +159,9 @@ def _lengths(total: int, count: int) -> tuple[int, ...]:
 def measure(
     group: RankGroup, cells: list[Cell], repeats: int, given: Machine | None
 ) -> tuple[Machine, tuple[int, ...], list[dict[str, Directions]]]:
-    """The machine, the ranks' hosts, and the milliseconds of every way in each direction; on one rank.
+    """Returns the machine, the ranks' hosts, and each candidate's milliseconds in both directions; runs on one rank.
 
-    The ways of a cell take turns, so that what disturbs the machine for a while does not disturb one of them.
+    The candidates of a cell take turns, so that a disturbance of the machine does not hit only one of them.
     """
     dtype = next(iter(cells[0].ways.values())).dtype
     found = calibrated(group, dtype, max(repeats, 5)) if given is None else given
@@ -182,7 +182,6 @@ def measure(
 def _judged(
     cells: list[Cell], found: Machine, hosts: tuple[int, ...], measured: list[dict[str, Directions]]
 ) -> dict[str, Any]:
-    """Predictions beside what was measured."""
     topology = found.topology(len(hosts), hosts)
     rows: list[dict[str, Any]] = []
     for cell, directions in zip(cells, measured, strict=True):
@@ -239,12 +238,13 @@ def _text(data: dict[str, Any], found: Machine, saved: str | None) -> str:
         *([f"machine written to {saved}"] if saved else []),
     ]
     for row in data["cells"]:
-        lines += ["", f"### {row['cell']}", "", *_COLUMNS]
+        cells = []
         for name, time in sorted(row["measured_ms"].items(), key=lambda pair: pair[1]):
             marks = [word for word, which in (("fastest", row["fastest"]), ("named", row["named"])) if which == name]
             note = f" ({', '.join(marks)})" if marks else ""
             ratios = (row["ratio"], *(row["ratio_of"][way] for way in DIRECTIONS))
             numbers = [f"{number:.2f}" for number in (time, row["predicted_ms"][name], *(of[name] for of in ratios))]
-            lines.append(f"| {' | '.join([name + note, *numbers])} |")
+            cells.append([name + note, *numbers])
+        lines += ["", f"### {row['cell']}", "", *table(("",), _COLUMNS, cells)]
         lines += ["", f"rank correlation {row['rank_correlation']:.2f}"]
     return "\n".join([*lines, "", LEGEND])

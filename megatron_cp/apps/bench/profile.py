@@ -1,4 +1,4 @@
-"""What `bench layer --profile` writes: one forward and backward of our layer as a profiler sees it on rank 0."""
+"""`bench layer --profile`: profiles one forward and backward of our layer on rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.executor import RankGroup
 
 
 def trace_files(path: str, layers: list[str]) -> dict[str, str]:
-    """The file of each layer: the path itself for one layer, else with the layer's name before its ending."""
+    """Returns the file of each layer: the path itself for one layer, else with the layer's name before its ending."""
     if len(layers) == 1:
         return {layers[0]: path}
     target = Path(path)
@@ -21,13 +21,13 @@ def trace_files(path: str, layers: list[str]) -> dict[str, str]:
 
 
 def write_trace(step: Callable[[], Any], group: RankGroup, device: torch.device, path: str) -> None:
-    """Runs a step under the profiler on every rank, and writes what rank 0 saw.
+    """Runs a step under the profiler on every rank, and writes rank 0's trace.
 
     Args:
         step: forward and backward of a layer.
         group: its ranks.
-        device: on which it runs.
-        path: of the Chrome trace, a JSON file.
+        device: the device on which it runs.
+        path: path of the Chrome trace, a JSON file.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: numbers, masks, indices and the batch's tables."""
+"""Counts what a forward leaves for its backward: numbers, masks, indices and the batch's tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Saved:
     """Bytes that one forward of a mixer leaves for its backward on one rank.
 
     Attributes:
-        numbers: what autograd saved, the mixer's inputs included, its parameters not.
-        masks: booleans that it saved.
-        indices: integers that this forward made and that anything still holds.
-        tables: of integers that were there before, made once for all layers of the batch, what autograd refers to.
+        numbers: bytes that autograd saved, with the mixer's inputs and without its parameters.
+        masks: bytes of booleans that it saved.
+        indices: bytes of integers that this forward made and that anything still holds.
+        tables: bytes of integers to which autograd refers and which were made once for all layers of the batch.
     """
 
     numbers: int = 0
@@ -33,7 +33,7 @@ class Saved:
 
 
 def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> Saved:
-    """What one forward leaves for backward once the batch's tables are there: in the second layer of a model."""
+    """Returns the bytes that a forward leaves for backward once the batch's tables exist, as in a second layer."""
     kept: Storages = {}
     kinds: dict[int, str] = {}
 
@@ -48,7 +48,7 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> Saved:
         before = work.forward(first.watch(work.group))
     with second, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = work.forward(second.watch(work.group))
-    own = second.indices().keys() - first.indices().keys()  # both graphs are there, and so all that they hold
+    own = second.indices().keys() - first.indices().keys()  # both graphs exist, and so do the tensors that they hold
     found = Saved(indices=sum(second.indices()[key] for key in own))
     of_parameters = {key for parameter in parameters for key in _storage(parameter)}
     for key, (storage, size) in kept.items():
@@ -59,7 +59,7 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> Saved:
     return found
 
 
-Storages = dict[int, tuple[StorageWeakRef, int]]  # with their bytes, by an address that none shares while it is here
+Storages = dict[int, tuple[StorageWeakRef, int]]  # references and bytes, by address
 
 
 class _Types(PeakMemory):
@@ -73,7 +73,7 @@ class _Types(PeakMemory):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket is torch.ops.aten.resize_:
-            self._numbers |= _storage(result)  # one of the group's buffers, in which numbers travel as bytes
+            self._numbers |= _storage(result)  # one of the group's buffers, which send numbers as bytes
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 storages = {"indices": self._integers, "numbers": self._numbers}.get(_kind(leaf))
@@ -82,7 +82,7 @@ class _Types(PeakMemory):
         return result
 
     def indices(self) -> dict[int, int]:
-        """The bytes of storages in use that hold integers: not what numbers travelled in as bytes."""
+        """Returns the bytes of storages in use that hold integers, without buffers that send numbers as bytes."""
         return {
             key: size
             for key, (storage, size) in self._integers.items()

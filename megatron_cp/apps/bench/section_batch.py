@@ -17,9 +17,9 @@ from megatron_cp.testing import CODEC_TOLERANCES, Case, relative_error
 
 LAYOUTS = ("zigzag", "contiguous")
 ALL = ("q", "k", "v", "z", "beta", "alpha")  # Megatron's order
-SENT = (("q", "k", "v"), ("beta",), ("alpha",))  # the layer's tensors: the gate z stays at home
+SENT = (("q", "k", "v"), ("beta",), ("alpha",))  # the layer's tensors; the gate z is not sent
 GATES = {"with the gate": (ALL,), "without the gate": SENT}
-ALL_SECTIONS = next(iter(GATES))  # what megatron-core sends, and what targets are set for
+ALL_SECTIONS = next(iter(GATES))  # megatron-core sends these, and targets are for them
 
 
 class Batch:
@@ -43,33 +43,33 @@ class Batch:
         return next(iter(self.columns.values())).device
 
     def exchange(self, layout: str, tensors: Sequence[Sequence[str]]) -> Exchange:
-        """To heads, of these sections."""
+        """Returns the exchange of these sections to heads."""
         plan = self.plans[layout]
         sections = Sections(tuple(self.blocks[name] for names in tensors for name in names))
         return exchange_of(plan.layout, sections, plan.partition, plan.head_chunks, plan.codec)
 
     def back(self, layout: str) -> Exchange:
-        """To tokens, of what the layer returns."""
+        """Returns the exchange of the layer's output to tokens."""
         step = self.plans[layout].steps[-1]
         found: Exchange = step.exchange  # type: ignore[union-attr]
         return found
 
     def local(self, layout: str, names: Sequence[str], rank: int) -> Tensor:
-        """`[t, f]` a rank's tokens of some sections."""
+        """Returns `[t, f]` a rank's tokens of some sections."""
         return self.plans[layout].layout.shard(torch.cat([self.columns[name] for name in names], -1), rank)
 
     def own(self, sections: Sections, rank: int) -> list[Tensor]:
-        """`[T, h, d]` of each section the heads that a rank has of it, in tensors of their own."""
+        """Returns `[T, h, d]` a rank's heads of each section, in separate tensors."""
         found = []
         for block in sections.blocks:
-            name = "v" if block.name not in self.columns else block.name  # what the layer returns is as wide
+            name = "v" if block.name not in self.columns else block.name  # the layer's output is as wide
             heads = self.columns[name].unflatten(-1, (block.num_heads, block.head_dim))
             found.append(heads[:, slice(*block.ranges[rank])].contiguous())
         return found
 
 
 def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that lie to each other as the tensors do."""
+    """Returns copies that lie to each other in memory as the tensors do."""
     copies = like_rows(*tensors)
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -77,12 +77,12 @@ def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A dense tensor that gradients are wanted for."""
+    """Returns a dense copy of a tensor that requires gradients."""
     return tensor.detach().contiguous().requires_grad_()
 
 
 def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], case: Case) -> None:
-    """Raises unless tensors are the same bits, or close where they were coded on the way."""
+    """Raises unless tensors have the same bits, or are close if they were coded on the way."""
     for actual, wanted in zip(found, expected, strict=True):
         actual, wanted = actual.detach().reshape(len(actual), -1), wanted.detach().reshape(len(wanted), -1)
         if case.codec == "none":
@@ -90,4 +90,4 @@ def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], case
         else:
             is_right = relative_error(actual, wanted, 1e-3) <= CODEC_TOLERANCES[case.codec]
         if not is_right:
-            raise RuntimeError(f"{name} delivers something else than was sent")
+            raise RuntimeError(f"{name} returns other data than was sent")

@@ -1,4 +1,4 @@
-"""A rank's own tokens of a linear layer: as segments of documents, as whole ones, and by megatron-core's rule."""
+"""A rank's own tokens of a linear layer: as segments of documents, as whole documents, and by megatron-core's rule."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RANKS, NUM_PIECES = 3, 32  # ranks that share a document, and at most so many pi
 
 
 def segments(case: Case, tokens: int) -> dict[str, Work]:
-    """A rank's own part of the rule, or of the convolution where that is all, for every way its tokens may stand.
+    """Returns a rank's own part of the rule, or of a convolution alone, for every place of its tokens in documents.
 
-    Since what others send is zero, segments compute what whole documents do.
+    Since other ranks send zeros, segments compute the same as whole documents.
     """
     values = _drawn(case, tokens)
     pieces = piece_lengths(tokens)
@@ -44,7 +44,7 @@ def segments(case: Case, tokens: int) -> dict[str, Work]:
 
 
 def piece_lengths(tokens: int) -> list[int]:
-    """Up to `NUM_PIECES` documents of very different lengths, `tokens` in all; always the same."""
+    """Returns up to `NUM_PIECES` documents of very different lengths, `tokens` in all; always the same."""
     draws = np.random.default_rng(0).lognormal(mean=3.0, sigma=1.2, size=NUM_PIECES)
     edges = np.unique(np.round(np.cumsum(draws) / draws.sum() * tokens).astype(int))
     lengths: list[int] = np.diff(edges, prepend=0).tolist()
@@ -80,7 +80,7 @@ def _named(case: Case, inputs: list[Tensor]) -> Inputs:
 
 
 def _drawn(case: Case, tokens: int) -> list[Tensor]:
-    """What the rule takes, as the mixers of `draw` would hand it over; of conv1d what the layer takes."""
+    """Draws the rule's arguments as the mixers of `draw` would pass them; for conv1d, the layer's."""
     random = torch.Generator().manual_seed(case.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -107,7 +107,7 @@ def _drawn(case: Case, tokens: int) -> list[Tensor]:
 
 
 def megatron_rule(case: Case, plain: Work) -> dict[str, Work]:
-    """megatron-core's own function for the same as `plain`, in plain torch.
+    """Returns megatron-core's own function for the same work as `plain`, in plain torch.
 
     Raises:
         ImportError: it is not installed, or has nothing for this layer.
@@ -122,16 +122,16 @@ def megatron_rule(case: Case, plain: Work) -> dict[str, Work]:
     with torch.no_grad():
         error = relative_error(theirs.forward(plain.group), plain.forward(plain.group), 1e-3)
     if not error <= tolerance:
-        raise RuntimeError(f"megatron-core's gated delta rule is {error:.2g} from ours, more than {tolerance:.0e}")
+        raise RuntimeError(f"megatron-core's rule differs from ours by {error:.2g}, more than {tolerance:.0e}")
     return {MEGATRON: theirs}
 
 
 class _NoWire(RankGroup):
-    """One rank of several, to whom the others send zeros at once."""
+    """A rank of a group whose other ranks send zeros at once."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.agreed.compares_calls = False  # with whom?
+        self.agreed.compares_calls = False  # there is no other rank to compare with
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

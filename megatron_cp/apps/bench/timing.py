@@ -1,11 +1,11 @@
-"""A watch for each rank: what its kernels, its transfers and the rest take."""
+"""Watches a rank: the time of its kernels, its transfers and the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,13 @@ Measure = Callable[[str, Callable[[], Any]], Any]  # takes a direction and what 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one direction took on one rank: seconds of its thread or stream and by the clock on the wall, and bytes.
+    """The times and bytes of one direction on one rank.
 
     Attributes:
-        kernel, wire, total: of its thread or stream: inside kernels, starting and awaiting transfers, and in all.
-        wall_wire, wall: by the clock.
+        kernel, wire, total: seconds of its thread or stream: in kernels, starting and awaiting transfers, and in all.
+        wall_wire, wall: seconds by the clock, of transfers and in all.
         sent: bytes to other ranks.
-        host: by the clock until the call returned; on CUDA that is before the device is done.
+        host: seconds by the clock until the call returned; on CUDA that is before the device is done.
     """
 
     kernel: float
@@ -46,7 +46,7 @@ class Timing:
 
 
 class Watch:
-    """What one rank does: the time that it spends in each kind of work, and the bytes that it sends."""
+    """Records the time that a rank spends in each kind of work, and the bytes that it sends."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.sent = device, 0
@@ -61,7 +61,7 @@ class Watch:
             self.spans.append((name, start, self._now()))
 
     def timed[T](self, call: Callable[[], T]) -> tuple[T, Timing]:
-        """What a call returns, and took."""
+        """Returns a call's result and its timing."""
         self.spans.clear()
         self.sent = 0
         if self.device != "cpu":
@@ -94,7 +94,7 @@ class Watch:
 
 
 class WatchedGroup(RankGroup):
-    """A group that says when it starts and awaits transfers, and how much it sends."""
+    """A group that records when it starts and awaits transfers, and the bytes that it sends."""
 
     def __init__(self, group: RankGroup, watch: Watch) -> None:
         self._group, self._watch = group, watch
@@ -132,6 +132,33 @@ class _WatchedPending(Pending):
 
 
 def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Every name once a round, on every rank in the same order: nobody always comes first, or after the same one."""
+    """Yields every name once a round, in one order on all ranks: none always comes first or after the same one."""
     for repeat in range(repeats):
         yield from random.Random(repeat).sample(names, len(names))
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[Measure], Any]], repeats: int, watch: Watch, barrier: Callable[[], None]
+) -> dict[tuple[str, str], list[Timing]]:
+    """Times every step in both directions, one after the other within every repeat.
+
+    Args:
+        steps: a function for each name, which calls `measure(direction, call)` for both directions.
+        repeats: number of timings of each step.
+        watch: this rank's watch.
+        barrier: called before each direction.
+
+    Returns:
+        the timings of every repeat, by name and direction.
+    """
+    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in steps for way in DIRECTIONS}
+    for name in interleaved_order(list(steps), repeats):
+
+        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
+            barrier()
+            result, taken = watch.timed(call)
+            spent[name, way].append(taken)
+            return result
+
+        steps[name](timed)
+    return spent

@@ -1,4 +1,4 @@
-"""One exchange by every transport, and by loops that know nothing of rounds: its bytes between hosts."""
+"""Runs one exchange by every transport, and by plain loops, and counts its bytes between hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = Callable[[RankGroup], None]
 
 
 def transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, Tensor]]:
-    """By kind of exchange and transport how to do it, and what it fills."""
+    """Returns, by kind of exchange and transport, a call and the tensor that it fills."""
     of_hosts = {name: Transport(name, job.hosts if knows_hosts(name) else ()) for name in TRANSPORTS}
     moved = AllToAll(split_counts_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
     exchanges: dict[str, Call] = {name: partial(moved.by, transport) for name, transport in of_hosts.items()}
@@ -39,7 +39,7 @@ def transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, 
 def count_bytes(
     calls: Mapping[tuple[str, str], tuple[Call, Tensor]], group: RankGroup, hosts: Sequence[int]
 ) -> dict[tuple[str, str], int]:
-    """What each sends to other hosts. All must bring what the backend's own does."""
+    """Returns the bytes that each call sends to other hosts. All must deliver the same as the backend's own."""
     counted: dict[tuple[str, str], int] = {}
     expected: dict[str, Tensor] = {}
     for (kind, name), (call, received) in calls.items():
@@ -48,7 +48,7 @@ def count_bytes(
         call(counting)
         counted[kind, name] = counting.sent
         if not torch.equal(received, expected.setdefault(kind, received.clone())):
-            raise RuntimeError(f"{kind} by {name} brought rank {group.rank} something else than by {TRANSPORTS[0]}")
+            raise RuntimeError(f"{kind} by {name} gave rank {group.rank} other data than {TRANSPORTS[0]}")
     return counted
 
 
@@ -78,7 +78,7 @@ class Counting(RankGroup):
 
 
 class AllToAll:
-    """One all-to-all on one rank, by any transport, from and to memory that is there."""
+    """An all-to-all on one rank, by any transport, between tensors that exist beforehand."""
 
     def __init__(self, split_counts: SplitCounts, rank: int, device: str) -> None:
         random = torch.Generator().manual_seed(rank)
@@ -104,7 +104,7 @@ class AllToAll:
         group.start_messages([sent for sent, _ in messages], [received for _, received in messages]).wait()
 
     def _messages(self, rank: int) -> list[tuple[Message, Message]]:
-        """To and from each peer in rank order, once the own piece is copied."""
+        """Copies the own piece, and returns the messages to and from each peer in rank order."""
         self._pieces[rank][1].copy_(self._pieces[rank][0])
         peers = [peer for peer in range(len(self._pieces)) if peer != rank]
         return [(Message(self._pieces[peer][0], peer), Message(self._pieces[peer][1], peer)) for peer in peers]
@@ -115,16 +115,16 @@ def _all_gather(received: Tensor, sent: Tensor, transport: Transport, group: Ran
 
 
 def in_flight_of(cp: int) -> list[int]:
-    """Rounds in flight to compare with those that pairwise has."""
+    """Returns numbers of rounds in flight to compare with pairwise's own."""
     rounds = num_rounds(cp)
     return sorted({count for count in (*_IN_FLIGHT, rounds) if count <= rounds} - {min(ROUNDS_IN_FLIGHT, rounds)})
 
 
 def pairwise(in_flight: int) -> str:
-    """What so many rounds in flight are called."""
+    """Returns the name of a pairwise transport with so many rounds in flight."""
     return f"pairwise, {in_flight}"
 
 
 def share_bytes(case: Case) -> int:
-    """Of an average rank's keys and values."""
+    """Returns the bytes of an average rank's keys and values."""
     return sum(case.lengths) // case.cp * case.groups * (case.head_dim + case.value_head_dim) * case.dtype.itemsize

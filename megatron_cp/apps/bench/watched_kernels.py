@@ -1,4 +1,4 @@
-"""Kernels and functions that say when they run."""
+"""Kernels and functions whose calls a watch records."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_cp.softmax import AttentionCall, AttentionKernel, Tiles
 
 
 class WatchedAttentionKernel(AttentionKernel):
-    """A kernel whose calls a watch sees.
+    """A kernel whose calls a watch records.
 
     Args:
-        kernel: what computes.
-        watch: of this rank.
-        hides_tensors: modes do not see the tensors that the kernel makes for itself.
+        kernel: the kernel that computes.
+        watch: this rank's watch.
+        hides_tensors: True hides the tensors that the kernel makes for itself from modes.
     """
 
     def __init__(self, kernel: AttentionKernel, watch: Watch, *, hides_tensors: bool = False) -> None:
@@ -49,7 +49,7 @@ class WatchedAttentionKernel(AttentionKernel):
 
 
 class WatchedLinearKernel(LinearKernel):
-    """The fastest kernels of a linear layer, whose forward and backward a watch sees."""
+    """The fastest kernels of a linear layer, whose forward and backward a watch records."""
 
     name = "auto"
 
@@ -72,7 +72,7 @@ class WatchedLinearKernel(LinearKernel):
 
 
 def watched(watch: Watch, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A differentiable function whose time, forward and backward, counts as a kernel's."""
+    """Returns a differentiable function whose time, forward and backward, counts as a kernel's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         timer = _Timer(watch)
@@ -85,7 +85,7 @@ def watched(watch: Watch, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Timer:
-    """From the start to the stop of a function's backward."""
+    """Times a function's backward, from its start to its stop."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._span = watch, contextlib.ExitStack()
@@ -98,7 +98,7 @@ class _Timer:
 
 
 def _marked(values: Any, passed: Callable[[], None]) -> Any:
-    """The same values, whose gradients call `passed` when all of them have come by."""
+    """Returns the same values; backward calls `passed` once the gradients of all of them are computed."""
     leaves, spec = tree_flatten(values)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if places:

@@ -1,4 +1,4 @@
-"""`megatron-cp bench wire`: transports, codecs, and transfers behind computation, where bytes cost something."""
+"""`megatron-cp bench wire`: measures transports, codecs, and the overlap of transfers with computation."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from megatron_cp.apps.bench.wire_report import of_codecs, of_overlap, of_transpo
 from megatron_cp.cli import Report, case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, RankGroup, TorchGroup, hosts_of, start_to_heads
+from megatron_cp.executor import Communicator, RankGroup, ToHeadsInParts, TorchGroup, hosts_of
 from megatron_cp.plan import DEFAULT, HEADWISE, Transport, knows_hosts
 from megatron_cp.testing import Case, draw
 
 LAYERS = ("attention", "gdn")
-CHUNKS = (1, 2, 4, 8)  # where heads allow
+CHUNKS = (1, 2, 4, 8)  # as far as heads allow
 _NUM_HOSTS = 2
 _MAIN = 4  # ranks of codecs and overlap in local runs that name none
 _TOKENS = 2048  # in all
-_HEADS = 4  # of a rank, where chunks are measured
+_HEADS = 4  # heads of a rank in layers whose chunks are measured
 
 Step = Callable[[Measure], Any]  # something to measure: it calls `measure(direction, call)` for each of its directions
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the parts that were asked for and returns the report."""
     parts = _parts(args.only)
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", "This benchmark measures a2a and headwise.")
@@ -46,7 +46,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
     sizes = (world.size,) if world else (args.cp,) if args.cp else WIRE_RANKS if "transports" in parts else (_MAIN,)
     if sizes == (1,):
-        raise ArgumentError("--cp", 1, "2 ranks or more", "One sends nothing.")
+        raise ArgumentError("--cp", 1, "2 ranks or more", "One rank sends nothing.")
     main = _MAIN if len(sizes) > 1 else sizes[0]
     named = hosts_of(world) if world else ()
     jobs = {cp: _job(args, world, parts if cp == main else parts[:1], cp, named) for cp in sizes}
@@ -102,11 +102,11 @@ def _job(
         found.refuse_early()
         return found
 
-    # Of four ranks two get twice as many heads as the others, so that messages differ.
+    # Two of four ranks get twice as many heads as the others, so that messages differ.
     sent, coded = case("attention", 12, 6), case("attention", _HEADS * cp, _HEADS * cp)
     replace(coded, transport=args.transport, codec=args.codec, head_chunks=args.head_chunks).refuse_early()
     layers = LAYERS if args.layer is None else (args.layer,)
-    # torchrun's hosts, where there are several; else made up.
+    # The hosts are torchrun's if there are several, and otherwise imagined.
     even = Transport.of_even_hosts("hierarchical", cp, args.hosts or _NUM_HOSTS).hosts
     hosts = tuple(named) if len(set(named)) > 1 and args.hosts is None else even
     return Job(
@@ -124,7 +124,7 @@ def _job(
 
 
 def measure(group: RankGroup, job: Job) -> Seen:
-    """Everything on one rank, part by part."""
+    """Measures every part on one rank."""
     seen = Seen()
     if "transports" in job.parts:
         calls = transports(group, job)
@@ -140,16 +140,15 @@ def measure(group: RankGroup, job: Job) -> Seen:
 
 
 def _once(call: Callable[[], Any], measure: Measure) -> None:
-    """What has one direction, as a step."""
     measure("", call)
 
 
 def _interleaved(
     steps: Mapping[Key, Step], repeats: int, group: RankGroup, device: str, warm: Sequence[str] = ()
 ) -> dict[Key, list[float]]:
-    """Every step once a round, in another order each: a step finds links as the one before has left them.
+    """Times every step once a round, in changing order, since a step finds links as the one before has left them.
 
-    Before that once each, or those named `warm` if any.
+    Every step, or those named `warm` if any, runs once before.
     """
     times: dict[Key, list[float]] = {}
     for key, step in steps.items():
@@ -177,8 +176,10 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
 
     def to_heads(exchange: Exchange, comm: Communicator) -> None:
         with torch.no_grad():
-            for arrive in start_to_heads(exchange, comm, *tensors):
-                arrive()
+            move = ToHeadsInParts(exchange, comm)
+            move.start(*tensors)
+            for part in range(move.num_parts):
+                move.finish(part)
 
     steps: dict[Key, Step] = {}
     for chunks in job.ends:

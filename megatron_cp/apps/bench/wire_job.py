@@ -1,4 +1,4 @@
-"""What some ranks measure together in `megatron-cp bench wire`, what they found, and the bytes that a plan sends."""
+"""The job that some ranks measure in `megatron-cp bench wire`, their measurements, and the bytes that a plan sends."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron_cp.testing import Case
 
 PARTS = ("transports", "codecs", "overlap")
 HALVES = ("transfer", "compute", "together")
-Key = tuple[str | int, ...]  # what was measured, and its direction
+Key = tuple[str | int, ...]  # name of a measurement, and its direction
 
 
 @dataclass(frozen=True)
 class Job:
-    """What some ranks measure together.
+    """The job that some ranks measure together.
 
     Attributes:
-        parts: of `PARTS`.
-        repeats: of transports and codecs.
-        hosts: of each rank.
-        transport: by which codecs and overlap are measured.
-        sent: the attention whose way to heads every transport takes.
-        coded: the same for every codec.
-        codecs: "none" first.
-        layers: of overlap.
-        chunks: of codecs and overlap, where heads allow.
+        parts: names from `PARTS`.
+        repeats: number of timings of transports and codecs.
+        hosts: host of each rank.
+        transport: transport for codecs and overlap.
+        sent: the attention whose exchange to heads every transport runs.
+        coded: the attention whose exchange to heads every codec runs.
+        codecs: names of codecs, "none" first.
+        layers: layers whose overlap is measured.
+        chunks: numbers of chunks for codecs and overlap, if heads allow them.
     """
 
     parts: tuple[str, ...]
@@ -46,28 +46,28 @@ class Job:
     chunks: tuple[int, ...]
 
     def plan(self, case: Case, **changes: Any) -> Plan:
-        """A case's plan, by the job's transport."""
+        """Returns a case's plan, with the job's transport."""
         return replace(replace(case, **changes).plan(), transport=self.transport)
 
     def chunks_of(self, case: Case) -> list[int]:
-        """The counts into which heads can be cut."""
+        """Returns the numbers of chunks into which heads can be cut."""
         most = case.plan().partition.most_groups
         return [count for count in self.chunks if count <= most]
 
     @property
     def ends(self) -> list[int]:
-        """The least and the most chunks of what is coded."""
+        """The fewest and the most chunks for codecs."""
         counts = self.chunks_of(self.coded)
         return sorted({counts[0], counts[-1]})
 
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        times: seconds of every repeat, by what was measured and its direction, "" where it has but one.
-        counted: bytes that it sent to other hosts, by kind of exchange and transport.
+        times: seconds of every repeat, by what was measured and its direction, which is "" if it has only one.
+        counted: bytes sent to other hosts, by kind of exchange and transport.
     """
 
     times: dict[Key, list[float]] = field(default_factory=dict)
@@ -75,19 +75,19 @@ class Seen:
 
 
 def split_counts_of(plan: Plan, case: Case, part: int = 0) -> SplitCounts:
-    """Bytes from rank to rank of one part of attention's way to heads."""
+    """Returns the bytes from rank to rank of one part of attention's exchange to heads."""
     exchange = inbound(plan)
     dtypes = (case.dtype,) * len(exchange.sections.blocks)
     return Geometry(exchange, 0, dtypes, None, torch.device(case.device), part).split_counts(to_heads=True)
 
 
 def between_hosts(split_counts: SplitCounts, hosts: Sequence[int]) -> int:
-    """Of all that is moved, what crosses hosts."""
+    """Returns the bytes that cross hosts."""
     host = np.array(hosts)
     return int(split_counts.counts[host[:, None] != host].sum())
 
 
 def coded_bytes(job: Job, codec: str, chunks: int = 1) -> int:
-    """That cross hosts on the way to heads."""
+    """Returns the bytes that cross hosts in the exchange to heads."""
     plan = job.plan(job.coded, codec=codec, head_chunks=chunks)
     return sum(between_hosts(split_counts_of(plan, job.coded, part), job.hosts) for part in range(chunks))

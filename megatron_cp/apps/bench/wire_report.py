@@ -1,13 +1,13 @@
-"""What `megatron-cp bench wire` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench wire`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS
 from megatron_cp.apps.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_flight_of, pairwise
 from megatron_cp.apps.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
@@ -16,27 +16,26 @@ from megatron_cp.plan import TRANSPORTS, counted, num_rounds
 from megatron_cp.testing import Case
 
 LEGEND = f"""\
-All ranks start together and the slowest counts; medians [quartiles] over the repeats, of ratios within each. The order
-is another in each.
-Transports: one all-to-all of what attention sends to heads, and one all-gather of an average rank's keys and values.
-{NAIVE}: for each peer in rank order isend and irecv, and wait for both. {AT_ONCE}: all of those in that order, and then
-wait. pairwise, n: n rounds in flight, the first of its rows being what the transport does. between hosts: MiB from any
-host to another, counted as they were sent; a backend's own all-gather takes ways that it does not tell.
-Codecs: q, k and v packed or coded, sent, and unpacked or decoded. share: of what fewer bytes could gain at most.
-Overlap, in half as many repeats: transfer is the exchanges alone, packing included; compute the same kernels alone, on
-data at hand and on all ranks at once; hidden = (transfer + compute - together) / the smaller of the two. gain: the time
-of the layer in one chunk over that in so many."""
+All ranks start together and the slowest counts; medians [quartiles] over the repeats, of ratios within one repeat. The
+order changes from repeat to repeat.
+Transports: one all-to-all of attention's exchange to heads, and one all-gather of an average rank's keys and values.
+{NAIVE}: isend and irecv for each peer in rank order, waiting for both. {AT_ONCE}: all of those in that order, and then
+waiting. pairwise, n: n rounds in flight; its first row has the transport's own number. between hosts: MiB from any host
+to another, counted as they were sent; those of a backend's own all-gather are not known.
+Codecs: q, k and v are packed or coded, sent, and unpacked or decoded. share: part of what fewer bytes can gain.
+Overlap, in half as many repeats: transfer is the exchanges alone, packing included; compute is the same kernels alone,
+on data that has arrived and on all ranks at once; hidden = (transfer + compute - together) / the smaller of the two.
+gain: the time of the layer in one chunk over that in several."""
 
 
 def _slowest(ranks: list[Seen], *key: str | int) -> Any:
-    """Seconds of the slowest rank in every repeat."""
     if key[-1] == "both":
         return sum(_slowest(ranks, *key[:-1], way) for way in DIRECTIONS)
     return np.array([rank.times[key] for rank in ranks]).max(0)
 
 
 def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str, Any]:
-    """What transports took, ratios first."""
+    """Returns the times of transports, ratios first."""
 
     def taken(cp: int, name: str, kind: str = EXCHANGES[0]) -> Any:
         return _slowest(seen[cp], kind, name, "")
@@ -45,11 +44,11 @@ def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str
         return spread(taken(cp, name, kind) / taken(cp, other, kind))
 
     def is_slower(cp: int, name: str, other: str) -> bool:
-        """Beyond noise: even its quicker quartile is above the other's slower one."""
+        """Returns True if even its quicker quartile is above the other's slower one, which is beyond noise."""
         return bool(spread(taken(cp, name))["low"] > spread(taken(cp, other))["high"])
 
     def flat(cp: int, kind: str = EXCHANGES[0]) -> str:
-        """The quicker of those that know of no hosts."""
+        """Returns the quicker of the transports that know no hosts."""
         return min(TRANSPORTS[:2], key=lambda name: float(np.median(taken(cp, name, kind))))
 
     def each(value: Callable[[int], Any]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str
 
 
 def of_codecs(job: Job, ranks: list[Seen]) -> dict[str, Any]:
-    """What codecs gained, and the most that fewer bytes could."""
+    """Returns the gains of codecs, and the most that fewer bytes could gain."""
     sizes = {codec: {n: coded_bytes(job, codec, n) for n in job.ends} for codec in job.codecs}
     data: dict[str, Any] = {}
     for codec in job.codecs[1:]:
@@ -113,7 +112,7 @@ def of_codecs(job: Job, ranks: list[Seen]) -> dict[str, Any]:
 
 
 def of_overlap(job: Job, ranks: list[Seen]) -> dict[str, Any]:
-    """How much of transfers or computation hid behind the other."""
+    """Returns the shares of transfers or computation that are hidden behind the other."""
 
     def each(value: Callable[[str, int, str], Any]) -> dict[str, Any]:
         return {
@@ -143,7 +142,7 @@ def of_overlap(job: Job, ranks: list[Seen]) -> dict[str, Any]:
 
 
 def text(jobs: dict[int, Job], data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     job = jobs[data["cp"]]
     ranks = [job.hosts.count(host) for host in range(max(job.hosts) + 1)]
     lines = [
@@ -166,11 +165,6 @@ def _shape(case: Case) -> str:
     return f"heads {case.heads}/{case.groups} of {case.head_dim}, {documents}"
 
 
-def _table(left: Sequence[str], right: Sequence[str], rows: list[list[str]]) -> list[str]:
-    head = [f"| {' | '.join((*left, *right))} |", f"|{'---|' * len(left)}{'--:|' * len(right)}"]
-    return head + [f"| {' | '.join(row)} |" for row in rows]
-
-
 def _transport_table(data: dict[str, Any]) -> list[str]:
     rows = []
     for cp, in_flight in data["rounds_in_flight"].items():
@@ -181,7 +175,7 @@ def _transport_table(data: dict[str, Any]) -> list[str]:
                     cp, kind.replace("_", "-"), pairwise(in_flight) if name == "pairwise" else name, formatted(taken),
                     formatted(data["collective_over"][kind][cp][name]), "" if count is None else f"{count / 2**20:.2f}",
                 ])  # fmt: skip
-    return _table(("ranks", "", "transport"), ("ms", "collective / this", "between hosts"), rows)
+    return table(("ranks", "", "transport"), ("ms", "collective / this", "between hosts"), rows)
 
 
 def _verdicts(data: dict[str, Any]) -> list[str]:
@@ -206,7 +200,7 @@ def _codec_table(job: Job, data: dict[str, Any]) -> list[str]:
                 )
                 gain = [formatted(speedup[chunks]), f"{fewer[chunks]:.2f}", formatted(share_of[chunks], percent=True)]
             rows.append([codec, chunks, formatted(taken), *gain])
-    return _table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
+    return table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
 
 
 def _overlap_table(data: dict[str, Any]) -> list[str]:
@@ -220,4 +214,4 @@ def _overlap_table(data: dict[str, Any]) -> list[str]:
         for chunks, ways in of_chunks.items()
         for way, hidden in ways.items()
     ]  # fmt: skip
-    return _table(("layer", "chunks", ""), ("transfer ms", "compute ms", "together ms", "hidden", "gain"), rows)
+    return table(("layer", "chunks", ""), ("transfer ms", "compute ms", "together ms", "hidden", "gain"), rows)

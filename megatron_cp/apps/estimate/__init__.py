@@ -1,8 +1,8 @@
-"""A whole model's training step, predicted: `megatron-cp plan --whole`. No torch in here.
+"""Predicts a whole model's training step, for `megatron-cp plan --whole`. No torch in here.
 
 `model_files` reads a model from a preset (`model_presets`), a Hugging Face configuration (`hub_configs`) or Megatron's
-flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `step` predicts what a step of it
-takes, with the layouts and schemes that `together` plans; `command` compares ways and `page/` shows one as a web page.
+flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `step` predicts its time and memory,
+with the layouts and schemes that `together` plans; `command` compares candidates, and `page/` shows one as a web page.
 """
 
 from megatron_cp.apps.estimate.command import add_arguments, run_whole

@@ -1,4 +1,4 @@
-"""`megatron-cp plan --whole`: a whole model's step, for every size and layout, and what to run."""
+"""`megatron-cp plan --whole`: prices a whole model's step for every size and layout, and names the best."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from megatron_cp.planner import (
     timelines,
 )
 
-_MOST_TRIES, _ROUNDED = 5, 1024  # to find a length that fits; tokens to which it is rounded down
-_MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
+_MOST_TRIES, _ROUNDED = 5, 1024  # tries to find a length that fits; it is a multiple of so many tokens
+_MOST_EVENTS = 60_000  # events in a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout",
@@ -45,21 +45,25 @@ _OF_A_LAYER = (
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options of `plan` that are of a whole model's step."""
+    """Adds the options of `plan` that concern a whole model's step."""
     group.add_argument("--whole", action="store_true", help="price a step of the whole --model (default: qwen3-next)")
     group.add_argument(
         "--fit",
         type=memory_size,
         metavar="SIZE",
-        help="of --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's); where nothing fits the exit status is 1",
+        help="with --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
+        "--gpu's); the exit status is 1 if nothing fits",
     )
-    group.add_argument("--sharding", choices=SHARDINGS, help="of --whole: of weights and optimizer (default: zero3)")
-    group.add_argument("--replicas", type=positive, help="of --whole: data-parallel groups (default: 1)")
     group.add_argument(
-        "--recompute", choices=RECOMPUTATION, help="of --whole (default: selective, or full where that does not fit)"
+        "--sharding", choices=SHARDINGS, help="with --whole: sharding of weights and optimizer (default: zero3)"
     )
-    group.add_argument("--report", metavar="FILE.html", help="of --whole: save a page that shows the step")
+    group.add_argument("--replicas", type=positive, help="with --whole: number of data-parallel groups (default: 1)")
+    group.add_argument(
+        "--recompute",
+        choices=RECOMPUTATION,
+        help="with --whole: recomputation (default: selective, or full if that does not fit)",
+    )
+    group.add_argument("--report", metavar="FILE.html", help="with --whole: save a page that shows the step")
 
 
 def run_whole(args: argparse.Namespace) -> Report:
@@ -111,7 +115,6 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
-    """A price for each size and layout."""
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     rows = []
     for cp, name in itertools.product(args.cp, names):
@@ -126,7 +129,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
 def _row(
     args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, cp: int, name: str, limit: float
 ) -> StepPrice:
-    """One price; with all layers recomputed where it would not fit otherwise."""
+    """Returns the price of a size and layout, with all layers recomputed if it would not fit otherwise."""
     scheme, mode = _asked(args)
     mask = None if args.mask is None else Mask.named(packing, args.mask)
     topology = _topology(args, on, cp)
@@ -145,7 +148,7 @@ def _row(
 
 
 def _asked(args: argparse.Namespace) -> tuple[str, str]:
-    """The scheme of attention and the mode of linear layers: `--scheme` is of the one that has it."""
+    """Returns the scheme of attention and the mode of linear layers; `--scheme` names either."""
     if args.scheme in MODES:
         return "auto", args.scheme
     return args.scheme or "auto", "auto"
@@ -187,9 +190,9 @@ def _bytes(row: StepPrice) -> dict[str, float]:
 def _longest(
     args: argparse.Namespace, model: ModelSpec, on: Machine, row: StepPrice, lengths: Sequence[int], limit: float
 ) -> int:
-    """How many tokens fit this way, the documents scaled to them: priced once more, so that they do.
+    """Returns the number of tokens that fit this candidate with the documents scaled to them; 0 if none is found.
 
-    About so many where tiles are searched for, which is not done again. 0 where nothing was found that fits.
+    A second price confirms that they fit; it is left out if tiles are searched, and the number is then approximate.
     """
     again = argparse.Namespace(**{**vars(args), "recompute": row.choice.recompute})
     tokens, found = sum(lengths), row
@@ -225,18 +228,20 @@ def _text(
         "",
         *_table(rows, best, on),
         "",
-        "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
-        "products of weights, waiting for context parallelism's transfers, memory traffic of norms and activations, "
-        "gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, tensor "
-        "parallelism, experts' exchanges and the host's own time are not in it. GiB: parameters, gradients, optimizer, "
-        "activations, buffers, and 2.8 for CUDA and its libraries.",
+        "Times are milliseconds of one forward and backward on the rank that ends last: inside attention's and linear "
+        "layers' kernels, products of weights, waiting for context parallelism's transfers, memory traffic of norms "
+        "and activations, gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, "
+        "tensor parallelism, experts' exchanges and the host's own time are left out. Memory counts parameters, "
+        "gradients, optimizer, activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
     if best is None:
         return [*lines, _nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
     gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
     if args.fit is not None and gain > 1.005:
-        lines.append(f"the smallest size that fits; cp {faster.choice.cp} does {gain:.2f} times as much a GPU")
+        lines.append(
+            f"this is the smallest size that fits; cp {faster.choice.cp} has {gain:.2f} times its throughput a GPU"
+        )
     about = "about " if args.search else ""
     return [
         *lines,
@@ -246,7 +251,7 @@ def _text(
 
 
 def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
-    """What is nearest to fitting, and what is left to try."""
+    """Names the candidate that is nearest to fitting, and the options that are left to try."""
     near = min(rows, key=lambda row: row.memory.total)
     fixed = near.memory.parameters + near.memory.optimizer
     text = (
@@ -264,7 +269,6 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
 
 
 def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
-    """A line for each, as wide as its cells."""
     heads = [
         "cp", "layout", "attention by", "linear by", "recompute", "attention", "linear", "products", "exposed",
         "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
@@ -291,7 +295,6 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
 
 
 def _names(plans: Sequence[Plan]) -> str:
-    """Of the kinds of layers, each way once."""
     return " / ".join(dict.fromkeys(_name(plan) for plan in plans)) or "-"
 
 
@@ -309,7 +312,7 @@ def report_of(
     model: ModelSpec, packing: Packing, on: Machine, topology: Topology, rows: list[StepPrice], chosen: StepPrice,
     limit: float, summary: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the page of a step shows."""
+    """Returns the report from which the page of a step is made."""
     plans = [plan for plan, _ in chosen.plans]
     layout = plans[0].hidden_layout or plans[0].layout
     events, layers, traffic = _timeline(plans, on, topology)
@@ -321,7 +324,7 @@ def report_of(
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
             ["sharding", f"{chosen.choice.sharding}, {counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
-            ["work by rank", "of kernels, in one forward and one backward of all layers"],
+            ["work by rank", "time in kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],
             ["model", model.source or model.name], ["version", __version__],
             *([name, text] for name, text in on.hardware.sources.items()),
@@ -353,7 +356,7 @@ def _candidate(row: StepPrice, on: Machine, limit: float, chosen: StepPrice) -> 
 
 
 def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
-    """Milliseconds of kernels of each rank, of all layers."""
+    """Returns each rank's milliseconds of kernels in all layers."""
     total = np.zeros(chosen.choice.cp)
     for plan, count in chosen.plans:
         for timeline in timelines(plan, on, topology):
@@ -363,7 +366,7 @@ def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
 
 
 def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
-    """Who computes which tile in the first kind of layer whose tiles were assigned, forward and backward."""
+    """Returns pictures of the tiles of the first kind of layer whose tiles were assigned, forward and backward."""
     plan = next((plan for plan in plans if plan.attend is not None and plan.attend.tiled is not None), None)
     if plan is None:
         return []
@@ -372,7 +375,7 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
     tiled, group, found = plan.attend.tiled, plan.ulysses_degree, []
     for number, (way, assignment) in enumerate((("forward", tiled.forward), ("backward", tiled.backward))):
         shapes, ranks, count = shapes_by_rank(assignment)
-        text = [f"The {len(shapes)} pieces with most queries of {count}."] * (len(shapes) < count)
+        text = [f"These are the {len(shapes)} pieces with most queries, of {count}."] * (len(shapes) < count)
         for known in tiled.solutions[number : number + 1]:
             most, bound = size(known.busiest_bytes), size(known.bound)
             beside = (
@@ -391,7 +394,7 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
 
 
 def _timeline(plans: list[Plan], on: Machine, topology: Topology) -> tuple[list[dict[str, Any]], list[str], Any]:
-    """One layer of each kind, forward and backward, one after the other; and the bytes between ranks."""
+    """Returns the events and names of a layer of each kind, one after the other, and the bytes between ranks."""
     events: list[dict[str, Any]] = []
     names, begun = [], np.zeros(topology.size)
     traffic = np.zeros((topology.size, topology.size), dtype=np.int64)

@@ -1,12 +1,13 @@
-"""`MODEL_TYPES`: how the `config.json` of each type of Hugging Face model is read. No torch in here.
+"""`MODEL_TYPES`: reads the `config.json` of each type of Hugging Face model. No torch in here.
 
-Keys and what holds without them are those of the model types' configuration classes in `transformers`.
+Keys and their defaults are those of the model types' configuration classes in `transformers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
 from megatron_cp.apps.estimate.model_layers import (
@@ -14,6 +15,7 @@ from megatron_cp.apps.estimate.model_layers import (
     AttentionMixer,
     Block,
     LinearMixer,
+    Mixer,
     gated_delta_net,
     kimi_delta_attention,
     mamba2,
@@ -25,12 +27,12 @@ Blocks = tuple[Block, ...]
 
 
 def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = False) -> AttentionMixer:
-    """Attention with causal mask.
+    """Returns attention with a causal mask.
 
     Args:
-        config: of the model.
-        head_dim: where it is not given; if None, hidden_size / num_attention_heads.
-        bias: whether projections have one, where it is not given.
+        config: the model's configuration.
+        head_dim: the default of its head size; if None, hidden_size / num_attention_heads.
+        bias: the default of its `attention_bias`.
     """
     heads = config.size("num_attention_heads")
     if head_dim is None:
@@ -43,15 +45,20 @@ def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = Fals
 
 
 def _sliding(mixer: AttentionMixer, config: Fields, default: int | None = None) -> AttentionMixer:
-    """The same that sees `sliding_window` tokens, itself among them."""
+    """Returns the mixer with a window of `sliding_window` tokens, which includes the query itself."""
     return replace(mixer, mask=f"window:{config.size('sliding_window', default) - 1},0")
 
 
 def _alternating(config: Fields, full: Block, sliding: Block, interval: int) -> Blocks:
-    """Every `interval`-th layer is full, the others are sliding, unless `layer_types` says otherwise."""
+    """Returns layers of which every `interval`-th is full and the others slide, unless `layer_types` says otherwise."""
     layers = config.layers("num_hidden_layers")
     types = [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
     return config.blocks("layer_types", {FULL: full, SLIDING: sliding}, types, layers)
+
+
+def _experts(config: Fields, size: str, experts: str, chosen: str = "num_experts_per_tok", **rest: Any) -> MLP:
+    """Returns a mixture whose sizes have these names."""
+    return MLP(config.size(size), experts=config.size(experts), experts_per_token=config.size(chosen), **rest)
 
 
 def _mlp(config: Fields, *, gated: bool = True) -> MLP:
@@ -76,7 +83,7 @@ def _mixtral(config: Fields) -> Blocks:
 
 
 def _qwen(config: Fields, mixer: AttentionMixer) -> Blocks:
-    """The last layers slide, after `max_window_layers`, where `use_sliding_window` says so."""
+    """Returns layers that slide after the first `max_window_layers` if `use_sliding_window` is set."""
     layers, mlp = config.layers("num_hidden_layers"), _mlp(config)
     first = layers
     types = {FULL: Block(mixer, mlp)}
@@ -96,19 +103,14 @@ def _qwen3(config: Fields) -> Blocks:
 
 
 def _qwen_mixture(config: Fields, number: int, experts: MLP) -> MLP:
-    """The MLP of a layer, counted from 0: a mixture unless `mlp_only_layers` or `decoder_sparse_step` leaves it out."""
+    """Returns a layer's MLP: dense if `mlp_only_layers` or `decoder_sparse_step` says so for `number`, from 0."""
     is_sparse = (number + 1) % config.size("decoder_sparse_step", 1) == 0
     return experts if is_sparse and number not in config.indices("mlp_only_layers") else _mlp(config)
 
 
 def _qwen_experts(config: Fields, *, shared_size: int = 0) -> MLP:
-    return MLP(
-        config.size("moe_intermediate_size"),
-        experts=config.size("num_local_experts" if "num_local_experts" in config else "num_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=shared_size,
-        shared_gate=shared_size > 0,
-    )
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return _experts(config, "moe_intermediate_size", name, shared_size=shared_size, shared_gate=shared_size > 0)
 
 
 def _qwen3_moe(config: Fields) -> Blocks:
@@ -177,7 +179,9 @@ def _nemotron_h(config: Fields) -> Blocks:
         "mlp": Block(mlp=_mlp(config, gated=False)),
     }
     if "n_routed_experts" in config:
-        types["moe"] = Block(mlp=_nemotron_experts(config))
+        shared = config.size("moe_shared_expert_intermediate_size", 0, least=0)
+        experts = _experts(config, "moe_intermediate_size", "n_routed_experts", gated=False, shared_size=shared)
+        types["moe"] = Block(mlp=experts)
     name, words = "hybrid_override_pattern", config.get("hybrid_override_pattern")
     if isinstance(words, str):
         types = {letter: types[word] for letter, word in _HYBRID_WORDS.items() if word in types}
@@ -190,18 +194,8 @@ def _nemotron_h(config: Fields) -> Blocks:
     return chosen_blocks(name, words, types, config.size("num_hidden_layers", len(words)))
 
 
-def _nemotron_experts(config: Fields) -> MLP:
-    return MLP(
-        config.size("moe_intermediate_size"),
-        gated=False,
-        experts=config.size("n_routed_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=config.size("moe_shared_expert_intermediate_size", 0, least=0),
-    )
-
-
 def _mamba(config: Fields, heads: str, groups: str, state: str, head_dim: str, width: str) -> LinearMixer:
-    """A Mamba-2 layer whose sizes have these names."""
+    """Returns a Mamba-2 layer whose sizes have these names."""
     bias_name = "mamba_conv_bias" if "mamba_conv_bias" in config else "use_conv_bias"
     return mamba2(
         config.size(heads),
@@ -254,7 +248,6 @@ def _granite_hybrid(config: Fields) -> Blocks:
 
 
 def _latent(config: Fields) -> AttentionMixer:
-    """Multi-head latent attention."""
     shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
     return AttentionMixer(
         heads,
@@ -270,18 +263,19 @@ def _latent(config: Fields) -> AttentionMixer:
 
 def _deepseek_v3(config: Fields) -> Blocks:
     config.refuse("attention_bias")
-    size = config.size("moe_intermediate_size")
-    experts = MLP(
-        size,
-        experts=config.size("n_routed_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=size * config.size("n_shared_experts", 0, least=0),
-        router_bias=True,
+    mixers = [_latent(config)] * config.layers("num_hidden_layers")
+    return _after_dense(config, mixers, "n_shared_experts", "n_routed_experts")
+
+
+def _after_dense(config: Fields, mixers: Sequence[Mixer], shared: str, *names: str) -> Blocks:
+    """Returns layers with mixtures, except the first `first_k_dense_replace` and those between `moe_layer_freq`."""
+    size = config.size("moe_intermediate_size") * config.size(shared, 0, least=0)
+    experts = _experts(config, "moe_intermediate_size", *names, shared_size=size, router_bias=True)
+    dense, step = config.size("first_k_dense_replace", 0, least=0), config.size("moe_layer_freq", 1)
+    return tuple(
+        Block(mixer, MLP(config.size("intermediate_size")) if number < dense or number % step else experts)
+        for number, mixer in enumerate(mixers)
     )
-    layers, dense = config.layers("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
-    mixer, step = _latent(config), config.size("moe_layer_freq", 1)
-    first = Block(mixer, MLP(config.size("intermediate_size")))
-    return tuple(first if number < dense or number % step else Block(mixer, experts) for number in range(layers))
 
 
 def _kimi_linear(config: Fields) -> Blocks:
@@ -295,22 +289,9 @@ def _kimi_linear(config: Fields) -> Blocks:
     heads, width = own.size("num_heads"), own.size("short_conv_kernel_size", 4)
     linear = kimi_delta_attention(heads, heads, rank, width, decay_rank=rank, gate_rank=gate_rank)
     latent = replace(_latent(config), output_gate=config.flag("mla_use_output_gate"))
-    size = config.size("moe_intermediate_size")
-    experts = MLP(
-        size,
-        experts=config.size("num_experts"),
-        experts_per_token=config.size("num_experts_per_token"),
-        shared_size=size * config.size("num_shared_experts", 0, least=0),
-        router_bias=True,
-    )
-    full, dense = own.indices("full_attn_layers"), config.size("first_k_dense_replace", 0, least=0)
-    step = config.size("moe_layer_freq", 1)
-    blocks = []
-    for number in range(config.layers("num_hidden_layers")):
-        is_dense = number < dense or number % step
-        mixer = latent if number + 1 in full else linear
-        blocks.append(Block(mixer, MLP(config.size("intermediate_size")) if is_dense else experts))
-    return tuple(blocks)
+    full, layers = own.indices("full_attn_layers"), config.layers("num_hidden_layers")
+    mixers = [latent if number in full else linear for number in range(1, layers + 1)]
+    return _after_dense(config, mixers, "num_shared_experts", "num_experts", "num_experts_per_token")
 
 
 MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
@@ -320,6 +301,6 @@ MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
     "granitemoehybrid": _granite_hybrid, "deepseek_v3": _deepseek_v3,
 }  # fmt: skip
 
-# What a file may ask for beside the layers, and the model's own code in `transformers` does not build either.
+# Fields that add other layers, which the model's own code in `transformers` does not build either.
 LEFT_OUT = {"deepseek_v3": {"num_nextn_predict_layers": "layers of multi-token prediction"}}
-TIED = ("gemma2", "gemma3_text")  # whose output head has the embedding's weights where the file does not say
+TIED = ("gemma2", "gemma3_text")  # the output head has the embedding's weights by default

@@ -1,4 +1,4 @@
-"""Shapes of single layers of the known models, which `--model` of other commands takes. No torch in here."""
+"""Shapes of single layers of the known models, for `--model` of other commands. No torch in here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_cp.plan import CONV1D
 
 
 def layer_shapes(model: ModelSpec) -> dict[str, LayerShape]:
-    """The shape of the first layer of each kind."""
+    """Returns the shape of the first layer of each kind."""
     shapes: dict[str, LayerShape] = {}
     for mixer in dict.fromkeys(block.mixer for block in model.blocks):
         match mixer:

@@ -1,4 +1,4 @@
-"""`read_flags`: a model by the flags that Megatron's training scripts take. No torch and no Megatron in here."""
+"""`read_flags`: reads a model from the flags of Megatron's training scripts. No torch and no Megatron in here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORDS = (
     "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq",
 )  # fmt: skip
 _READ = (*_SIZES, *_SWITCHES, *_WORDS)
-_PAIRS = ("--window-size",)  # which Megatron takes as one word, and newer ones as two
+_PAIRS = ("--window-size",)  # Megatron takes these as one word, newer versions as two
 # Flags that change the model in ways that are not known here.
 _REFUSED = (
     "--moe-latent-size", "--mtp-hybrid-override-pattern", "--encoder-num-layers", "--decoder-num-layers",
@@ -43,7 +43,7 @@ _VARIANT = "gated_delta_net"
 
 
 def read_flags(text: str) -> ModelSpec:
-    """The model that Megatron-core 0.19 builds from these flags.
+    """Returns the model that Megatron-core 0.19 builds from these flags.
 
     Flags that do not shape a model, such as --lr, are left out, and named in the model's `source`. Without
     `--disable-bias-linear` projections have biases, as in Megatron; the vocabulary is padded as Megatron pads it.
@@ -72,7 +72,7 @@ def read_flags(text: str) -> ModelSpec:
 
 
 def _parsed(text: str) -> tuple[Fields, list[str]]:
-    """The values of the flags that shape a model, and the names of the others."""
+    """Returns the values of the flags that shape a model, and the names of the others."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -100,7 +100,7 @@ def _parsed(text: str) -> tuple[Fields, list[str]]:
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag, in Megatron's spelling with hyphens, with its values."""
+    """Yields every flag, in Megatron's spelling with hyphens, with its values."""
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     if words and (not starts or starts[0]):
         raise ArgumentError("model", words[0], "flags, which begin with --")
@@ -127,7 +127,7 @@ def _vocab_size(given: Fields) -> int:
 
 
 def _transformer(given: Fields) -> tuple[Block, ...]:
-    """The layers of GPTModel: each an attention or a linear layer, and an MLP or a mixture."""
+    """Returns the layers of GPTModel: attention or a linear layer, followed by an MLP or a mixture."""
     layers = given.size("--num-layers", most=MAX_LAYERS)
     variant = given.get("--experimental-attention-variant")
     if variant not in (None, _VARIANT):
@@ -155,8 +155,8 @@ def _transformer(given: Fields) -> tuple[Block, ...]:
 
 
 def _hybrid(given: Fields, flag: str) -> tuple[Block, ...]:
-    """The layers of HybridModel: each a mixer or an MLP."""
-    pattern = str(given.get(flag)).replace("|", "")  # which is where pipeline stages end
+    """Returns the layers of HybridModel: a mixer or an MLP alone."""
+    pattern = str(given.get(flag)).replace("|", "")  # the ends of pipeline stages
     if "/" in pattern:
         raise ArgumentError(flag, pattern, "a pattern without /", "Leave layers of multi-token prediction out.")
     types = {
@@ -168,7 +168,7 @@ def _hybrid(given: Fields, flag: str) -> tuple[Block, ...]:
         "E": lambda: Block(mlp=_experts(given)),
     }
     present = set(pattern)
-    # Only of the layers that are there, sizes need be given.
+    # Sizes are needed only for the layers in the pattern.
     made = {letter: make() if letter in present else _PLACEHOLDER for letter, make in types.items()}
     return chosen_blocks(flag, pattern, made, len(pattern))
 
@@ -228,7 +228,7 @@ def _mlp(given: Fields) -> MLP:
 
 
 def _ffn_size(given: Fields) -> int:
-    # Of SwiGLU with three matrices, two thirds of the usual size, in whole 64s, have as many weights.
+    # SwiGLU has three matrices: with two thirds of the usual size, a multiple of 64, it has as many weights.
     hidden_size = given.size("--hidden-size")
     return given.size(
         "--ffn-hidden-size", hidden_size * 8 // 3 // 64 * 64 if given.flag("--swiglu") else 4 * hidden_size
@@ -259,7 +259,7 @@ def _has_bias(given: Fields) -> bool:
 
 
 def _window(given: Fields) -> str | None:
-    """The mask of layers with a window."""
+    """Returns the mask of layers with a window; None if they see all tokens."""
     text = given.get("--window-size")
     if text is None:
         return None
@@ -274,14 +274,15 @@ def _window(given: Fields) -> str | None:
 
 
 def _pattern(given: Fields, flag: str, layers: int, default: int | None, *, last: bool) -> list[bool]:
-    """Which layers are of a kind: by a list of 0 and 1 such as "[1]*3+[0]", or by a number.
+    """Returns True for the layers of a kind, by a list of 0 and 1 such as "[1]*3+[0]", or by a number.
 
     Args:
         given: the flags.
-        flag: whose value it is.
-        layers: of the model.
-        default: the value where there is none; None where there must be one.
-        last: by a number N every N-th layer is of the other kind; else every N-th, from the first, is of this.
+        flag: the flag whose value is read.
+        layers: number of the model's layers.
+        default: the value if none is given; None if one is required.
+        last: by a number N, True makes every N-th layer of the other kind, False every N-th from the first of this
+            kind.
     """
     text = given.get(flag)
     if text is None and default is None:
@@ -296,7 +297,7 @@ def _pattern(given: Fields, flag: str, layers: int, default: int | None, *, last
 
 
 def _listed(flag: str, text: str) -> list[int]:
-    """The list that an expression of lists, + and * makes; nothing else is evaluated."""
+    """Evaluates an expression of lists, + and *, and nothing else."""
     try:
         return _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

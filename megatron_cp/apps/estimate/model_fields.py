@@ -1,4 +1,4 @@
-"""`Fields`: what a model file or a command line gives, by name, looked up with checks. No torch in here."""
+"""`Fields`: looks up the values of a model file or command line by name, and checks them. No torch in here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Fields:
     """Values by name; None counts as not given.
 
     Args:
-        values: integers, truth values, strings, lists of them.
+        values: integers, truth values, strings, and lists of them.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -25,14 +25,14 @@ class Fields:
         return name in self._values
 
     def get(self, name: str) -> Any:
-        """The value, unchecked; None where it is missing."""
+        """Returns the value, unchecked; None if it is missing."""
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
-        """An integer.
+        """Returns an integer.
 
         Raises:
-            ArgumentError: it is none, or is missing without a default.
+            ArgumentError: it is no integer, is out of range, or is missing without a default.
         """
         if name not in self._values:
             if default is None:
@@ -42,7 +42,7 @@ class Fields:
         return checked_integer(name, self._values[name], least, most)
 
     def optional(self, name: str) -> int | None:
-        """An integer of at least 1, or None where it is missing.
+        """Returns an integer of at least 1, or None if it is missing.
 
         Raises:
             ArgumentError: it is something else.
@@ -50,15 +50,15 @@ class Fields:
         return self.size(name) if name in self._values else None
 
     def layers(self, name: str) -> int:
-        """How many layers there are.
+        """Returns the number of layers.
 
         Raises:
-            ArgumentError: none, or more than a model can have.
+            ArgumentError: it is less than 1, or more than a model can have.
         """
         return self.size(name, most=MAX_LAYERS)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A truth value.
+        """Returns a truth value.
 
         Raises:
             ArgumentError: it is something else.
@@ -69,7 +69,7 @@ class Fields:
         return value
 
     def quotient(self, name: str, number: int, over: str, divisor: int) -> int:
-        """`number / divisor`, where `name` is not given and follows from the two.
+        """Returns the value of `name`, or `number / divisor` if it is not given.
 
         Raises:
             ArgumentError: the division leaves a remainder.
@@ -81,21 +81,21 @@ class Fields:
         return number // divisor
 
     def blocks(self, name: str, types: Mapping[str, Block], default: Sequence[str], layers: int) -> tuple[Block, ...]:
-        """The blocks of a list of their types.
+        """Returns the block of each type in a list.
 
         Args:
-            name: of the list.
+            name: name of the list.
             types: the block of each type.
-            default: the list where none is given.
-            layers: its length.
+            default: the list to take if none is given.
+            layers: length of the list.
 
         Raises:
-            ArgumentError: a type that there is not, or another length.
+            ArgumentError: an unknown type, or another length.
         """
         return chosen_blocks(name, self._values.get(name, default), types, layers)
 
     def indices(self, name: str) -> set[int]:
-        """A list of layers, counted from 0; empty where it is missing.
+        """Returns a list of layers, counted from 0; empty if it is missing.
 
         Raises:
             ArgumentError: it is something else.
@@ -106,7 +106,7 @@ class Fields:
         return {checked_integer(f"{name}[{place}]", number, 0) for place, number in enumerate(numbers)}
 
     def refuse(self, *names: str) -> None:
-        """Refuses what changes a model's shape in a way that is not known here.
+        """Refuses fields that change a model's shape in a way that is not known here.
 
         Raises:
             ArgumentError: one of them is given, and is not 0, False or empty.
@@ -117,7 +117,7 @@ class Fields:
 
 
 def chosen_blocks(name: str, words: object, types: Mapping[str, Block], layers: int) -> tuple[Block, ...]:
-    """The block of each of the words: see `Fields.blocks`; of a string, of each letter."""
+    """Returns the block of each word, or of each letter of a string: see `Fields.blocks`."""
     if not isinstance(words, list | tuple | str) or len(words) != layers:
         given = f"{len(words)} types" if isinstance(words, list | tuple | str) else words
         raise ArgumentError(name, given, f"the types of all {layers} layers")

@@ -1,4 +1,4 @@
-"""`read_model`: a model by a preset's name, a Hugging Face `config.json`, or Megatron's flags. No torch in here."""
+"""`read_model`: reads a preset's name, a Hugging Face `config.json`, or Megatron's flags. No torch in here."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import did_you_mean
 
-_MAX_BYTES = 10_000_000  # of a config.json, so that a checkpoint that is given instead is not read
+_MAX_BYTES = 10_000_000  # largest config.json: a checkpoint that is given instead is not read
 
 
 def read_model(text: str) -> ModelSpec:
-    """A whole model, by whatever describes it.
+    """Returns a whole model from its name, file or flags.
 
     Args:
-        text: the name of a preset, such as "llama3-8b"; the path of a Hugging Face `config.json`, or of the folder that
-            has one; or Megatron's flags in one string, which begins with "--".
+        text: the name of a preset, such as "llama3-8b"; the path of a Hugging Face `config.json`, or of its folder; or
+            Megatron's flags in one string, which begins with "--".
 
     Raises:
-        ArgumentError: an unknown name, a file that cannot be read, a type of model that is not known, or sizes that
-            cannot be.
+        ArgumentError: an unknown name, a file that cannot be read, an unknown type of model, or impossible sizes.
 
     Example:
         >>> round(read_model("llama3-8b").parameters / 1e9, 2)
@@ -81,7 +80,6 @@ def _read_config(text: str) -> ModelSpec:
 
 
 def _loaded(text: str) -> tuple[Path, dict[str, Any]]:
-    """The file's path and its JSON object."""
     try:
         path = Path(text)
         path = path / "config.json" if path.is_dir() else path

@@ -18,8 +18,9 @@ class Gemm(NamedTuple):
     """A product of activations with a weight matrix.
 
     Attributes:
-        count: how many such products one token takes part in.
-        in_features, out_features: of the weight: `2 * count * in_features * out_features` operations a token forward.
+        count: number of such products for one token.
+        in_features, out_features: shape of the weight; a token takes `2 * count * in_features * out_features`
+            operations forward.
     """
 
     count: int  # type: ignore[assignment]  # a tuple's own `count` is of no use here
@@ -28,7 +29,7 @@ class Gemm(NamedTuple):
 
     @property
     def multiply_adds(self) -> int:
-        """Of one token, forward; as many as weights that the token meets."""
+        """The multiply-adds of one token forward; as many as the weights that the token meets."""
         return self.count * self.in_features * self.out_features
 
 
@@ -37,17 +38,18 @@ class AttentionMixer:
     """Softmax attention with its projections.
 
     Attributes:
-        heads, kv_heads: query heads, and key/value heads, which divide them.
+        heads, kv_heads: number of query heads, and of key/value heads, which divides it.
         head_dim, value_head_dim: features of a query or key head, and of a value head.
         mask: a spelling of `Mask.named`, such as "causal" or "window:4095,0".
-        output_gate: the query projection also makes a gate for each feature of the output.
-        qk_norm: queries and keys are normalised head by head; of latent attention, the latents are.
-        bias, output_bias: of the projections of queries, keys and values, and of the output projection.
-        sink: a learned score a head.
-        kv_rank: of multi-head latent attention: features of the latent that keys and values are made from; None for
-            keys and values that are projected from the hidden states.
-        query_rank: likewise of queries.
-        shared_key_dim: of latent attention: features of a key, of its `head_dim`, that all heads share.
+        output_gate: True if the query projection also makes a gate for each feature of the output.
+        qk_norm: True if queries and keys are normalised head by head, or in latent attention the latents.
+        bias: True if the projections of queries, keys and values have biases.
+        output_bias: True if the output projection has a bias.
+        sink: True for a learned score in each head's softmax.
+        kv_rank: features of the latent from which multi-head latent attention makes keys and values; None if hidden
+            states are projected to keys and values.
+        query_rank: the same for queries.
+        shared_key_dim: features of a key, among its `head_dim`, that all heads of latent attention share.
 
     Raises:
         ArgumentError: sizes that do not fit each other, or a mask that does not exist.
@@ -83,11 +85,11 @@ class AttentionMixer:
         return "attention"
 
     def slot(self) -> AttentionSpec:
-        """The layer without choices of a scheme."""
+        """Returns the layer's specification, without the choice of a scheme."""
         return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.mask)
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """The products of one layer."""
+        """Returns the products of one layer."""
         queries = self._queries * 2 if self.output_gate else self._queries
         first, more = queries, []
         if self.query_rank:
@@ -101,14 +103,14 @@ class AttentionMixer:
         return Gemm(1, hidden_size, first), *more, Gemm(1, self._outputs, hidden_size)
 
     def vectors(self, hidden_size: int) -> int:
-        """Parameters that are in no product: norms, biases and sinks."""
+        """Returns the number of parameters outside of products: norms, biases and sinks."""
         norms = self._latents or 2 * self.head_dim
         count = norms if self.qk_norm else 0
         count += self._queries + self._keys + self._values if self.bias else 0
         return count + (hidden_size if self.output_bias else 0) + (self.heads if self.sink else 0)
 
     def saved(self, *, selective: bool) -> int:
-        """Bytes that a token saves between the input norm and the output projection: see `activation_bytes`."""
+        """Returns the bytes that a token saves from the input norm to the output projection: see `activation_bytes`."""
         features = self._queries + self._keys + self._values + self._latents
         features += (self._latents or self._queries + self._keys) if self.qk_norm else 0
         features += 2 * self._outputs if self.output_gate else 0
@@ -116,7 +118,7 @@ class AttentionMixer:
 
     @property
     def _latents(self) -> int:
-        """Features of the latents; 0 without latent attention."""
+        """The features of the latents; 0 without latent attention."""
         return (self.query_rank or 0) + (self.kv_rank or 0)
 
     @property
@@ -138,14 +140,14 @@ class AttentionMixer:
 
 @dataclass(frozen=True)
 class LinearMixer:
-    """A linear layer with its projections; `LinearSpec` says what heads and sizes are of each kind.
+    """A linear layer with its projections; `LinearSpec` says what heads and sizes mean for each kind.
 
     Attributes:
-        kind: a name of `KINDS`, of one with a state.
-        heads, key_heads, head_dim, value_head_dim, conv_width: as of `LinearSpec`.
-        vectors_per_layer: parameters that are in no product: convolution, decays, step sizes and the output norm.
+        kind: a name in `KINDS`, of a kind with a state.
+        heads, key_heads, head_dim, value_head_dim, conv_width: as in `LinearSpec`.
+        vectors_per_layer: parameters outside of products: convolution, decays, step sizes and the output norm.
         decay_rank: features between the two projections of a decay that has several features a head (KDA).
-        gate_rank: likewise of the output gate; None for one projection.
+        gate_rank: features between the two projections of the output gate; None for one projection.
 
     Raises:
         ArgumentError: a kind that does not exist, or sizes that do not fit each other.
@@ -177,42 +179,42 @@ class LinearMixer:
         return self.kind
 
     def slot(self) -> LinearSpec:
-        """The layer without choices of a mode."""
+        """Returns the layer's specification, without the choice of a mode."""
         sizes = (self.heads, self.key_heads, self.head_dim, self.value_head_dim, self.conv_width)
         return LinearSpec(self.kind, *sizes)
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """The products of one layer."""
+        """Returns the products of one layer."""
         direct = sum(self._widths.values()) + self._outputs + sum(rank - width for rank, width in self._low_rank)
         first, last = Gemm(1, hidden_size, direct), Gemm(1, self._outputs, hidden_size)
         return first, *(Gemm(1, rank, width) for rank, width in self._low_rank), last
 
     def vectors(self, hidden_size: int) -> int:
-        """Parameters that are in no product."""
+        """Returns the number of parameters outside of products."""
         return self.vectors_per_layer
 
     def saved(self, *, selective: bool) -> int:
-        """Bytes that a token saves between the input norm and the output projection: see `activation_bytes`."""
+        """Returns the bytes that a token saves from the input norm to the output projection: see `activation_bytes`."""
         norm_is_made_again = selective and KINDS[self.kind].is_dense
         features = sum(self._widths.values()) + self._outputs * (1 if norm_is_made_again else 2)
         return BF16 * (features + sum(rank for rank, _ in self._low_rank))
 
     @property
     def _widths(self) -> dict[SectionKind, int]:
-        """Features of each section that travels in a head exchange; the output gate is none of them."""
+        """The features of each section that a head exchange sends; the output gate is none of them."""
         counts = {Per.GROUP: self.key_heads, Per.HEAD: self.heads}
         dims = {Dim.KEY: self.head_dim, Dim.VALUE: self.value_head_dim, Dim.ONE: 1}
         return {section: counts[section.per] * dims[section.dim] for section in KINDS[self.kind].sections}
 
     @property
     def _decay(self) -> int:
-        """Features of a decay that has several a head."""
+        """The features of a decay that has several features a head."""
         widths = self._widths.items()
         return sum(width for section, width in widths if section.exact and section.dim is not Dim.ONE)
 
     @property
     def _low_rank(self) -> list[tuple[int, int]]:
-        """Rank and features of what two projections make."""
+        """The rank and output features of each pair of low-rank projections."""
         pairs = ((self.decay_rank, self._decay), (self.gate_rank, self._outputs))
         return [(rank, width) for rank, width in pairs if rank]
 
@@ -222,7 +224,7 @@ class LinearMixer:
 
 
 def gated_delta_net(heads: int, key_heads: int, head_dim: int, value_head_dim: int, conv_width: int = 4) -> LinearMixer:
-    """The Gated DeltaNet layer of Qwen3-Next and Megatron: one input projection, a norm of one value head."""
+    """Returns the Gated DeltaNet layer of Qwen3-Next and Megatron: one input projection, a norm of one value head."""
     conv = (2 * key_heads * head_dim + heads * value_head_dim) * conv_width
     vectors = conv + 2 * heads + value_head_dim  # A_log and dt_bias a head, the output norm
     return LinearMixer("gdn", heads, key_heads, head_dim, value_head_dim, conv_width, vectors)
@@ -231,7 +233,7 @@ def gated_delta_net(heads: int, key_heads: int, head_dim: int, value_head_dim: i
 def kimi_delta_attention(
     heads: int, key_heads: int, head_dim: int, conv_width: int = 4, *, decay_rank: int, gate_rank: int | None
 ) -> LinearMixer:
-    """The Kimi Delta Attention layer of Kimi-Linear: decay by two projections, output gate likewise or by one."""
+    """Returns the Kimi Delta Attention layer of Kimi-Linear: two projections make the decay, one or two the gate."""
     conv = (2 * key_heads + heads) * head_dim * conv_width
     vectors = conv + heads + heads * head_dim + head_dim  # A_log a head, dt_bias a feature, the output norm
     ranks = {"decay_rank": decay_rank, "gate_rank": gate_rank}
@@ -241,7 +243,7 @@ def kimi_delta_attention(
 def mamba2(
     heads: int, groups: int, state: int, head_dim: int, conv_width: int = 4, *, conv_bias: bool = True
 ) -> LinearMixer:
-    """The Mamba-2 layer of mamba_ssm and Megatron: one input projection, a norm of all heads."""
+    """Returns the Mamba-2 layer of mamba_ssm and Megatron: one input projection, a norm of all heads."""
     conv = (2 * groups * state + heads * head_dim) * (conv_width + conv_bias)
     vectors = conv + 3 * heads + heads * head_dim  # A_log, dt_bias and D a head, the output norm
     return LinearMixer("mamba", heads, groups, state, head_dim, conv_width, vectors)
@@ -252,17 +254,17 @@ Mixer = AttentionMixer | LinearMixer
 
 @dataclass(frozen=True)
 class MLP:
-    """Two products with an activation between them, or a mixture of experts that are such.
+    """Two products with an activation between them, or a mixture of such experts.
 
     Attributes:
-        intermediate_size: of the dense MLP, or of one expert.
-        gated: the first product makes a gate as well, as in SwiGLU.
-        bias: of both products, and of a router.
-        experts: of a mixture; 0 for a dense MLP.
-        experts_per_token: that a router takes.
+        intermediate_size: features between the products, of the dense MLP or of one expert.
+        gated: True if the first product also makes a gate, as in SwiGLU.
+        bias: True if both products, and a router, have biases.
+        experts: number of experts in a mixture; 0 for a dense MLP.
+        experts_per_token: number of experts to which a router sends a token.
         shared_size: intermediate size of all experts that every token takes; 0 for none.
-        shared_gate: a number a token that scales the shared experts' output.
-        router_bias: a number an expert that balances them.
+        shared_gate: True if a number for each token scales the shared experts' output.
+        router_bias: True if the router has a number for each expert that balances them.
 
     Raises:
         ArgumentError: sizes that do not fit each other.
@@ -288,7 +290,7 @@ class MLP:
             raise ArgumentError("shared_size", self.shared_size, "0 without experts")
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """The products that one token takes part in."""
+        """Returns the products of one token."""
         if not self.experts:
             return self._of_size(1, self.intermediate_size, hidden_size)
         found = [
@@ -300,7 +302,7 @@ class MLP:
         return *found, *([Gemm(1, hidden_size, 1)] if self.shared_size and self.shared_gate else [])
 
     def vectors(self, hidden_size: int) -> int:
-        """Parameters that one token meets and that are in no product."""
+        """Returns the number of parameters that one token meets outside of products."""
         if not self.experts:
             return self._biases(self.intermediate_size, hidden_size)
         shared = self._biases(self.shared_size, hidden_size) if self.shared_size else 0
@@ -308,14 +310,14 @@ class MLP:
         return shared + routed + self.experts * (self.bias + self.router_bias)
 
     def expert(self, hidden_size: int) -> int:
-        """Parameters of one expert that tokens are routed to; 0 of a dense MLP."""
+        """Returns the number of parameters of one routed expert; 0 for a dense MLP."""
         if not self.experts:
             return 0
         weights = sum(gemm.multiply_adds for gemm in self._of_size(1, self.intermediate_size, hidden_size))
         return weights + self._biases(self.intermediate_size, hidden_size)
 
     def saved(self, hidden_size: int, *, selective: bool) -> int:
-        """Bytes that a token saves between the norm before it and its end: see `activation_bytes`."""
+        """Returns the bytes that a token saves between the norm before the MLP and its end: see `activation_bytes`."""
         first = 2 if self.gated else 1  # times the intermediate size, for the activation's backward
         if not self.experts:
             return BF16 * (first + 1) * self.intermediate_size
@@ -336,8 +338,8 @@ class Block:
 
     Attributes:
         mixer: attention or a linear layer.
-        mlp: dense or a mixture of experts.
-        post_norms: the outputs are normalised as well, as in Gemma.
+        mlp: a dense MLP or a mixture of experts.
+        post_norms: True if the outputs are normalised as well, as in Gemma.
 
     Raises:
         ArgumentError: neither a mixer nor an MLP, or something else in their places.
@@ -356,20 +358,20 @@ class Block:
 
     @property
     def parts(self) -> tuple[Mixer | MLP, ...]:
-        """The mixer and the MLP, if they are there."""
+        """The mixer and the MLP, as far as the block has them."""
         return tuple(part for part in (self.mixer, self.mlp) if part is not None)
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """The products that one token takes part in."""
+        """Returns the products of one token."""
         return tuple(itertools.chain.from_iterable(part.gemms(hidden_size) for part in self.parts))
 
     def vectors(self, hidden_size: int) -> int:
-        """Parameters that every token meets outside of products, norms included."""
+        """Returns the number of parameters that every token meets outside of products, norms included."""
         norms = len(self.parts) * hidden_size * (2 if self.post_norms else 1)
         return norms + sum(part.vectors(hidden_size) for part in self.parts)
 
     def saved(self, hidden_size: int, recompute: str) -> int:
-        """Bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`."""
+        """Returns the bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`."""
         check_recompute(recompute)
         if recompute == FULL:
             return BF16 * hidden_size
@@ -386,6 +388,6 @@ def _check_divides(argument: str, divisor: int, name: str, number: int) -> None:
 
 
 def check_recompute(recompute: str) -> None:
-    """Refuses what is no word for recomputation."""
+    """Refuses an unknown kind of recomputation."""
     if recompute not in RECOMPUTATION:
         raise ArgumentError("recompute", recompute, " or ".join(RECOMPUTATION))

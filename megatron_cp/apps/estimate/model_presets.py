@@ -1,6 +1,6 @@
-"""`PRESETS`: known models by name, each with the source of its numbers. No torch in here.
+"""`PRESETS`: known models by name, with the source of their numbers. No torch in here.
 
-The sizes are those of the published configurations. A test holds that all parameters of the published checkpoints are
+The sizes are those of the published configurations. A test proves that all parameters of the published checkpoints are
 counted, and no others.
 """
 

@@ -1,7 +1,7 @@
 """`ModelSpec`: a whole model as data: its layers' slots, weight products, parameters and saved activations.
 
-No torch in here. `model_presets.py` has the known models, `model_files.py` reads others. All numbers are of one token
-and of the whole model: what tensor, expert, pipeline and data parallelism divide is for the caller to divide.
+No torch in here. `model_presets.py` has the known models, `model_files.py` reads others. All numbers are for one token
+and the whole model; the caller divides them for tensor, expert, pipeline and data parallelism.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import COLLECTIVE, Transport
 from megatron_cp.planner import Slot, checked_search
 
-MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
+MAX_LAYERS = 10_000  # a mistyped number must not take all memory
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class ModelSpec:
     """A language model: an embedding, blocks, a norm and an output head.
 
     Attributes:
-        name: in reports.
+        name: the model's name in reports.
         hidden_size: features of a hidden state.
         vocab_size: rows of the embedding and of the output head, padding included.
-        tied_embeddings: the output head has the embedding's weights.
-        blocks: in order.
-        source: where the numbers come from, and what of it was not read.
+        tied_embeddings: True if the output head has the embedding's weights.
+        blocks: the layers, in order.
+        source: the source of the numbers, and the parts of it that were not read.
 
     Raises:
-        ArgumentError: sizes that cannot be, or blocks that are none.
+        ArgumentError: impossible sizes, or blocks that are none.
 
     Example:
         >>> from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer
@@ -70,7 +70,7 @@ class ModelSpec:
         checked_integer("blocks", len(self.blocks), 1, MAX_LAYERS)
 
     def with_mask(self, mask: str) -> ModelSpec:
-        """The same model with another mask in every layer of softmax attention.
+        """Returns the model with another mask in every layer of softmax attention.
 
         Args:
             mask: a spelling of `Mask.named`, such as "causal" or "strided".
@@ -104,17 +104,17 @@ class ModelSpec:
         search_seconds: float = 0.0,
         search_cache: str | None = None,
     ) -> tuple[Slot, ...]:
-        """The slot of every mixer, in order, as `BatchPlan` takes them; a `Counter` of them says how often each occurs.
+        """Returns the slot of every mixer, in order, as `BatchPlan` takes them.
 
-        Linear layers between two attentions are a run, whatever MLPs are between them: each has all of them in its
+        Linear layers between two attentions are a run, even if MLPs are between them. Each has all of them in its
         `run`, and the model's hidden size, so that hidden states can be redistributed around them.
 
         Args:
-            scheme, ulysses_degree: of attention.
-            mode: of linear layers.
-            head_chunks, transport, codec: of both.
-            item_size: bytes of an activation, for predictions.
-            search_seconds, search_cache: of attention; see `plan_attention`.
+            scheme, ulysses_degree: attention's.
+            mode: the mode of linear layers.
+            head_chunks, transport, codec: for attention and linear layers.
+            item_size: bytes of an activation's element, for predictions.
+            search_seconds, search_cache: attention's; see `plan_attention`.
 
         Raises:
             ArgumentError: a choice that does not exist, or a search in a model without attention.
@@ -142,10 +142,10 @@ class ModelSpec:
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
-        """The weight products of one token's forward, those of one shape together, router and output head included.
+        """The weight products of one token's forward, summed by shape, router and output head included.
 
-        Of a mixture of experts a token meets as many experts as it is routed to. What one projection makes from the
-        same input is one product, as in Megatron. The operation between the projections is not in here.
+        In a mixture of experts a token meets as many experts as it is routed to. Projections of the same input count
+        as one product, as in Megatron. The operation between the projections is not included.
         """
         counts: Counter[tuple[int, int]] = Counter()
         for block, times in Counter(self.blocks).items():
@@ -156,7 +156,7 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All parameters. Biases of norms and learned positions are not counted."""
+        """The number of all parameters. Biases of norms and learned positions are not counted."""
         mixtures = (block.mlp for block in self.blocks if block.mlp)
         resting = sum((mlp.experts - mlp.experts_per_token) * mlp.expert(self.hidden_size) for mlp in mixtures)
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
@@ -164,7 +164,7 @@ class ModelSpec:
 
     @property
     def block_parameters(self) -> tuple[int, ...]:
-        """Parameters of each different block, experts that rest included."""
+        """The number of parameters of each different block, all experts included."""
         found = []
         for block in dict.fromkeys(self.blocks):
             count = sum(gemm.multiply_adds for gemm in block.gemms(self.hidden_size)) + block.vectors(self.hidden_size)
@@ -175,7 +175,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: no experts of others, and no embedding but as a tied output head."""
+        """The number of parameters that one token meets: its own experts, the embedding only as a tied output head."""
         weights = sum(gemm.multiply_adds for gemm in self.gemms)
         vectors = sum(block.vectors(self.hidden_size) for block in self.blocks) + self.hidden_size
         return weights + vectors
@@ -183,7 +183,7 @@ class ModelSpec:
     # -- activations ---------------------------------------------------------------------------------------------------
 
     def activation_bytes(self, recompute: str = "none", *, output_head: bool = True) -> int:
-        """Bytes that the forward of one token saves for backward in bf16, without what the mixing operations save.
+        """Returns the bytes that one token's forward saves in bf16, without those that the mixing operations save.
 
         An attention's output and log-sum-exp, and what a linear layer's convolution and recurrence save with its
         output, depend on the plan: see `memory.py`. Their inputs are counted here. In features of two bytes, with
@@ -193,7 +193,7 @@ class ModelSpec:
             each norm            h, and h for its output, which projections read; Gemma's norms of outputs h more
             attention            q + k + v; of heads that are normalised q + k more; with an output gate 2 o more
               latent             the rank of each latent more; twice, where latents are normalised
-            linear layer         its sections as they travel, and 2 o: the output gate, and the gated norm's output
+            linear layer         its sections as they are sent, and 2 o: the output gate, and the gated norm's output
               low rank           each rank more
             MLP                  3 i, gated; 2 i otherwise
             mixture of experts   e (h + 3 i) + 3 s, gated; e (h + 2 i) + 2 s otherwise; and a score of 4 bytes an expert
@@ -203,11 +203,11 @@ class ModelSpec:
         scales an expert's activation and not its output.
 
         Args:
-            recompute: "none"; "selective" makes again in backward what costs no product, as Megatron does with
+            recompute: "none"; "selective" recomputes in backward what costs no product, as Megatron does with
                 `--recompute-granularity selective --recompute-modules core_attn layernorm moe_act gdn_norm_out`:
                 outputs of norms before projections (h each), activations of routed experts (e i), gated norms of gdn
-                and kda (o); "full" all of a block but its input: h a block.
-            output_head: whether the final norm and the loss over the vocabulary are counted.
+                and kda (o); "full" recomputes all of a block but its input: h a block.
+            output_head: True counts the final norm and the loss over the vocabulary.
 
         Raises:
             ArgumentError: another word for `recompute`.
@@ -217,7 +217,9 @@ class ModelSpec:
         return blocks + (2 * BF16 * self.hidden_size + FP32 * self.vocab_size if output_head else 0)
 
     def recomputed_bytes(self, recompute: str = "none") -> int:
-        """Bytes of one token that backward makes again of one block at a time, at most: beside `activation_bytes`.
+        """Returns the bytes of one token that backward recomputes for one block at a time, at most.
+
+        They come on top of `activation_bytes`.
 
         Raises:
             ArgumentError: another word for `recompute`.

@@ -1,8 +1,8 @@
-"""`predict_step`: what a whole model's training step takes on named machines, for one way of splitting it.
+"""`predict_step`: predicts the time and memory of a whole model's training step on named machines. No torch in here.
 
-No torch in here. One pack of one context-parallel group is predicted: every layer's operation by the simulator, its
-weights' products and other activations by rates, and what sharded weights and gradients send by the bytes that enter a
-host.
+The step is that of one pack in one context-parallel group. The simulator predicts the operation of every layer; rates
+predict the products of weights and other activations; and the bytes that enter a host predict the transfers of sharded
+weights and gradients.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
 
 @dataclass(frozen=True)
 class StepChoice:
-    """One way of splitting a model.
+    """A way of splitting a model over ranks.
 
     Attributes:
         cp: context-parallel size.
         layout: "zigzag", "contiguous" or "balanced".
-        scheme, ulysses_degree: of attention; "auto" weighs all.
-        mode: of linear layers; "auto" weighs all.
-        recompute: of `ModelSpec.activation_bytes`.
-        head_chunks, transport, codec: of both; see `plan_attention`.
-        sharding: of parameters, gradients and optimizer over all ranks: "none"; "zero1" (optimizer: Megatron's
-            distributed optimizer); "zero3" (all of them: FSDP).
-        replicas: data-parallel groups that share that sharding.
-        hardware: what `--cp-hardware` is to name where flags leave a mode to "auto"; None for its default.
+        scheme, ulysses_degree: attention's; "auto" weighs all.
+        mode: the mode of linear layers; "auto" weighs all.
+        recompute: as `ModelSpec.activation_bytes` takes it.
+        head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
+        sharding: how parameters, gradients and optimizer are sharded over all ranks: "none"; "zero1" (optimizer:
+            Megatron's distributed optimizer); "zero3" (all of them: FSDP).
+        replicas: number of data-parallel groups that share that sharding.
+        hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
         search_seconds, search_cache: for tiles of attention; see `plan_attention`.
     """
 
@@ -70,8 +70,8 @@ class StepMemory:
     Attributes:
         parameters: weights in bf16.
         optimizer: gradients in fp32, and the optimizer's states.
-        activations: what the forward of all layers saves, the worst moment of one, and of the loss.
-        buffers: of messages, and what CUDA and its libraries keep.
+        activations: bytes that the forward of all layers saves, and the largest working set of one layer or the loss.
+        buffers: message buffers, and the memory that CUDA and its libraries keep.
     """
 
     parameters: float
@@ -81,28 +81,28 @@ class StepMemory:
 
     @property
     def total(self) -> float:
-        """Of all."""
+        """The sum of all four."""
         return self.parameters + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True)
 class StepPrice:
-    """What a step takes, in milliseconds of the rank that is done last, and bytes.
+    """The predicted time of a step, in milliseconds of the rank that ends last, and its memory.
 
     Attributes:
-        choice: of what.
-        attention, linear: inside the layers' operations, transfers and waits left out.
-        products: of weights, forward, backward and made again.
-        exposed: in which layers wait for transfers.
-        others: norms, activations and whatever else reads and writes memory.
-        shards: sums of gradients and gathers of weights that take longer than all of that, behind which they hide.
-        memory: of a rank.
-        tokens: of the pack.
-        operations: floating-point operations of the pack that the model needs, no recomputation counted.
-        plans: of each kind of layer, with how often it occurs.
-        modules: of `--recompute-modules`, for what selective recomputation makes again.
-        schemes: of `--cp-comm-type`, one for each of the model's blocks; the default of those without attention.
-        head_chunks: of `--cp-head-chunks`; None to leave it out.
+        choice: the way in which the model is split.
+        attention, linear: time inside the layers' operations, without transfers and waits.
+        products: time of the weights' products: forward, backward and recomputed.
+        exposed: time in which layers wait for transfers.
+        others: time of norms, activations and all else that reads and writes memory.
+        shards: time by which sums of gradients and gathers of weights exceed all of that, behind which they hide.
+        memory: bytes of a rank.
+        tokens: number of tokens in the pack.
+        operations: floating-point operations of the pack that the model needs, without recomputation.
+        plans: the plan of each kind of layer, with how often it occurs.
+        modules: value of `--recompute-modules` for what selective recomputation computes again.
+        schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
+        head_chunks: value of `--cp-head-chunks`; None to leave it out.
     """
 
     choice: StepChoice
@@ -127,20 +127,20 @@ class StepPrice:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of one context-parallel group."""
+        """The throughput of one context-parallel group, over its ranks."""
         return self.tokens / self.step * 1e3 / self.choice.cp if self.step else 0.0
 
     def mfu(self, peak: float) -> float:
-        """Operations that the model needs, over those that `peak` operations a second of every rank could do."""
+        """Returns the operations that the model needs over those possible at `peak` a second on every rank."""
         return self.operations / (self.step / 1e3) / self.choice.cp / peak if self.step else 0.0
 
     @property
     def flags(self) -> str:
-        """Megatron's, for this way."""
+        """Megatron's flags for this choice and its plans."""
         found = [f"--context-parallel-size {self.choice.cp}", f"--cp-layout {self.choice.layout}"]
         found += self._scheme_flags()
         modes = {way_of(plan) for plan, _ in self.plans if plan.attend is None}
-        if len(modes) > 1:  # of runs that are not equally long
+        if len(modes) > 1:  # runs of different lengths can have different modes
             found += [
                 "--linear-cp-mode auto",
                 *([f"--cp-hardware {self.choice.hardware}"] * bool(self.choice.hardware)),
@@ -161,7 +161,7 @@ class StepPrice:
         return " ".join(found)
 
     def _scheme_flags(self) -> list[str]:
-        """Of attention: one scheme, or one for each layer, and the degree that all products have."""
+        """Returns attention's flags: its schemes, the degree that all products share, and its search of tiles."""
         found = []
         attention = [plan for plan, _ in self.plans if plan.attend is not None]
         if attention:
@@ -185,19 +185,19 @@ _SHARDING_FLAGS = {
 
 
 def way_of(plan: Plan) -> str:
-    """A plan's scheme or mode, by the name that asks for it."""
+    """Returns the name of a plan's scheme or mode, as options spell it."""
     return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
 
 def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology) -> StepPrice:
-    """The price of one pack.
+    """Returns the price of a step on one pack.
 
     Args:
-        model: all layers.
-        layout: who holds which tokens of the pack, as the choice names it.
-        choice: how it is split.
+        model: the model, with all layers.
+        layout: the tokens of the pack that each rank holds, as the choice names it.
+        choice: the way in which the model is split.
         on: the machine.
-        topology: where the group's ranks are.
+        topology: the hosts of the group's ranks.
 
     Raises:
         ArgumentError: another sharding, a layout or a topology of another number of ranks, or a scheme that cannot run.
@@ -243,7 +243,7 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
 
 
 def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan, int], ...]) -> tuple[str, ...]:
-    """A value of `--cp-comm-type` for each block: the default for linear layers, which refuse others, and for MLPs."""
+    """Returns a value of `--cp-comm-type` for each block: the default for MLPs and for linear layers."""
     of_kind = dict(zip(dict.fromkeys(slots), (plan for plan, _ in plans), strict=True))
     mixers = iter(slots)
     found = []
@@ -254,7 +254,7 @@ def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan,
 
 
 def _modules(model: ModelSpec) -> tuple[str, ...]:
-    """What `--recompute-modules` names for what is priced as made again."""
+    """Returns the value of `--recompute-modules` for what is priced as computed again."""
     mixers = [block.mixer for block in model.blocks]
     experts = any(block.mlp is not None and block.mlp.experts for block in model.blocks)
     gated = any(isinstance(mixer, LinearMixer) and KINDS[mixer.kind].is_dense for mixer in mixers)
@@ -262,10 +262,10 @@ def _modules(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> float:
-    """Seconds of a sharding's transfers: by the bytes that enter a host, over all of its cards.
+    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over the bandwidth of all its cards.
 
     Gradients are summed in fp32 and scattered, and weights gathered in bf16: once with a sharded optimizer, in forward
-    and in backward with sharded weights. Without sharding gradients are summed where they are.
+    and in backward with sharded weights. Without sharding every rank sums all gradients.
     """
     ranks, hosts = choice.cp * choice.replicas, topology.num_hosts * choice.replicas
     if ranks == 1:
@@ -279,7 +279,7 @@ def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> 
 
 
 def _attention_operations(plan: Plan) -> float:
-    """Floating-point operations of an attention's visible pairs: two products forward, four backward."""
+    """Returns the floating-point operations of an attention's visible pairs: two products forward, four backward."""
     step = plan.attend
     assert step is not None
     pairs = float(stage_shapes(step, 1).pairs.sum())
@@ -288,9 +288,9 @@ def _attention_operations(plan: Plan) -> float:
 
 
 def _products(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
-    """Seconds of the weights' products of a rank's tokens.
+    """Returns the seconds of the weights' products for a rank's tokens.
 
-    An expert has as many rows as tokens are routed to it, in whole tiles.
+    An expert has as many rows as tokens are routed to it, rounded up to whole tiles.
     """
     times = 1 + _BACKWARD + (1 if choice.recompute == FULL else 0)
     rate = on.hardware.matrix / (1 + on.hardware.matrix_rows / max(tokens, 1))
@@ -304,7 +304,7 @@ def _products(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) ->
 
 
 def _others(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
-    """Seconds of what reads and writes memory: activations once forward, twice in backward."""
+    """Returns the seconds of reading and writing memory: activations once forward, twice in backward."""
     times = 3 + (1 if choice.recompute == FULL else 0)
     return model.activation_bytes("none") * tokens * times / on.hardware.copy
 
@@ -331,7 +331,7 @@ def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: Sequenc
 
 
 def _linear_saved(plan: Plan, rank: int) -> int:
-    """Bytes that a linear layer's operation saves: what is convolved, before and after, and the output."""
+    """Returns the bytes that a linear layer saves: the convolution's input and output, and the layer's output."""
     tokens = int(plan.layout.token_counts[rank])
     widths = sum(block.num_heads * block.head_dim for block in plan.sections.blocks)
     return 2 * tokens * (2 * widths + plan.out.num_heads * plan.out.head_dim)

@@ -1,7 +1,7 @@
-"""`plan_together`: a plan for each kind of a model's layers, such that one set of Megatron's flags asks for all.
+"""`plan_together`: plans each kind of a model's layers, such that one set of Megatron's flags asks for all plans.
 
-No torch in here. Megatron has a value of `--cp-comm-type` for each layer, and one of
-`--hierarchical-context-parallel-sizes` and of `--cp-head-chunks` for all.
+No torch in here. Megatron has a value of `--cp-comm-type` for each layer, but one value for all layers of
+`--hierarchical-context-parallel-sizes` and of `--cp-head-chunks`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_cp.planner import AttentionSpec, LinearSpec, Machine, Slot, Topolo
 
 
 class Together(NamedTuple):
-    """Plans that one set of flags asks for.
+    """Plans for which one set of flags asks.
 
     Attributes:
-        plans: of each kind of layer, in the order of their slots, with how often it occurs.
-        head_chunks: of `--cp-head-chunks`; None to leave it out.
+        plans: the plan of each kind of layer, in the order of their slots, and how often it occurs.
+        head_chunks: the value of `--cp-head-chunks`; None to leave it out.
     """
 
     plans: tuple[tuple[Plan, int], ...]
@@ -31,13 +31,15 @@ class Together(NamedTuple):
 
 
 def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: Topology) -> Together:
-    """Each kind of layer by its cheapest way; where no flags ask for all of those, by the degree and chunks of one.
+    """Returns the cheapest plan of each kind of layer, or the cheapest with a common degree and number of chunks.
+
+    The second holds if no single set of flags asks for all of the first.
 
     Args:
         slots: the kinds of layers, with how often each occurs.
-        layout: of all.
+        layout: the layout of every layer.
         on: the machine.
-        topology: where the ranks are.
+        topology: the hosts of the ranks.
 
     Raises:
         ArgumentError: a layer that cannot be planned.
@@ -54,7 +56,7 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
     for degree, parts in itertools.product(degree_of_all, parts_of_all):
         try:
             plans = {slot: _like(slot, plan, layout, degree, parts) for slot, plan in best.items()}
-        except ArgumentError as error:  # of a kind with too few heads for so many chunks
+        except ArgumentError as error:  # a kind has too few heads for so many chunks
             refused = error
             continue
         if all(_is_alike(plans[slot], best[slot]) for slot in slots):
@@ -68,7 +70,7 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
 
 
 def chunks_of(plan: Plan) -> int:
-    """Head chunks of a plan: of heads that change places, or of keys that are gathered."""
+    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
     return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
@@ -77,7 +79,7 @@ def _counted(plans: dict[Slot, Plan], slots: Counter[Slot]) -> tuple[tuple[Plan,
 
 
 def _placed(slot: Slot, on: Machine, topology: Topology) -> Slot:
-    """The slot on that machine; of a run of linear layers all of them."""
+    """Returns the slot, and the other layers of its run, on that machine."""
     if isinstance(slot, AttentionSpec):
         return replace(slot, hardware=on, topology=topology)
     run = tuple(replace(each, hardware=on, topology=topology) for each in slot.run)
@@ -85,7 +87,7 @@ def _placed(slot: Slot, on: Machine, topology: Topology) -> Slot:
 
 
 def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int | None) -> Plan:
-    """A layer by the scheme of its best plan, as flags with this degree and so many head chunks have it."""
+    """Returns the plan that flags with this degree and number of chunks give a layer, in its best plan's scheme."""
     if isinstance(slot, LinearSpec):
         if parts == slot.head_chunks:
             return best
@@ -102,6 +104,5 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
 
 
 def _is_alike(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of a layer, of one layout, run in the same way."""
     ways = [(x.scheme, x.layout, x.ulysses_degree, chunks_of(x)) for x in (plan, other)]
     return ways[0] == ways[1]

@@ -35,17 +35,16 @@ _ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
 def save_checkpoint(
     folder: Path, training: Training, shape: dict[str, Any], iteration: int, data: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from.
+    """Writes the state after `iteration` steps below `folder`, and then makes it the one to resume from.
 
-    Under another name until it is whole and on the disk, so that a kill or a power cut at any moment leaves the one
-    before.
+    It has another name until it is whole and on disk, so that a kill or a power cut at any moment leaves the last one.
 
     Args:
-        folder: of the run's checkpoints; no other run writes there.
-        training: whose state.
-        shape: what a model that loads it must have too, from `TrainingOptions.shape`.
-        iteration: steps done.
-        data: what the steps read, from `TrainingOptions.data`; None if a run that goes on is not to be told.
+        folder: the folder of the run's checkpoints; no other run writes there.
+        training: the state to save.
+        shape: options that a model that loads it must share, from `TrainingOptions.shape`.
+        iteration: number of steps done.
+        data: what the steps read, from `TrainingOptions.data`; None leaves out the warning about other data.
 
     Raises:
         ArgumentError: it cannot be written, or would replace the one to resume from; on the ranks that see it.
@@ -56,7 +55,7 @@ def save_checkpoint(
         try:
             if is_first:
                 for left in folder.glob("iter_*.new"):
-                    shutil.rmtree(left)  # by a run that was killed
+                    shutil.rmtree(left)  # a run was killed while it saved
                 new.mkdir(parents=True)
             dist.barrier()
             about = {"iteration": iteration, "shape": shape, "data": dict(data or {})}
@@ -105,7 +104,7 @@ def _make_latest(new: Path, target: Path, iteration: int) -> None:
         if tracker.exists() and tracker.read_text().strip() == str(iteration):
             allowed = "a folder without a checkpoint of that step"
             raise ArgumentError("run_dir", str(target), allowed, "A run has saved it; to go on from there: --resume.")
-        shutil.rmtree(target)  # of a run that was killed before it named it
+        shutil.rmtree(target)  # a run was killed before it named this checkpoint
     for path in (*new.iterdir(), new):
         sync(path)
     new.replace(target)
@@ -117,7 +116,7 @@ def _checkpoint(folder: Path, iteration: int) -> Path:
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint that a run in `folder` can go on from.
+    """Returns the checkpoint from which a run in `folder` can go on.
 
     Raises:
         ArgumentError: there is none.
@@ -135,9 +134,9 @@ def latest_checkpoint(folder: Path) -> Path:
 
 
 def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int) -> int:
-    """The number of steps that the checkpoint holds, if a run of `options` on data of that vocabulary can go on.
+    """Returns the number of steps in a checkpoint, if a run of `options` on data of that vocabulary can go on from it.
 
-    Where there is a process group every rank calls it.
+    If there is a process group every rank must call it.
 
     Raises:
         ArgumentError: it is damaged, names what no checkpoint needs, or is of another model; the differences are named.
@@ -173,11 +172,11 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
 def other_data(checkpoint: Path, data: Mapping[str, Any]) -> list[str]:
     """Describes the options and documents that decide what is read and differ from those of the checkpoint.
 
-    A run goes on at the pack that follows those read, by their number: in another order that is another place.
+    A resumed run reads on at the pack with the next number, which is another place if the order differs.
 
     Args:
-        checkpoint: one that `check_checkpoint` has taken.
-        data: of the run that goes on, from `TrainingOptions.data`.
+        checkpoint: a checkpoint that `check_checkpoint` has accepted.
+        data: what the resumed run reads, from `TrainingOptions.data`.
     """
     before = _common_state(checkpoint)["megatron_cp"].get("data", {})
     return [
@@ -199,7 +198,7 @@ def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
     # torch's has every rank's traceback before it.
     said = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
     named = re.search(r"GLOBAL (\S+) ", str(error))
-    if named:  # among advice to load it nevertheless
+    if named:  # torch's message also advises to load it nevertheless
         said = f"it names {named[1]}, which no checkpoint needs"
     allowed = "a checkpoint of this model that megatron-cp train has written"
     return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {said}.")
@@ -231,21 +230,21 @@ def _state(training: Training, *, is_loading: bool = False) -> dict[str, Any]:
 
 
 def save_gradients(path: Path, training: Training) -> None:
-    """This rank's gradients, as reduced and normalised, by parameter name."""
+    """Saves this rank's gradients, as reduced and normalised, by parameter name."""
     gradients = {name: weight.main_grad.cpu().clone() for name, weight in training.model.module.named_parameters()}
     torch.save(gradients, path)
 
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """How far two sets of gradients are apart.
+    """The difference of two sets of gradients.
 
     Attributes:
-        error: the largest over parameters of `max|a - b| / max(max|b|, floor)`, the floor a thousandth of the largest
-            gradient of all: what cancels to less than that is known to fewer digits, on one rank too.
-        worst: the parameter that is furthest apart without the floor.
+        error: the largest over parameters of `max|a - b| / max(max|b|, floor)`. The floor is a thousandth of the
+            largest gradient: a sum that cancels to less has fewer correct digits, on one rank too.
+        worst: the parameter with the largest difference without the floor.
         worst_error: its `max|a - b| / max|b|`.
-        worst_share: its `max|b|` over the largest gradient of all.
+        worst_share: its `max|b|` over the largest gradient.
     """
 
     error: float
@@ -255,7 +254,7 @@ class GradientDifference:
 
 
 def compare_gradients(ours: list[Path], theirs: list[Path]) -> GradientDifference:
-    """Compares what `save_gradients` wrote on each tensor-parallel rank of two runs."""
+    """Compares the files that `save_gradients` wrote on each tensor-parallel rank of two runs."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         a, b = torch.load(one, weights_only=True), torch.load(other, weights_only=True)

@@ -1,4 +1,4 @@
-"""`megatron-cp train`: a Megatron model on packed documents, on local ranks or those of torchrun."""
+"""`megatron-cp train`: trains a Megatron model on packed documents, on local ranks or those of torchrun."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 HELP = "train a Megatron model with context parallelism on packed documents"
 OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
-# Of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart, chaotically.
+# Limits of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart.
 GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
 CODED_LOSS_TOLERANCE = 2e-2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options: those of the run, and where it lives."""
+    """Adds a flag for each field of `TrainingOptions`, and the options of the run's folder, comparison and device."""
     groups: dict[str, Any] = {}
     for entry in dataclasses.fields(TrainingOptions):
         details = dict(entry.metadata)
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
         groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
     run = parser.add_argument_group("run")
-    run.add_argument("--run-dir", metavar="DIR", help="where to write (default: runs/ and the time)")
+    run.add_argument("--run-dir", metavar="DIR", help="folder to write to (default: runs/ and the time)")
     run.add_argument(
         "--resume",
         metavar="DIR",
@@ -94,7 +94,7 @@ def _help(entry: dataclasses.Field[Any], text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Trains, and with `--compare` trains again on one context-parallel rank."""
+    """Trains; `--compare` trains again on one context-parallel rank."""
     options = _options(args)
     options.check()
     if options.seq_length > MAX_TOKENS:
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> Report:
         _refuse_a_run(Path(args.run_dir), args)
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
-    # What takes seconds to import, torch and Megatron, from here on.
+    # From here on torch and Megatron are imported, which takes seconds.
     _quiet_imports()
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def _run(
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
-    transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
+    transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
     corpus = load_corpus(options)
     checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:
@@ -208,7 +208,7 @@ def _local_rank(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
 
 
 def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, device: str) -> dict[str, Any]:
-    """The same run on one context-parallel rank for each replica and tensor-parallel shard, on this machine."""
+    """Trains again on this machine, with one context-parallel rank for each replica and tensor-parallel shard."""
     alone = dataclasses.replace(options, context_parallel_size=1, cp_comm_type=("auto",))
     target = folder / REFERENCE
     target.mkdir(exist_ok=True)
@@ -219,7 +219,7 @@ def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, 
 
 @contextlib.contextmanager
 def _without_torchrun() -> Any:
-    """Local ranks of one rank of a torchrun job must not take its address for theirs."""
+    """Hides torchrun's variables, so that local ranks of one rank of its job do not use its address."""
     names = [name for name in os.environ if name.startswith("TORCHELASTIC_") or name in _TORCHRUN]
     saved = {name: os.environ.pop(name) for name in names}
     try:
@@ -234,7 +234,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def _compared(
     folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """The numbers of `--compare`, and what to say about them."""
+    """Returns the numbers of `--compare`, and the lines that describe them."""
     from megatron_cp.apps.train.checkpoint import compare_gradients
     from megatron_cp.apps.train.loop import FIRST_GRADIENTS
 
@@ -253,19 +253,19 @@ def _compared(
 
 
 def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
-    """Whether the two runs of `--compare` are one, up to rounding. Losses that are no numbers agree with nothing."""
+    """Returns True if the two runs of `--compare` are equal up to rounding; a loss of NaN agrees with nothing."""
     return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in _limits(options).items())
 
 
 def _limits(options: TrainingOptions) -> dict[str, float]:
-    """How far the two runs may be apart: by rounding, or by what a codec loses."""
+    """Returns the largest differences allowed between the two runs: rounding, or the loss of a codec."""
     if options.cp_codec != "none" and options.context_parallel_size > 1:
         return {"max_loss_diff": CODED_LOSS_TOLERANCE, "first_step_grad_diff": CODEC_TOLERANCES[options.cp_codec]}
     return {"max_loss_diff": LOSS_TOLERANCE, "first_step_grad_diff": GRADIENT_TOLERANCE}
 
 
 def _options(args: argparse.Namespace) -> TrainingOptions:
-    """The run's options: those of the run that is resumed, with what was given instead."""
+    """Returns the options of the run that is resumed, replaced by those that are given."""
     known: dict[str, Any] = {}
     if args.resume is not None:
         path = Path(args.resume) / OPTIONS_FILE
@@ -285,17 +285,17 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         steps = merged.get("train_iters", TrainingOptions.train_iters)
         merged["lr_warmup_iters"] = max(0, min(TrainingOptions.lr_warmup_iters, steps // 5))
     options = TrainingOptions(**_tuples(merged))
-    vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
+    vars(args).update(dataclasses.asdict(options))  # `main` spells as flags what is in there
     return options
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Options with tuples where JSON and the command line have lists."""
+    """Replaces the lists of JSON and the command line by tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _check_named(spec: tuple[str, ...], folder: str) -> None:
-    """Refuses to import and call what a file names, unless it comes with this program or with Megatron-Core."""
+    """Refuses to run code that a file names, unless it belongs to this program or Megatron-Core."""
     if not spec[0].startswith(("megatron_cp.", "megatron.core.")):
         allowed = f"a run whose {OPTIONS_FILE} names a spec of megatron_cp or megatron.core, or --spec MODULE NAME too"
         remedy = f"It names {' '.join(spec)}, whose code would run. If you trust it: --spec {' '.join(spec)}"
@@ -303,7 +303,7 @@ def _check_named(spec: tuple[str, ...], folder: str) -> None:
 
 
 def _check_comparison(options: TrainingOptions) -> None:
-    """Refuses to compare how messages go where there are none: both runs would be the same, and be said to agree."""
+    """Refuses to compare options of messages on one rank, which sends none: both runs would be the same."""
     names = ("cp_codec", "cp_transport", "cp_head_chunks")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(_DEFAULTS, name)]
     if options.context_parallel_size == 1 and given:
@@ -342,7 +342,7 @@ def _folder(
         if world is None or world.rank == 0:
             held.enter_context(locked(folder, "resume" if _is_resumed(folder, args) else "run_dir"))
             if _is_resumed(folder, args) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
-                remedy = "It has saved another checkpoint in this moment: start again."
+                remedy = "It has just saved another checkpoint: start again."
                 raise ArgumentError("resume", args.resume, "the folder of a run that has ended", remedy)
             _refuse_a_run(folder, args)
             write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
@@ -352,11 +352,10 @@ def _folder(
 
 
 def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
-    """Refuses a folder in which another run lives than the one that goes on."""
     metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
     has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
     if has_steps and not _is_resumed(folder, args):  # not one that ended before a step
-        remedy = f"A run lives there; to go on: --resume {folder}"
+        remedy = f"The steps of a run are there; to go on with it: --resume {folder}"
         raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
 
 
@@ -380,9 +379,9 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
-    """The run's losses in stretches, each named by the size that trained it: a run may go on at another one.
+    """Returns the run's losses in stretches, each with the size that trained it: a run may be resumed at another one.
 
-    Each begins where the one before ends, so that the curve has no gaps.
+    A stretch begins with the last step of the one before, so that the curve has no gaps.
     """
     from megatron_cp.apps.train.loop import METRICS
 
@@ -397,7 +396,7 @@ def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
 
 
 def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: dict[int, float] | None) -> Any:
-    """Losses over steps, a colour for each size; under them those of one rank that they are compared with."""
+    """Draws losses over steps, in a colour for each size, above those of the reference run on one rank."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -420,7 +419,7 @@ def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: d
 
 
 def _quiet_imports() -> None:
-    """Silences what Megatron and torch say about optional packages when they are imported."""
+    """Silences the warnings of Megatron and torch about optional packages."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron\.core|torch|fla)\b.*")
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.elastic"):

@@ -1,7 +1,8 @@
-"""Digests of a checkpoint's files: what changed since it was saved is not loaded.
+"""Digests of a checkpoint's files: a file that changed since it was saved is not loaded.
 
-In Megatron's own format, so that its `verify_integrity` reads them too. Its own functions read everything on one rank;
-here each rank reads a share. They find damage, not malice: whoever can change a file can change its digest.
+They have Megatron's format, so that its `verify_integrity` reads them too. Megatron's own functions read all files on
+one rank; here each rank reads a share. Digests detect damage, not malice: a person who can change a file can change
+its digest.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ DIGESTS, _ALGORITHM = "integrity.json", "sha256"  # Megatron's names for them
 
 
 def write_digests(checkpoint: Path) -> None:
-    """Writes the digests of all files; each rank reads what it wrote itself, which its host still has in memory.
+    """Writes the digests of all files; each rank reads the files that it wrote, which its host still has in memory.
 
-    Every rank calls it, and returns when they are on disk.
+    Every rank must call it. It returns once the digests are on disk.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     writers = {name: _writer(name, size) for name in _names(checkpoint)}
@@ -40,7 +41,7 @@ def write_digests(checkpoint: Path) -> None:
 def check_digests(checkpoint: Path) -> None:
     """Refuses a checkpoint whose files are not those that were saved, before anything reads one of them.
 
-    Where there is a process group every rank calls it, reads a share, and hears what the others found.
+    If there is a process group every rank must call it; each reads a share, and all get the result.
 
     Raises:
         ArgumentError: files are missing, changed or additional, or there are no digests; on every rank.
@@ -83,7 +84,7 @@ def _names(checkpoint: Path) -> list[str]:
 
 
 def _writer(name: str, size: int) -> int:
-    """The rank that wrote a file: `__RANK_NUMBER.distcp`, or the first."""
+    """Returns the rank that wrote a file: the number in `__NUMBER_0.distcp`, or 0."""
     rank = name.removeprefix("__").partition("_")[0]
     return int(rank) if name.startswith("__") and rank.isdecimal() and int(rank) < size else 0
 

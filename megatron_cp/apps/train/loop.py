@@ -42,14 +42,14 @@ FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
 
 def load_corpus(options: TrainingOptions) -> Corpus:
-    """The documents that the options name.
+    """Returns the documents that the options name.
 
     Raises:
         ArgumentError: they cannot be read, or there is none.
     """
     if not IndexedCorpus.is_prefix(options.data_path):
         if options.vocab_size is not None:
-            raise ArgumentError("vocab_size", options.vocab_size, "nothing, unless --data-path is a .bin/.idx pair")
+            raise ArgumentError("vocab_size", options.vocab_size, "only with a .bin/.idx pair as --data-path")
         return read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
     assert options.data_path is not None
     vocab_size = options.vocab_size
@@ -61,12 +61,12 @@ def load_corpus(options: TrainingOptions) -> Corpus:
 
 
 def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> PackedStream:
-    """The packs of a run.
+    """Returns the packs of a run.
 
     Args:
-        options: of the run.
+        options: the run's options.
         corpus: its documents.
-        replicas: data-parallel ranks; they divide the packs of a step.
+        replicas: number of data-parallel ranks; they divide the packs of a step.
 
     Raises:
         ArgumentError: a spec or a pattern that does not exist.
@@ -80,11 +80,11 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
 
 
 def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
-    """Trains on this rank, from the run's checkpoint or from its seed, and returns what happened.
+    """Trains on this rank, from the run's checkpoint or its seed, and returns a summary.
 
     Args:
         world: all ranks of the job.
-        run: the same on every rank.
+        run: the run, the same on every rank.
         device: "cpu", or "cuda" for this rank's current device.
 
     Returns:
@@ -148,7 +148,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             loss = (total[0] / total[1].clamp(min=1)).item()  # waits for the device
             tokens = round(total[1].item()) // options.context_parallel_size  # every rank of a batch logs all of them
             log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
-            if step == start + 1:  # in which ranks import and compile at different speeds
+            if step == start + 1:  # ranks import and compile at different speeds in it
                 set_timeout(wait)
             due = options.save_interval and step % options.save_interval == 0
             if run.save and (due or step == options.train_iters):
@@ -166,13 +166,13 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
 
 
 class _Counts(NamedTuple):
-    """Of the packs of some steps.
+    """Counts over the packs of some steps.
 
     Attributes:
-        tokens: in them.
-        pad_rows: rows of theirs that are no token.
-        layouts: how many packs got which layout; empty unless it was chosen for each.
-        why: the first pack of the run has its layout; told once.
+        tokens: tokens in them.
+        pad_rows: rows that hold no token.
+        layouts: number of packs with each layout; empty unless a layout is chosen for each pack.
+        why: the reason for the layout of the run's first pack; empty in later counts.
     """
 
     tokens: int
@@ -182,17 +182,17 @@ class _Counts(NamedTuple):
 
 
 class _Batches:
-    """This rank's share of one pack after another: an iterator for Megatron's schedules."""
+    """Iterates over this rank's share of one pack after another, for Megatron's schedules."""
 
     def __init__(self, stream: PackedStream, training: Training, options: TrainingOptions, steps_done: int) -> None:
         self._stream, self._training, self._options = stream, training, options
-        self._layers = layer_slots(training.model)  # all of them: Megatron's pipeline is of one stage here
+        self._layers = layer_slots(training.model)  # all layers: Megatron's pipeline has one stage here
         self._why, self._told = "", False  # the first pack has its layout
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
         self._layouts = dict.fromkeys(CHOICES, 0)
-        self._shown: BatchPlan | None = None  # of the pack with the most documents so far
+        self._shown: BatchPlan | None = None  # plans of the pack with the most documents so far
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         return self
@@ -216,10 +216,9 @@ class _Batches:
         return batch
 
     def _layout(self, packing: Packing) -> Layout:
-        """Of a pack."""
         options = self._options
         size = options.context_parallel_size
-        # As `shard_batch` wants them: a plan that was made to choose is not made again.
+        # With `shard_batch`'s options, a plan that was made to choose is not made again.
         rows = layout_options(self._training.config)
         if options.cp_layout != AUTO:
             return layout_by_name(options.cp_layout, packing, size, **rows)
@@ -230,7 +229,7 @@ class _Batches:
         return choice.layout
 
     def take_counts(self) -> _Counts:
-        """Of all replicas since the last call."""
+        """Returns the counts of all replicas since the last call."""
         counts = torch.tensor([self._tokens, self._pad_rows, *self._layouts.values()])
         self._tokens = self._pad_rows = 0
         self._layouts = dict.fromkeys(CHOICES, 0)
@@ -242,7 +241,7 @@ class _Batches:
         return _Counts(tokens, pad_rows, {name: n for name, n in zip(CHOICES, packs, strict=True) if n}, why)
 
     def save_picture(self, path: Path) -> None:
-        """Draws who holds which tokens of the pack with the most documents so far."""
+        """Draws the layout of the pack with the most documents so far."""
         plans = self._shown.plans if self._shown else []
         if plans:
             with writing(path.parent, path.name):
@@ -250,7 +249,7 @@ class _Batches:
 
 
 class _Log:
-    """Metrics on disk and a progress bar, on rank 0; numbers for the summary on every rank."""
+    """Writes metrics to disk and shows a progress bar on rank 0; collects numbers for the summary on every rank."""
 
     def __init__(self, run: Run, rank: int, start: int) -> None:
         self._losses: list[float] = []
@@ -266,14 +265,14 @@ class _Log:
             with writing(run.folder, METRICS):
                 write_whole(path, "".join(kept))
                 self._file = path.open("a")
-            tqdm.set_lock(threading.RLock())  # its own is between processes too, and a rank that is ended leaks it
+            tqdm.set_lock(threading.RLock())  # tqdm's own lock spans processes, and a rank that is killed leaks it
             self._bar = tqdm(
                 total=run.options.train_iters,
                 initial=start,
                 desc=run.name,
                 unit="step",
                 dynamic_ncols=True,
-                mininterval=0.2 if sys.stderr.isatty() else 20,  # a log file wants a line now and then
+                mininterval=0.2 if sys.stderr.isatty() else 20,  # a log file gets a line every 20 seconds
             )
 
     def step(
@@ -322,7 +321,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics; infinity for one that a killed run left unfinished, or that is damaged."""
+    """Returns the step of a line of metrics; infinity if the line is damaged, or unfinished since a run was killed."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -1,4 +1,4 @@
-"""A training run as data, spelled as Megatron's flags where it has one. Imports nothing heavy."""
+"""The options of a training run, spelled as Megatron's flags if it has one. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,129 +18,127 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
 from megatron_cp.planner import MAX_CONV_WIDTH, AttentionSpec, checked_search, machine, require
 
-METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
+METRICS = "metrics.jsonl"  # in a run's folder: a line for each step
 
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
     return field(default=default, metadata={"help": help_text, "group": group, **rest})
 
 
+_model = partial(_flag, group="model", shape=True)
+_parallel, _data, _optimised = (partial(_flag, group=name) for name in ("parallelism", "data", "optimisation"))
+
+
 @dataclass(frozen=True)
 class TrainingOptions:
-    """One training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
+    """The options of a training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
 
     The defaults are a small hybrid model that trains on two CPU cores in minutes.
     """
 
     # The model.
-    spec: tuple[str, ...] = _flag(
+    spec: tuple[str, ...] = _model(
         ("megatron_cp.megatron.specs", "hybrid_stack_spec"),
         "module and name of the layer spec: a function for GPTModel, a ModuleSpec for HybridModel",
-        "model", nargs=2, metavar=("MODULE", "NAME"), shape=True,
-    )  # fmt: skip
-    hybrid_layer_pattern: str = _flag(
-        "GG*-GG*-", "HybridModel's layers: M Mamba-2, G GatedDeltaNet, * attention, - MLP", "model", shape=True
+        nargs=2,
+        metavar=("MODULE", "NAME"),
     )
-    num_layers: int = _flag(4, "GPTModel's layers", "model", shape=True)
-    hidden_size: int = _flag(128, "features of a token", "model", shape=True)
-    ffn_hidden_size: int = _flag(352, "features inside an MLP", "model", shape=True)
-    num_attention_heads: int = _flag(4, "query heads", "model", shape=True)
-    num_query_groups: int = _flag(2, "key/value heads", "model", shape=True)
-    kv_channels: int = _flag(32, "features of an attention head", "model", shape=True)
-    qk_layernorm: bool = _flag(False, "normalise queries and keys", "model", shape=True)
-    experimental_attention_variant: str | None = _flag(
-        None, "gated_delta_net: GPTModel with GatedDeltaNet layers", "model", shape=True
+    hybrid_layer_pattern: str = _model(
+        "GG*-GG*-", "HybridModel's layers: M Mamba-2, G GatedDeltaNet, * attention, - MLP"
     )
-    linear_attention_freq: int = _flag(4, "GPTModel: every n-th layer is softmax attention", "model", shape=True)
-    linear_num_key_heads: int = _flag(2, "GatedDeltaNet's query and key heads", "model", shape=True)
-    linear_num_value_heads: int = _flag(4, "GatedDeltaNet's value heads", "model", shape=True)
-    linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
-    linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
-    linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
-    mamba_num_heads: int = _flag(8, "Mamba-2's heads", "model", shape=True)
-    mamba_head_dim: int = _flag(32, "features of its heads", "model", shape=True)
-    mamba_state_dim: int = _flag(16, "features of a state", "model", shape=True)
-    mamba_num_groups: int = _flag(2, "groups of its heads that share B and C", "model", shape=True)
-    window_size: tuple[int, ...] | None = _flag(
-        None, "attention sees so many tokens before and after each", "model", nargs=2, type=int, shape=True
+    num_layers: int = _model(4, "GPTModel's layers")
+    hidden_size: int = _model(128, "features of a token")
+    ffn_hidden_size: int = _model(352, "features inside an MLP")
+    num_attention_heads: int = _model(4, "query heads")
+    num_query_groups: int = _model(2, "key/value heads")
+    kv_channels: int = _model(32, "features of an attention head")
+    qk_layernorm: bool = _model(False, "normalise queries and keys")
+    experimental_attention_variant: str | None = _model(None, "gated_delta_net: GPTModel with GatedDeltaNet layers")
+    linear_attention_freq: int = _model(4, "GPTModel: every n-th layer is softmax attention")
+    linear_num_key_heads: int = _model(2, "GatedDeltaNet's query and key heads")
+    linear_num_value_heads: int = _model(4, "GatedDeltaNet's value heads")
+    linear_key_head_dim: int = _model(32, "features of GatedDeltaNet's key heads")
+    linear_value_head_dim: int = _model(32, "features of GatedDeltaNet's value heads")
+    linear_conv_kernel_dim: int = _model(4, "taps of GatedDeltaNet's convolution")
+    mamba_num_heads: int = _model(8, "Mamba-2's heads")
+    mamba_head_dim: int = _model(32, "features of Mamba-2's heads")
+    mamba_state_dim: int = _model(16, "features of Mamba-2's state")
+    mamba_num_groups: int = _model(2, "groups of Mamba-2's heads that share B and C")
+    window_size: tuple[int, ...] | None = _model(
+        None, "number of tokens before and after a query that attention sees", nargs=2, type=int
     )
-    window_attn_skip_freq: int | None = _flag(None, "every n-th layer sees all tokens", "model", shape=True)
-    softmax_type: str = _flag(
-        "vanilla", "off-by-one and learnable have a sink a head", "model",
-        choices=("vanilla", "off-by-one", "learnable"), shape=True,
-    )  # fmt: skip
-    attention_dropout: float = _flag(0.0, "share of attention weights dropped", "optimisation")
-    position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
-    norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
-    rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
-    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model")
+    window_attn_skip_freq: int | None = _model(None, "every n-th layer sees all tokens, without a window")
+    softmax_type: str = _model(
+        "vanilla",
+        "off-by-one and learnable add a sink to each head's softmax",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    attention_dropout: float = _optimised(0.0, "share of attention weights dropped")
+    position_embedding_type: str = _model("rope", "position embedding", choices=("rope", "none"))
+    norm_epsilon: float = _model(1e-5, "added to the mean square in norms")
+    rotary_base: int = _model(10000, "period of the slowest rotary phase")
+    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary to a multiple of this", "model")
     # Parallelism.
-    context_parallel_size: int = _flag(1, "ranks that share the tokens of a pack", "parallelism")
-    tensor_model_parallel_size: int = _flag(1, "ranks that share each layer's weights", "parallelism")
-    data_parallel_size: int = _flag(1, "replicas on local ranks; torchrun's job decides its own", "parallelism")
-    sequence_parallel: bool = _flag(False, "split norms over the tensor-parallel ranks", "parallelism")
-    cp_comm_type: tuple[str, ...] = _flag(
-        ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
+    context_parallel_size: int = _parallel(1, "ranks that share the tokens of a pack")
+    tensor_model_parallel_size: int = _parallel(1, "ranks that share each layer's weights")
+    data_parallel_size: int = _parallel(1, "replicas on local ranks; torchrun's job decides its own")
+    sequence_parallel: bool = _parallel(False, "split norms over the tensor-parallel ranks")
+    cp_comm_type: tuple[str, ...] = _parallel(("auto",), "attention's scheme, one or one for each layer", nargs="+")
+    linear_cp_mode: str = _parallel("auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto")
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = _parallel(
+        None, "for a2a+...: ranks of one head exchange, and number of such groups", nargs=2, type=int
     )
-    linear_cp_mode: str = _flag(
-        "auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto", "parallelism"
+    cp_head_chunks: int | None = _parallel(None, "chunks in which heads are exchanged, or keys are gathered")
+    cp_transport: str = _parallel("collective", "how messages are sent: collective, pairwise or hierarchical")
+    cp_codec: str = _parallel("none", "coding of heads that are exchanged: none, fp8, fp8_e5m2 or int8")
+    cp_hardware: str | None = _parallel(None, "machine for which auto predicts: a preset such as h100, or a file")
+    cp_search: float = _parallel(
+        0.0,
+        "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0, auto "
+        "considers tiled too",
+        metavar="SECONDS",
     )
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
-        None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
+    cp_search_cache: str | None = _parallel(
+        None, "a folder in which found tiles are kept, the same on all ranks", metavar="FOLDER"
     )
-    cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
-    cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
-    cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
-    cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
-    cp_search: float = _flag(
-        0.0, "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto weighs "
-        "tiled too", "parallelism", metavar="SECONDS",
-    )  # fmt: skip
-    cp_search_cache: str | None = _flag(
-        None, "a folder in which found tiles are kept, the same on all ranks", "parallelism", metavar="FOLDER"
+    cp_layout: str = _parallel(
+        "zigzag", "layout of tokens over ranks: zigzag, contiguous, balanced, or auto, the fastest for each pack"
     )
-    cp_layout: str = _flag(
-        "zigzag", "who holds which tokens: zigzag, contiguous, balanced, or auto, the fastest of them for each pack",
-        "parallelism",
-    )  # fmt: skip
-    distributed_timeout_minutes: float = _flag(
-        0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
+    distributed_timeout_minutes: float = _parallel(
+        0.75, "longest wait for another rank; ten minutes in the first step and while saving"
     )
     # Data.
-    data_path: str | None = _flag(
-        None, "a folder of text files, a .jsonl file of texts or conversations, a text file, or the prefix of a "
-        "Megatron .bin/.idx pair (default: the source files of Python's standard library)", "data",
-    )  # fmt: skip
-    tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
-    vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
-    seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
-    global_batch_size: int = _flag(1, "packs of a step", "data")
-    cp_even_packs: bool = _flag(
-        False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops", "data"
+    data_path: str | None = _data(
+        None,
+        "a folder of text files, a .jsonl file of texts or conversations, a text file, or the prefix of a "
+        "Megatron .bin/.idx pair (default: the source files of Python's standard library)",
+    )
+    tokenizer_model: str | None = _data(None, "a Hugging Face tokenizer.json (default: bytes)")
+    vocab_size: int | None = _data(None, "vocabulary of a .bin/.idx pair whose tokenizer is not given")
+    seq_length: int = _data(4096, "most tokens of a pack, which is a microbatch over all context-parallel ranks")
+    global_batch_size: int = _data(1, "packs of a step")
+    cp_even_packs: bool = _data(
+        False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops"
     )
     # Optimisation.
-    train_iters: int = _flag(100, "steps", "optimisation")
-    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or
-    # brings them back with the groups.
-    lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
-    min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
-    lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
-    lr_decay_style: str = _flag(
-        "constant", "after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
+    train_iters: int = _optimised(100, "training steps")
+    # Fields with `kept` are part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by
+    # them, or loads them with the groups.
+    lr: float = _optimised(1e-3, "learning rate", kept=True)
+    min_lr: float = _optimised(0.0, "learning rate at the end of decay", kept=True)
+    lr_warmup_iters: int = _optimised(20, "steps of warm-up; a fifth of the run if that is less")
+    lr_decay_style: str = _optimised(
+        "constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine")
     )
-    lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
-    weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
-    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation", kept=True)
-    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation", kept=True)
-    clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
-    seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
-    bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
-    use_distributed_optimizer: bool = _flag(
-        False, "shard the optimizer over data-parallel ranks (CUDA)", "optimisation"
-    )
-    recompute_granularity: str | None = _flag(
-        None, "recompute activations", "optimisation", choices=("full", "selective")
-    )
+    lr_decay_iters: int | None = _optimised(None, "steps until min-lr (default: train-iters)")
+    weight_decay: float = _optimised(0.01, "AdamW's weight decay", kept=True)
+    adam_beta1: float = _optimised(0.9, "AdamW's beta1", kept=True)
+    adam_beta2: float = _optimised(0.95, "AdamW's beta2", kept=True)
+    clip_grad: float = _optimised(1.0, "largest gradient norm; 0 for no clipping")
+    seed: int = _optimised(1234, "seed of weights and of the order of documents")
+    bf16: bool = _optimised(False, "bf16 weights with fp32 master weights")
+    use_distributed_optimizer: bool = _optimised(False, "shard the optimizer over data-parallel ranks (CUDA)")
+    recompute_granularity: str | None = _optimised(None, "recompute activations", choices=("full", "selective"))
     # Checkpoints.
     save_interval: int | None = _flag(None, "steps between checkpoints (default: one at the end)", "checkpoints")
 
@@ -148,7 +147,7 @@ class TrainingOptions:
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     def shape(self, vocab_size: int) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that loads it; `vocab_size` is that of the data."""
+        """Returns the options that a checkpoint and the run that loads it must share; `vocab_size` is the data's."""
         fixed = [entry for entry in fields(self) if entry.metadata.get("shape") or entry.metadata.get("kept")]
         shape = {entry.name: getattr(self, entry.name) for entry in fixed}
         # Padded entries of the vocabulary are in the softmax too, and more tensor-parallel ranks may pad further.
@@ -156,19 +155,19 @@ class TrainingOptions:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 
     def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
-        """Returns what decides which documents a step reads; `lengths` are the documents' of the corpus, in tokens."""
+        """Returns the options and corpus that decide which documents a step reads; `lengths` are in tokens."""
         digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
         documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
         sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
         return {**sizes, "data_path": documents}
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
+        """Returns the vocabulary's size as Megatron pads it, so that tensor-parallel ranks share it evenly."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
 
     def check(self) -> None:
-        """Refuses what can be seen to be wrong before anything starts.
+        """Refuses options that are wrong, before anything starts.
 
         Raises:
             ArgumentError: naming the option.
@@ -182,7 +181,6 @@ class TrainingOptions:
         self._check_together()
 
     def _check_numbers(self) -> None:
-        """Refuses numbers that no run has, each by itself."""
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -207,7 +205,6 @@ class TrainingOptions:
                 raise ArgumentError(name, values, f"two {meaning}")
 
     def _check_names(self) -> None:
-        """Refuses what no layer, transport or machine is called."""
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
@@ -220,7 +217,7 @@ class TrainingOptions:
             self._check_scheme(scheme)
 
     def _check_together(self) -> None:
-        """Refuses options that do not fit one another."""
+        """Refuses options that contradict each other."""
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
@@ -244,7 +241,7 @@ class TrainingOptions:
             raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
 
     def _check_wire(self) -> None:
-        """Refuses what no layer of the model has: it would say nothing, and be believed."""
+        """Refuses options of messages that no layer of the model sends: they would silently do nothing."""
         layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
         schemes = self.cp_comm_type if layers is None or "*" in layers else ()
         alone = self.context_parallel_size == 1  # then all attention is by auto
@@ -263,11 +260,11 @@ class TrainingOptions:
             and not headwise
             and not any(scheme_named(scheme).takes_chunks for scheme in schemes)
         ):
-            remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
+            remedy = "No layer of this model has head chunks: rings and chunkwise layers have none."
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
 
     def _check_scheme(self, scheme: str) -> None:
-        """Refuses here what would be refused when the first layer is built, half a minute later."""
+        """Refuses a scheme now that would be refused half a minute later, when the first layer is built."""
         flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes"}
         sizes = self.hierarchical_context_parallel_sizes if scheme_named(scheme).is_product else None
         if sizes is not None and sizes[0] * sizes[1] != self.context_parallel_size:
@@ -279,14 +276,14 @@ class TrainingOptions:
         if heads % groups:
             return  # refused below
         if self.context_parallel_size == 1:
-            scheme, sizes = "auto", None  # what the layers take there
+            scheme, sizes = "auto", None  # the layers take these on one rank
         chunks = self.cp_head_chunks if scheme_named(scheme).takes_chunks else None
         slot = AttentionSpec(
             heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
         )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of ranks without heads, which the layer says
+                warnings.simplefilter("ignore", UserWarning)  # the layer warns about ranks without heads
                 slot.plan(Layout.contiguous(Packing([1]), self.context_parallel_size))
         except ArgumentError as error:
             flag = flags.get(error.argument, f"cp_{error.argument}")
@@ -294,20 +291,13 @@ class TrainingOptions:
 
     def _check_divisors(self) -> None:
         tp = self.tensor_model_parallel_size
-        if self.num_attention_heads % self.num_query_groups:
-            raise ArgumentError(
-                "num_query_groups", self.num_query_groups, f"a divisor of the {self.num_attention_heads} query heads"
-            )
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ArgumentError(
-                "linear_num_key_heads",
-                self.linear_num_key_heads,
-                f"a divisor of the {self.linear_num_value_heads} value heads",
-            )
-        if self.mamba_num_heads % self.mamba_num_groups:
-            raise ArgumentError(
-                "mamba_num_groups", self.mamba_num_groups, f"a divisor of the {self.mamba_num_heads} Mamba heads"
-            )
+        for name, heads, kind in (
+            ("num_query_groups", self.num_attention_heads, "query"),
+            ("linear_num_key_heads", self.linear_num_value_heads, "value"),
+            ("mamba_num_groups", self.mamba_num_heads, "Mamba"),
+        ):
+            if heads % getattr(self, name):
+                raise ArgumentError(name, getattr(self, name), f"a divisor of the {heads} {kind} heads")
         shared = ["num_attention_heads", "linear_num_key_heads", "ffn_hidden_size", "hidden_size"]
         if "M" in self.hybrid_layer_pattern:
             shared.append("mamba_num_groups")
@@ -340,7 +330,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# What a field of each type holds.
+# The values that a field of each type may hold.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("an integer", _is_integer),
     "float": ("a number", lambda value: isinstance(value, float) or _is_integer(value)),
@@ -363,15 +353,15 @@ _AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_gra
 
 @dataclass(frozen=True)
 class Run:
-    """Where a run lives and how it starts.
+    """A training run: its options, its folder and its start.
 
     Attributes:
-        options: of the run.
-        folder: its own: metrics, pictures and checkpoints.
-        resume: the checkpoint to go on from.
-        name: shown beside the progress bar.
-        save: write checkpoints.
-        keep_first_gradients: write the gradients of the first step, for comparing.
+        options: the run's options.
+        folder: its own folder, for metrics, pictures and checkpoints.
+        resume: the checkpoint from which to go on.
+        name: text beside the progress bar.
+        save: True writes checkpoints.
+        keep_first_gradients: True writes the gradients of the first step, for comparing.
     """
 
     options: TrainingOptions

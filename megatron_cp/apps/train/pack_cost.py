@@ -1,4 +1,4 @@
-"""What packs of a training run cost, by the sizes of its model alone."""
+"""Predicts the cost of a training run's packs from the sizes of its model alone."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import PackCost
 
-_PASSES = 3  # of each product: forward, and one backward for each of its factors
-_FLOPS = 2 * _PASSES  # of a multiply-add
+_PASSES = 3  # a product runs forward, and backward for each of its two factors
+_FLOPS = 2 * _PASSES  # flops of a multiply-add
 
 
 def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: int) -> PackCost:
-    """Flops of a pack, forward and backward, as Megatron counts them for its throughput; `pack` is 0.
+    """Returns the flops of a pack, forward and backward, as Megatron counts them for its throughput; `pack` is 0.
 
-    A layer whose window ends costs a token the same wherever it is; softmax layers that see all tokens cost each pair.
-    Neither rates of kernels nor communication are in it: `PackCost.at_rates_of` knows those of a machine.
+    A token of a linear layer, or of attention with a finite window, costs the same wherever it is; attention to all
+    tokens costs each pair. Rates of kernels and communication are left out: `PackCost.at_rates_of` adds the rates.
 
     Args:
-        options: of the run.
-        layers: letters of each, as in `--hybrid-layer-pattern`: M Mamba-2, G GatedDeltaNet, * attention, - MLP. A layer
-            of GPTModel has two.
-        vocab_size: of the model, padded.
+        options: the run's options.
+        layers: letters of each layer, as in `--hybrid-layer-pattern`: M Mamba-2, G GatedDeltaNet, * attention, - MLP. A
+            layer of GPTModel has two.
+        vocab_size: the model's vocabulary, padded.
 
     Raises:
         ArgumentError: a layer of another letter.
@@ -41,7 +41,7 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
                 weights += hidden * (2 * queries + 2 * options.num_query_groups * options.kv_channels)
                 seen = _window(options, number)
                 features += queries if seen is None else 0
-                token += 2 * _FLOPS * queries * (seen or 0)  # of scores, and of values
+                token += 2 * _FLOPS * queries * (seen or 0)  # for scores, and for values
             case "-":
                 weights += 3 * hidden * options.ffn_hidden_size
             case "G":
@@ -61,7 +61,7 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
 
 
 def _window(options: TrainingOptions, number: int) -> int | None:
-    """Keys that a token of a layer sees, of documents that are long; None if it is all before it. From 1."""
+    """Returns the keys that a token sees in layer `number`, counted from 1; None if it sees all before it."""
     every = options.window_attn_skip_freq
     if options.window_size is None or -1 in options.window_size or (every is not None and number % every == 0):
         return None

@@ -1,4 +1,4 @@
-"""Reading a checkpoint runs none of its code: pickles in it may only name what Megatron's own writers name.
+"""Refuses pickles in a checkpoint that name anything but what Megatron's writers name, so that none of its code runs.
 
 A checkpoint is many pickles: `.metadata`, which torch opens with `pickle.load`, and each object that is no tensor,
 which torch's loader opens with `torch.load(weights_only=False)`. A pickle can name any function and call it.
@@ -16,7 +16,7 @@ import torch
 from megatron_cp.megatron import checkpoints_unpickled_by
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# What torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by its name.
+# Names that torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by name.
 _NAMED = {
     *((_METADATA, name) for name in (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -38,9 +38,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def names_of_checkpoints_alone() -> Iterator[None]:
-    """Whatever reads a checkpoint within refuses pickles that name anything else; raises `pickle.UnpicklingError`.
+    """Makes every reader of a checkpoint refuse other names, with `pickle.UnpicklingError`, until the block ends.
 
-    At the place where torch reads, since it also falls back from one file to another.
+    It replaces the function with which torch reads, since torch also falls back from one file to another.
     """
     with checkpoints_unpickled_by(lambda file: _MetadataUnpickler(file).load()):
         yield

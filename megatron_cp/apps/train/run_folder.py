@@ -1,4 +1,7 @@
-"""A run's folder: of one run at a time, with files that are whole whenever a run is killed. Imports nothing heavy."""
+"""The folder of a run: used by one run at a time, with files that are whole whenever a run is killed.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it, among t
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is under way in the folder. Any number of ranks may ask at once."""
+    """Returns True if a run uses the folder. Several ranks may ask at the same time."""
     try:
         with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, ValueError):  # nothing is there, or no path: whoever makes the folder says so
+    except (OSError, ValueError):  # nothing is there, or it is no path: making the folder fails then
         return False
     return False
 
 
 @contextlib.contextmanager
 def locked(folder: Path, argument: str) -> Iterator[None]:
-    """Keeps every other run out of the folder until the block or this process ends, however it ends.
+    """Keeps every other run out of the folder until the block or this process ends, in whichever way.
 
     Args:
-        folder: of the run; it is there.
-        argument: what the user named it by, for the error.
+        folder: the run's folder, which exists.
+        argument: the option that named it, for the error.
 
     Raises:
-        ArgumentError: a run is under way there, also one on another machine that shares the folder.
+        ArgumentError: a run uses it, also one on another machine that shares the folder.
     """
     with (folder / LOCK).open("a+") as file:
         try:
@@ -58,14 +61,14 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: Path, what: str) -> Iterator[None]:
-    """Says in one line where a block could not write, and how much room is left there.
+    """Turns a failure to write into an error of one line, with the free space that is left.
 
     Args:
-        folder: below which the block writes.
-        what: it writes.
+        folder: the block writes below it.
+        what: name of the file, for the error.
 
     Raises:
-        ArgumentError: it could not.
+        ArgumentError: the block could not write.
     """
     try:
         yield
@@ -77,10 +80,10 @@ def writing(folder: Path, what: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file at once or not at all, also where the power fails.
+    """Writes a file completely or not at all, even if the power fails.
 
     Raises:
-        OSError: it cannot be written; the file is as it was.
+        OSError: it cannot be written; the file is unchanged.
     """
     new = path.with_name(f"{path.name}.new")
     try:
@@ -96,12 +99,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes what a file holds, or the names in a folder, survive a power cut."""
+    """Writes a file's content, or a folder's names, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # of which some network file systems know no such thing
+        if not path.is_dir():  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)

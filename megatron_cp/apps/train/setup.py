@@ -1,4 +1,4 @@
-"""From the options of a run to Megatron's process groups, model, optimizer and learning rate."""
+"""Builds Megatron's process groups, model, optimizer and learning rate from the options of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_cp.megatron import BatchGroups, TransformerConfig
 
 @dataclass
 class Training:
-    """What a training run works with on one rank."""
+    """The model, optimizer, schedule of learning rates, group and device of a training run on one rank."""
 
     model: DistributedDataParallel
     optimizer: Any
@@ -50,7 +50,7 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
         this rank's context-parallel group, able to compare plans on the host.
 
     Raises:
-        ArgumentError: the job's ranks are no multiple of tp * cp.
+        ArgumentError: the number of the job's ranks is no multiple of tp * cp.
     """
     size = dist.get_world_size()
     if size % options.model_parallel_size:
@@ -68,7 +68,7 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
 
 
 def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGroup, device: torch.device) -> Training:
-    """The model from its spec, under Megatron's data parallelism, with Megatron's optimizer and learning rate.
+    """Builds the model from its spec, with Megatron's data parallelism, optimizer and learning rate.
 
     Raises:
         ArgumentError: a spec or a pattern that does not exist, or a model that cannot be built.
@@ -107,10 +107,10 @@ def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGrou
 
 
 def transformer_config(options: TrainingOptions, device: torch.device) -> TransformerConfig:
-    """Megatron's configuration of the model.
+    """Returns Megatron's configuration of the model.
 
     Raises:
-        ArgumentError: a spec or a pattern that does not exist, or options that do not go with it or the device.
+        ArgumentError: a spec or a pattern that does not exist, or options that do not fit it or the device.
     """
     _, is_hybrid = resolve_spec(options.spec)
     num_layers, schemes = len(layers_of(options)), options.cp_comm_type
@@ -119,7 +119,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
     if is_hybrid and options.experimental_attention_variant is not None:
         remedy = "HybridModel's linear layers are the G in --hybrid-layer-pattern."
         raise ArgumentError(
-            "experimental_attention_variant", options.experimental_attention_variant, "nothing but for GPTModel", remedy
+            "experimental_attention_variant", options.experimental_attention_variant, "only with GPTModel", remedy
         )
     for name in ("bf16", "use_distributed_optimizer"):
         if getattr(options, name) and device.type != "cuda":
@@ -167,7 +167,9 @@ def _as_list(values: tuple[int, ...] | None) -> list[int] | None:
 
 
 def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
-    """The object that `--spec MODULE NAME` names, and whether it is HybridModel's (a `ModuleSpec`, not a function).
+    """Returns the object that `--spec MODULE NAME` names, and True if it is a `ModuleSpec` of HybridModel.
+
+    Otherwise it is a function for GPTModel.
 
     Raises:
         ArgumentError: no such module or name, or neither kind of spec.
@@ -192,9 +194,9 @@ def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
 
 
 def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
-    """What `spec` names, or for GPTModel what the function that it names makes of the configuration.
+    """Returns the `ModuleSpec` that `spec` names, or the layer spec that its function makes for GPTModel.
 
-    Only in a rank: Megatron's functions ask for its process groups.
+    Only ranks may call it: Megatron's functions need its process groups.
 
     Raises:
         ArgumentError: as `resolve_spec`, or the function makes no spec.
@@ -217,7 +219,7 @@ def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
 
 
 def layers_of(options: TrainingOptions) -> list[str]:
-    """The letters of each layer, as in `--hybrid-layer-pattern`: one of HybridModel's, mixer and MLP of GPTModel's.
+    """Returns each layer's letters as in `--hybrid-layer-pattern`: one for HybridModel, mixer and MLP for GPTModel.
 
     Raises:
         ArgumentError: a spec or a pattern that does not exist.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, unit_of, whole
 from megatron_cp.linear.reductions import acc_type, l2_gradient, l2_normalised_and_scale, sum_over_tokens
@@ -65,7 +65,7 @@ class _Fused(torch.autograd.Function):
         return delta(given, heads.start, lower_bound, (unit, x_unit), g_shape)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import delta_gradients
 
@@ -101,7 +101,7 @@ class _Eager(torch.autograd.Function):
         return q_out, k_out, g, strength
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, q_scale, k_scale, strength, rate, shifted, activated = ctx.saved_tensors
         dq_out, dk_out, dg, dstrength = gradients
@@ -138,7 +138,7 @@ class _FusedNorms(torch.autograd.Function):
         return norms(both, ctx.units[0])
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import norm_gradients
 
@@ -153,7 +153,7 @@ class _EagerNorms(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, q_scale, k_scale = ctx.saved_tensors
         return l2_gradient(q, q_scale, gradients[0]), l2_gradient(k, k_scale, gradients[1])

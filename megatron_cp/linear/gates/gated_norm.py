@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 
 ELEMENTS = 1024  # elements of a tile, at least one token's group of features: 8 for each of 128 threads
 STEPS = 4  # tiles of a program, which adds the weight's sums of all of them
@@ -51,7 +51,7 @@ class _GatedNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.norm_kernels import norm_backward, norm_weight
 

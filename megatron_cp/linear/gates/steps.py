@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, whole
 from megatron_cp.linear.reductions import acc_type, sum_over_tokens
@@ -53,7 +53,7 @@ class _Fused(torch.autograd.Function):
         return steps(inputs, heads, limit, softplus=softplus)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import step_gradients
 
@@ -83,7 +83,7 @@ class _Eager(torch.autograd.Function):
         return steps, decays
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         shifted, unlimited, decays = ctx.saved_tensors
         (dshifted, ddecays), (rates_meta, bias_meta) = gradients, ctx.parameters

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.common.chunks import CHUNK, Chunks, PieceClass
@@ -174,7 +174,7 @@ class _Solved(torch.autograd.Function):
         return solved
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inverse, solved = ctx.saved_tensors
         d_right = inverse.transpose(2, 3) @ gradients[0]
@@ -193,7 +193,7 @@ class _WholeDocuments(torch.autograd.Function):
         return out
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         saved = ctx.saved_tensors
         tensors, kept = saved[: ctx.count], list(saved[ctx.count :])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
@@ -89,7 +89,7 @@ class _CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         (dy,) = gradients

@@ -1,4 +1,4 @@
-"""What lies ahead of each row: against a loop over documents, in every layout."""
+"""Tests of the values ahead of each row: against a loop over documents, in every layout."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ MASK = np.array([1, 0, 1, 1, 0.5, 1, 0] * 4)[: sum(LENGTHS)].astype(np.float32)
 
 
 def expected(places):
-    """By place in the stream: token, label, weight and position so many places ahead."""
+    """Returns, by place in the stream, the token, label, weight and position so many places ahead."""
     found, first = [], 0
     for length in LENGTHS:
         for place in range(length):

@@ -21,7 +21,7 @@ def overwritten(arrays):
 
 
 def shown(batch):
-    """All numbers that a batch gives, those that are made when they are asked for too."""
+    """Returns all numbers of a batch, including those that are made when they are read."""
     rows = [batch, *([batch.ahead(places) for places in (0, 1, 2)] if batch.stream is not None else [])]
     names = ("tokens", "labels", "loss_weights", "position_ids")
     found = [getattr(each, name).tolist() for each in rows for name in names]
@@ -58,7 +58,7 @@ def test_a_batch_keeps_nothing_of_the_callers(integers, weights, into):
 
 @pytest.mark.parametrize("kind", [np.array, list], ids=["numpy", "list"])
 def test_packings_masks_layouts_and_plans_keep_nothing_of_the_callers(kind):
-    """Each is made of numbers that are overwritten before anything that is derived from it is asked for."""
+    """They are made of numbers that are overwritten before anything is derived from them."""
 
     def made(*, overwrite):
         lengths, offsets, prefixes, shares = kind([3, 1, 4]), kind([0, 3, 4, 8]), kind([2, 0, 3]), kind([3, 1])

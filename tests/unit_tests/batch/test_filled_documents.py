@@ -20,7 +20,7 @@ _MASKS = (
 
 
 def places(lengths, packing):
-    """Where the tokens of documents stand once these are filled up."""
+    """Returns the places of the documents' tokens after these are filled up."""
     return np.concatenate([start + np.arange(n) for start, n in zip(packing.cu_seqlens, lengths, strict=False)])
 
 
@@ -72,7 +72,7 @@ def test_rejects_cross_attention_where_documents_are_filled_up():
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_fills_up_a_document_changes_no_bit_of_a_linear_layer(kind, mode):
-    """Of outputs, of gradients of tokens and of parameters, whatever is in the rows that fill up."""
+    """Outputs, and gradients of tokens and of parameters, do not depend on the rows that fill up."""
     for size in (1, 3):
         runs = [run_ranks(_linear, size, kind, mode, fill, kind="threads") for fill in (0.0, 30.0)]
         for ranks in zip(*runs, strict=True):

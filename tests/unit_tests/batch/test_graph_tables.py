@@ -345,7 +345,7 @@ def test_plans_that_nobody_has_any_more_are_freed():
 
 
 def test_rejects_masks_whose_tables_grow_with_the_number_of_documents():
-    """Of documents that are long enough to have the same bands."""
+    """The documents are long enough to have the same bands."""
     with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
         loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 

@@ -25,7 +25,7 @@ def ids(packing=RAGGED):
 
 
 def sharded(layout, **arguments):
-    """What every rank is given of the batch."""
+    """Returns every rank's part of the batch."""
     arguments = {"tokens": ids(layout.packing), "layout": layout} | arguments
     return run_ranks(lambda group: cp.shard_batch(group=group, **arguments), layout.cp_size)
 
@@ -39,7 +39,7 @@ def stream(batches, name, pad=0):
 
 
 def next_tokens(tokens, packing):
-    """Each token's label, and whether it has one, by a loop."""
+    """Returns each token's label, and True if it has one, by a loop."""
     labels, learnt = torch.full_like(tokens, -100), torch.zeros(packing.total)
     for start, end in packing.spans():
         for place in range(start, end - 1):

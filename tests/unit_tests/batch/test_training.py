@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def model_of(case):
-    """The same weights on every rank, drawn here and not by threads, which share torch's generator."""
+    """Makes equal weights on every rank, drawn here and not by threads, which share torch's generator."""
     return copy.deepcopy(HYBRID if case.linear else ATTENTIVE)
 
 
@@ -89,7 +89,7 @@ def losses_of(model, batch, group):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One batch, or the microbatches of one step."""
+    """A batch, or the microbatches of one step."""
 
     lengths: tuple[tuple[int, ...], ...]
     layout: str = "zigzag"
@@ -99,7 +99,7 @@ class Case:
     linear: bool = False
 
     def batches(self):
-        """What a data loader brings: lengths, tokens, labels, and a mask with fractions."""
+        """Returns batches as a data loader would: lengths, tokens, labels, and a mask with fractions."""
         draw = torch.Generator().manual_seed(5)
         for lengths in self.lengths:
             total = sum(lengths)
@@ -131,7 +131,7 @@ def step(group, case):
 
 
 def by_torch_alone(case):
-    """The same of one process that has nothing of ours: each document alone, and one mean over all that count."""
+    """Trains one process by torch alone: each document by itself, and one mean over all weighted tokens."""
     model, total, count = copy.deepcopy(ATTENTIVE), 0.0, 0
     for packing, tokens, labels, mask in case.batches():
         for start, end in packing.spans():
@@ -193,7 +193,7 @@ def test_a_hybrid_model_has_the_loss_and_gradients_of_one_rank(align, cp_size):
 
 
 def by_ddp(group, case):
-    """One step under DistributedDataParallel, which averages."""
+    """Runs a step under DistributedDataParallel, which averages."""
     wrapped = DistributedDataParallel(model_of(case), process_group=group.group, find_unused_parameters=True)
     ((packing, tokens, labels, mask),) = case.batches()
     layout = cp.Layout.zigzag(packing, group.size)
@@ -205,7 +205,7 @@ def by_ddp(group, case):
 
 
 def by_fsdp(group, case):
-    """One step under FSDP2, which shards parameters and averages gradients."""
+    """Runs a step under FSDP2, which shards parameters and averages gradients."""
     model = fully_shard(model_of(case), mesh=init_device_mesh("cpu", (group.size,)))
     ((packing, tokens, labels, mask),) = case.batches()
     layout = cp.Layout.zigzag(packing, group.size)
@@ -221,7 +221,7 @@ def by_fsdp(group, case):
 
 
 def two_replicas(group, case):
-    """One step of two replicas of two context-parallel ranks each: each replica has one of two microbatches."""
+    """Runs a step of two replicas of two context-parallel ranks each: each replica has one of two microbatches."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model, own = model_of(case), pairs[group.rank // 2]
     packing, tokens, labels, mask = list(case.batches())[group.rank // 2]

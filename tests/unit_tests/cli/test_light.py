@@ -64,7 +64,7 @@ def refused_lines(tmp_path):
         ("train", "--run-dir", str(file)): "a folder that can be written. File exists.",
         ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
         ("train", "--run-dir", nul): r"--run-dir: got 'a\x00b'",
-        ("train", "--run-dir", str(taken)): "A run lives there; to go on: --resume",
+        ("train", "--run-dir", str(taken)): "The steps of a run are there; to go on with it: --resume",
         ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
         ("train", "--resume", nul): r"--resume: got 'a\x00b'",
         ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",

@@ -28,7 +28,7 @@ def commands(monkeypatch):
 
 
 def values(action, parsed):
-    """What an option holds, and each of its entries if it takes several."""
+    """Returns an option's value, and each of its entries if it takes several."""
     if not hasattr(parsed, action.dest):
         return []
     value = getattr(parsed, action.dest)

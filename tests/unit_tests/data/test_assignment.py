@@ -9,7 +9,7 @@ from megatron_cp.data.assignment import Assignment
 
 
 def assignment(packs, ranks=1, budget=None, power=2):
-    """Of packs given by the lengths of their documents; work is a power of the length."""
+    """Makes an assignment of packs from the lengths of their documents; work is a power of the length."""
     lengths = np.array([length for pack in packs for length in pack])
     documents = np.split(np.arange(lengths.size), np.cumsum([len(pack) for pack in packs])[:-1])
     budget = budget or max(map(sum, packs))

@@ -73,7 +73,7 @@ def test_a_step_is_never_longer_than_that_of_the_packs_given(batch, cost, barrie
 @pytest.mark.parametrize("room", [1.0, 1.1])
 @pytest.mark.parametrize("cost", COSTS[:3], ids=["both", "tokens", "pairs"])
 def test_steps_are_close_to_their_ideal(cost, room, barrier):
-    """Of documents without a giant, whose work is more than a rank's share."""
+    """The documents have no giant, whose work is more than a rank's share."""
     lengths = heavy_tail(600, 8192)
     kind = {"cost": cost, "ranks": 4, "barrier": barrier}
     packs = even_packs(lengths, budget=int(16384 * room), **kind, microbatches=-(-int(lengths.sum()) // (16384 * 4)))

@@ -49,7 +49,7 @@ def test_schedules_hold_what_they_say(ranks, exchange, seed):
 
 
 def shortest(lengths, ranks, tokens_per_rank, exchange):
-    """Of all sizes and places of groups in all orders."""
+    """Returns the shortest time over all sizes and places of groups in all orders."""
     places = [
         [(first, size) for size in range(-(-length // tokens_per_rank), ranks + 1) for first in range(ranks - size + 1)]
         for length in lengths

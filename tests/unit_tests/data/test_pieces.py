@@ -1,4 +1,4 @@
-"""Which documents share a pack."""
+"""Tests of the documents that share a pack."""
 
 import re
 

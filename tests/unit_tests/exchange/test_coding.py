@@ -17,7 +17,7 @@ FORMATS = {format_.dtype: format_ for codec in CODECS.values() if codec for form
 
 
 def same_bits(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Any NaN is like any other."""
+    """Compares bits; all NaN are equal."""
     is_nan = expected.isnan()
     numbers = (x.masked_fill(is_nan, 0).view(torch.int32) for x in (got, expected))
     return torch.equal(got.isnan(), is_nan) and torch.equal(*numbers)

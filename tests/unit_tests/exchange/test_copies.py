@@ -1,4 +1,4 @@
-"""Which device's exchange is done by kernels, and what of it is left to torch."""
+"""Tests of the devices whose exchange is done by kernels, and of the work that is left to torch."""
 
 import pytest
 import torch

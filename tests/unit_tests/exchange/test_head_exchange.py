@@ -68,7 +68,7 @@ def layouts(draw) -> Layout:
 
 @st.composite
 def head_ranges(draw, num_heads: int, cp_size: int) -> tuple[tuple[int, int], ...]:
-    """Any ranges that `Sections` allows: uneven, empty, overlapping their neighbours."""
+    """Draws any ranges that `Sections` allows: uneven, empty, overlapping their neighbours."""
     ranges, before = [], (0, 0)
     for rank in range(cp_size):
         lo = draw(st.integers(*before))
@@ -139,7 +139,7 @@ class Case:
         return padded
 
     def heads(self, full: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        """What a rank holds on the head side."""
+        """Returns a rank's values on the head side."""
         return [section[..., slice(*block.ranges[rank]), :] for section, block in zip(full, self.blocks, strict=True)]
 
     def summed(self, head_side: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -325,7 +325,7 @@ def _qkv(cp_size: int) -> Sections:
 
 
 def _round_trip_calls(layout: Layout) -> list[list[Counter[str]]]:
-    """For each rank, what was called in each direction forward, and in both directions backward."""
+    """Returns, for each rank, the calls in each direction forward, and in both directions backward."""
     exchange = Exchange(layout, _qkv(layout.cp_size))
 
     def rank_main(inner: RankGroup) -> list[Counter[str]]:

@@ -147,7 +147,7 @@ def check() -> None:
 
 
 def counted_replacements() -> Counter[str]:
-    """How often the interpreter puts its functions in the place of Triton's, which costs more than most calls."""
+    """Counts the times that the interpreter replaces Triton's functions, which costs more than most calls."""
     from triton.runtime import interpreter
 
     replacements: Counter[str] = Counter()

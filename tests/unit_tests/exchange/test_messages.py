@@ -38,7 +38,7 @@ def layout(request) -> Layout:
 def geometry(
     layout: Layout, *, rank: int = 1, batch: int | None = None, dtypes: tuple[torch.dtype, ...] = MIXED
 ) -> Geometry:
-    """One of 3 ranks that hold one or two of five q heads, one k and one v head; rank 2 holds nothing of `a`."""
+    """Returns the geometry of one of 3 ranks with 1 or 2 of five q heads, a k and a v head; rank 2 has no `a`."""
     q, kv, a = ((0, 2), (2, 4), (4, 5)), ((0, 1), (0, 1), (1, 2)), ((0, 1), (1, 2), (2, 2))
     sections = Sections((Section("q", 5, 3, q), Section("k", 2, 5, kv), Section("v", 2, 5, kv), Section("a", 2, 1, a)))
     return Geometry(Exchange(layout, sections), rank, dtypes, batch, torch.device("cpu"))
@@ -203,7 +203,7 @@ def section_major(at: Geometry) -> Geometry:
 
 
 def one_each(layout: Layout, batch: int | None) -> Geometry:
-    """One of 3 ranks that hold uneven numbers of heads, none of them held twice; rank 2 holds nothing of `a`."""
+    """Returns the geometry of one of 3 ranks with uneven numbers of heads, none held twice; rank 2 has no `a`."""
     q, a = ((0, 2), (2, 4), (4, 5)), ((0, 1), (1, 3), (3, 3))
     sections = Sections((Section("q", 5, 3, q), Section("a", 3, 1, a)))
     return Geometry(Exchange(layout, sections), 1, (torch.float32, torch.bfloat16), batch, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for A100, H100 and B200, without one: PTX, machine code, and how often it compiles.
+"""Tests of Triton's output for A100, H100 and B200, without one: PTX, machine code, and the number of compilations.
 
 A stand-in for the CUDA driver says what to compile for and only counts launches. It takes Triton's place for good, so
 it has a process of its own. `benchmarks/results/kernels_compiled.md` is what this prints with `--table`.
@@ -82,7 +82,7 @@ FP8_CASES = {"encode": "fp8", "decode": "fp8", "encode_e5m2": "fp8_e5m2", "decod
 
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process that compiles has to say."""
+    """Returns the results of a process that compiles."""
     module = "tests.unit_tests.exchange.test_triton_compiled"
     return once(tmp_path_factory, "triton_compiled", lambda: compiled_by(module, *asked_for(request)))
 
@@ -141,7 +141,7 @@ def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
 
 @each_kernel
 def test_machine_code_has_the_wide_accesses(made, architecture: int, case: str):
-    """Of the cubin, whose accesses an assembler could have split."""
+    """The cubin is checked, since an assembler could have split accesses."""
     widths = kernel_of(made, architecture, case)["machine_accesses"]
     assert {width: widths.get(width, 0) for width in WIDE[case]} == WIDE[case], widths
     assert not set(widths) - {f"{way}.{bits}" for way in ("LDG", "STG") for bits in (8, 16, 32, 64, 128)}, widths
@@ -306,7 +306,7 @@ def described(kernel: Any, folder: Path) -> dict[str, Any]:
 
 
 def machine_accesses(instructions: list[str]) -> Counter[str]:
-    """How often there are `LDG.128`, `STG.64` and the like, with other memory than the device's, but for shared."""
+    """Counts `LDG.128`, `STG.64` and similar instructions; those of memory other than the device's, except shared."""
     found: Counter[str] = Counter()
     for instruction in instructions:
         name, *modifiers = instruction.split(".")
@@ -317,7 +317,7 @@ def machine_accesses(instructions: list[str]) -> Counter[str]:
 
 
 def compile_cases(architecture: int, last: list[Any], folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each case became, and what Triton said of those that it refuses."""
+    """Returns the result of each case, and Triton's message for those that it refuses."""
     from triton.compiler.errors import CompilationError
 
     rows, size = 40, 512
@@ -378,7 +378,7 @@ def table_of(found: dict[int, dict[str, Any]]) -> str:
 
 
 def forget() -> None:
-    """All that was compiled: for the calls to come, for another architecture perhaps."""
+    """Forgets all compiled code, so that later calls may compile for another architecture."""
     for kernel in (kernels.to_message_kernel, kernels.from_message_kernel):
         kernel.device_caches.clear()
 

@@ -61,7 +61,7 @@ def test_tables_need_no_triton():
 
 
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:
-    """How many units of each kind there are."""
+    """Returns the number of units of each kind."""
     made = copy_table(pieces, types=types, alignment=alignment, device=CPU, to_tensors=len(pieces) > 1)
     units = made.table[:, : made.unit_blocks * UNITS + made.few_blocks * FEW]
     kinds = units[KIND][units[TENSOR] >= 0]
@@ -187,7 +187,7 @@ class Form:
         return before, sum(block.width for block in self.blocks if block.tensor == tensor)
 
     def pieces(self, ranks: Sequence[int] | None = None) -> list[Piece]:
-        """Of the messages of some ranks; one rank's alone is what its head side has."""
+        """Returns the pieces of the messages of some ranks; for a head side, of one rank alone."""
         pieces = []
         for number, block in enumerate(self.blocks):
             for rank in ranks or range(self.ranks):

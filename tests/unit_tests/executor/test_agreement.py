@@ -47,7 +47,7 @@ def linear_plan(lengths: tuple[int, ...] = LENGTHS, kind: str = "gdn", **sizes: 
 
 
 def refusals(plans: list[Plan]) -> list[str]:
-    """What each rank is told."""
+    """Returns the error of each rank."""
 
     def rank_main(group: RankGroup) -> str:
         with pytest.raises(PlanMismatchError) as caught:
@@ -144,7 +144,7 @@ def test_rejects_a_group_that_is_not_the_plans():
 
 
 def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:
-    """What a rank is told when rank 1 calls attention with other options."""
+    """Returns a rank's error when rank 1 calls attention with other options."""
     options: dict[str, Any] = {"dropout": 0.0, "kernel": "reference"} | (odd if group.rank == 1 else {})
     plan = attention_plan()
     rows, shape = int(plan.layout.row_counts[group.rank]), options.pop("batch", ())

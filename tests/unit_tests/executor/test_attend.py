@@ -17,7 +17,7 @@ from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
-from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_home, random_assignment
+from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_query_owners, random_assignment
 from tests.scheme_cases import check, check_sequences_alone, over_ranks
 from tests.scheme_in_halves import add_by_distance, add_halves
 
@@ -206,7 +206,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", TILED)
 @pytest.mark.few
-def test_attention_is_dense_whoever_computes_which_tile(scheme, way, monkeypatch):
+def test_attention_is_dense_whichever_rank_computes_a_tile(scheme, way, monkeypatch):
     for seed in range(2):
         assign_at_random(monkeypatch, seed)
         case = replace(TILES, scheme=scheme, **WAYS[way])
@@ -215,7 +215,7 @@ def test_attention_is_dense_whoever_computes_which_tile(scheme, way, monkeypatch
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_one_key_head_is_dense_whoever_computes_which_tile(heads, monkeypatch):
+def test_one_key_head_is_dense_whichever_rank_computes_a_tile(heads, monkeypatch):
     assign_at_random(monkeypatch)
     check(replace(TILES, scheme="tiled", heads=heads, groups=1))
 
@@ -225,7 +225,7 @@ def test_tiles_may_leave_home_in_one_direction_alone(forward, monkeypatch):
     """Gradients of keys that stay are written where they belong, though keys travelled before."""
 
     def assigned(step, *_):
-        ways = random_assignment(step, 0), at_home(step)
+        ways = random_assignment(step, 0), at_query_owners(step)
         return TiledWork(*(ways if forward else ways[::-1]))
 
     monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
@@ -242,8 +242,8 @@ def test_assigned_tiles_sum_in_fp32_and_round_once(scheme, monkeypatch):
         test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, "zigzag")
 
 
-def test_keys_that_own_queries_and_visitors_see_are_summed_in_fp32(monkeypatch):
-    """Visitors leave more than 256, and odd, at the first key: own queries make it even again."""
+def test_keys_that_own_queries_and_remote_queries_see_are_summed_in_fp32(monkeypatch):
+    """The sum of remote queries at the first key is odd and above 256; own queries make it even again."""
     assign_all_to(monkeypatch, 2)
     own = layout_by_name("contiguous", PACKING, 4, align=3).tokens(2)
     visiting = [token for token in range(60) if token not in own]

@@ -45,7 +45,7 @@ def piece(source: int, target: int, count: int) -> torch.Tensor:
 
 
 def exchanged(group: RankGroup, transport: Transport, counts: np.ndarray) -> torch.Tensor:
-    """What a rank receives of `piece`s, through two all-to-alls under way at once."""
+    """Returns the `piece`s that a rank receives, through two all-to-alls under way at once."""
     comm, split_counts, rank = Communicator(group, transport), SplitCounts(counts), group.rank
     with poisoned():
         sent = torch.cat([piece(rank, target, int(count)) for target, count in enumerate(counts[rank])])
@@ -211,7 +211,7 @@ def test_a_share_is_gathered_once_by_each_other_host(hosts):
 
 
 def test_all_links_between_hosts_are_used():
-    """Each rank of a host takes in what one rank of the other sends."""
+    """Every rank of a host receives from one rank of the other."""
     hosts = (0, 0, 0, 1, 1, 1)
 
     def rank_main(inner: RankGroup) -> set[int]:

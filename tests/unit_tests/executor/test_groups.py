@@ -55,7 +55,7 @@ def _messages(group: RankGroup) -> list[tuple[int, list[float]]]:
 
 
 def _no_messages(group: RankGroup) -> None:
-    """Also where host tensors cannot travel, as over NCCL: a rank may be idle in a round."""
+    """Sends and receives no messages, also without host tensors, as over NCCL: a rank may be idle in a round."""
     group.send_and_receive([], [])
     if isinstance(group, TorchGroup):
         tagged, group._tagged = group._tagged, None
@@ -123,7 +123,7 @@ def _together(group: RankGroup) -> list[Any]:
 
 
 def conversation(group: RankGroup) -> dict[str, Any]:
-    """Everything that a group can say. At module level, so that processes can import it."""
+    """Runs every operation of a group. It is at module level, so that processes can import it."""
     return {
         "place": (type(group).__name__, group.rank, group.size),
         "all_to_all": [_all_to_all(group, dtype) for dtype in DTYPES],

@@ -1,4 +1,4 @@
-"""Which ranks share a host: as torchrun numbers its nodes, or the hosts' names."""
+"""Tests of the ranks that share a host: as torchrun numbers its nodes, or by host names."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):
 
 
 def _soon[T](look: Callable[[], T], seconds: float = 120.0) -> T:
-    """What `look` returns as soon as that is something."""
+    """Returns the result of `look` as soon as there is one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

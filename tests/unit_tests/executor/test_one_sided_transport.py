@@ -144,13 +144,13 @@ def heap(monkeypatch) -> Heap:
 
 
 def move_nothing(group: RankGroup) -> None:
-    """From now on whatever is moved by the group itself fails."""
+    """Makes every transfer by the group itself fail from now on."""
     cp.compare_calls(group, False)
     group.start_all_to_all = group.start_all_gather = group.start_messages = None
 
 
 def assert_all_is_released(heap: Heap) -> None:
-    """Of all that was acquired only what is kept is left, and something was started."""
+    """Checks that all acquired memory but the kept part is released, and that something was started."""
     assert heap.operations
     assert all(heap.operations.values())
     for rank, acquired in heap.acquired.items():

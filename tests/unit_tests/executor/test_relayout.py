@@ -1,4 +1,4 @@
-"""`relayout` moves every row to its new rank, brings gradients back, and leaves pad rows zero."""
+"""`relayout` moves every row to its new rank, returns gradients, and leaves pad rows zero."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ RANKS = 4
 
 
 class Senders(RowTransfers):
-    """Each rank returns its number beside every query that it was sent, and notes who returned own ones."""
+    """Returns this rank's number for every query that it was sent, and records the ranks that returned own ones."""
 
     def compute(self, bound):
         pass

@@ -1,4 +1,4 @@
-"""What ranks that wait find out about one another: whether what they wait for can still come."""
+"""Tests that waiting ranks find out about each other, and whether their messages can still come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def report(
     way: str, peer: int, awaited: Started, *, sent: dict[int, list[Started]] | None = None,
     received: dict[int, list[Started]] | None = None, size: int = 4,
 ) -> Report:  # fmt: skip
-    """Of a rank that waits for a message, and has started some with others, whose numbers begin with the first's."""
+    """Makes the report of a rank that waits for a message; others that it has started are numbered from it on."""
 
     def of(started: dict[int, list[Started]] | None) -> list[tuple[int, list[Started]]]:
         lists = [(started or {}).get(peer, []) for peer in range(size)]

@@ -11,7 +11,7 @@ import megatron_cp as cp
 from megatron_cp.executor import communicator, run
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.trace import NO_RANGE, layer_operation, layer_scope, profiling, range_name, traced_work
 from megatron_cp.testing.parity import Case, draw, run_linear
 
@@ -68,7 +68,7 @@ def profiled():
 
 
 def seen(group, cases):
-    """For each case the names that this rank's profiler sees, and whether the numbers are those without it.
+    """Returns, for each case, the names in this rank's profiler, and True if the numbers are those without it.
 
     Once more with a profiler on rank 0 alone: others would notice another order of steps.
     """
@@ -90,7 +90,7 @@ def seen(group, cases):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """What each rank saw: processes, since a process has one profiler."""
+    """Returns each rank's names. Ranks are processes, since a process has one profiler."""
     return run_ranks(seen, 4, CASES, kind="processes")
 
 
@@ -131,7 +131,7 @@ def fetched_in_two_chunks(way=""):
     return [*first, f"send dk,dv {one}", *second, *summed]
 
 
-def in_chunk(chunk, steps):
+def chunk_ranges(chunk, steps):
     """Steps of a ring, in a chunk of heads."""
     return [step.replace(" stage", f" {chunk} stage") for step in steps]
 
@@ -166,13 +166,13 @@ EXPECTED = {
     "projected in chunks": [
         *(f"to_heads q,k,v {chunk}" for chunk in CHUNKS),
         *(step for chunk in CHUNKS for step in (
-            f"to_heads wait q,k,v {chunk}", f"to_heads unpack q,k,v {chunk}", *in_chunk(chunk, ring(2)[0]),
+            f"to_heads wait q,k,v {chunk}", f"to_heads unpack q,k,v {chunk}", *chunk_ranges(chunk, ring(2)[0]),
             f"to_tokens out {chunk}",
         )),
         *(f"to_tokens wait out {chunk}" for chunk in CHUNKS), "to_tokens unpack out",
         *(f"to_heads out {chunk} <" for chunk in reversed(CHUNKS)),
         *(step for chunk in reversed(CHUNKS) for step in (
-            f"to_heads wait out {chunk} <", f"to_heads unpack out {chunk} <", *in_chunk(chunk, ring(2)[1]),
+            f"to_heads wait out {chunk} <", f"to_heads unpack out {chunk} <", *chunk_ranges(chunk, ring(2)[1]),
             f"to_tokens q,k,v {chunk} <",
         )),
         *(f"to_tokens {what} q,k,v {chunk} <" for chunk in reversed(CHUNKS) for what in ("wait", "unpack")),
@@ -362,14 +362,14 @@ def test_layers_may_lie_in_layers():
 def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
     with layer_scope(4):
         comm = communicator.Communicator(ThreadGroup.create(4)[0], scheme="p2p")
-    part = comm.in_chunk(1, 2).part(range(0, 4, 2))
+    part = comm.chunk_comm(1, 2).part(range(0, 4, 2))
     assert (part.layer, part.chunk, part.scheme) == (4, (1, 2), "p2p")
-    assert comm.in_chunk(0, 1) is comm
+    assert comm.chunk_comm(0, 1) is comm
 
 
 def test_torch_compile_compiles_what_stands_around_an_operation_of_a_layer():
     """The operation is the one break: a context there would leave all that follows it uncompiled."""
-    operation = opaque(lambda x: x * 3)
+    operation = no_compile(lambda x: x * 3)
 
     def layer(x):
         return layer_operation(12, operation)(x + 1) - 1

@@ -1,4 +1,4 @@
-"""Each transport by itself: the same bytes in the same places, as many operations on every rank, its own memory."""
+"""Tests of each transport by itself: the same bytes, as many operations on every rank, its own memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def landed(transport: GroupTransport, like: torch.Tensor, count: int, *, kept: b
 
 
 def everything(group: RankGroup, data: Transport, counts: np.ndarray, share: int) -> dict[str, list[float]]:
-    """What a rank receives by an all-to-all, the way back, an all-gather and a ring, all under way at once."""
+    """Returns a rank's received data of an all-to-all, its reverse, an all-gather and a ring, all under way at once."""
     transport, rank = transport_over(group, data), group.rank
     there, back = SplitCounts(counts), SplitCounts(counts).reversed()
     draw = torch.Generator().manual_seed(rank)
@@ -236,7 +236,7 @@ def test_parts_start_as_many_operations_whatever_hosts_they_have():
     assert len(started[0]) == 3 * 2 + 1
 
 
-class Together(TorchGroup):
+class FusedMessages(TorchGroup):
     """Sends messages as over NCCL: those of a round in one all-to-all, counted. gloo carries the bytes."""
 
     def __init__(self, group: TorchGroup) -> None:
@@ -258,7 +258,7 @@ def over_gloo(group: TorchGroup, name: str) -> tuple[int, list[int], int, dict[s
     counts[0, 2] = 0
     plain = everything(group, data, counts, 2)
     sent = [count for count, _ in group._tagged.started()["send"]]
-    numbered = Together(group)
+    numbered = FusedMessages(group)
     assert everything(numbered, data, counts, 2) == plain
     idle = sum(not any(splits) for pair in numbered.collectives for splits in pair)
     return len(numbered.collectives), sent, idle, plain

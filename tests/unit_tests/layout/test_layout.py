@@ -29,7 +29,7 @@ MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
 
 @st.composite
 def layouts(draw, aligns=(1,)):
-    """Any layout: one of the named ones, or pieces of the stream assigned to ranks at will, some ranks left empty."""
+    """Draws any layout: one of the named ones, or pieces of the stream assigned to ranks at will, some ranks empty."""
     packing, cp_size, align = Packing(draw(LENGTHS)), draw(CP_SIZES), draw(st.sampled_from(aligns))
     named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.zigzag_of_pack, Layout.striped, None]))
     if named:
@@ -93,7 +93,7 @@ def test_zigzag_totals_differ_by_at_most_1(lengths, cp_size):
 
 
 def zigzag_by_loop(lengths, cp_size):
-    """For each rank its tokens, the left-over ones assigned one at a time."""
+    """Returns each rank's tokens, with the left-over ones assigned one at a time."""
     held = [[] for _ in range(cp_size)]
     start, turn = 0, 0
     for length in lengths:
@@ -319,7 +319,7 @@ def test_gradients_flow_through_shard_and_unshard():
 
 
 def sources_by_loop(packing, shift):
-    """For each token of the stream the token its label is, None where its document ends first."""
+    """Returns for each token of the stream the token that is its label, None if its document ends first."""
     return [
         token + shift if token + shift < end else None for start, end in packing.spans() for token in range(start, end)
     ]

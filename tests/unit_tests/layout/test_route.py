@@ -18,7 +18,7 @@ CP_SIZES = st.integers(1, 9) | st.sampled_from([17, 61])
 
 @st.composite
 def layouts_of(draw, packing, cp_size):
-    """Any layout: one of the named ones, or pieces of the stream assigned to ranks at will."""
+    """Draws any layout: one of the named ones, or pieces of the stream assigned to ranks at will."""
     align = draw(st.sampled_from([1, 1, 4]))
     named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, None]))
     if named:
@@ -37,12 +37,12 @@ def pairs_of_layouts(draw):
 
 
 def held_rows(layout):
-    """For each rank its tokens, and -1 in its pad rows."""
+    """Returns each rank's tokens, and -1 in its pad rows."""
     return [layout.shard(np.arange(layout.packing.total), rank, pad_value=-1) for rank in range(layout.cp_size)]
 
 
 def delivered(rows, send_rows, send_counts):
-    """What each rank receives when every rank sends `rows[rank][send_rows[rank]]` in pieces of `send_counts`."""
+    """Returns each rank's received rows, if every rank sends `rows[rank][send_rows[rank]]`, cut by `send_counts`."""
     pieces = [
         np.split(local[index], np.cumsum(counts)[:-1])
         for local, index, counts in zip(rows, send_rows, send_counts, strict=True)
@@ -51,7 +51,7 @@ def delivered(rows, send_rows, send_counts):
 
 
 def placed(received, rows, sizes):
-    """Each rank's rows with what it received in place, and -1 where it received nothing."""
+    """Returns each rank's rows with received values in place, and -1 elsewhere."""
     local = [np.full(size, -1) for size in sizes]
     for target, index, values in zip(local, rows, received, strict=True):
         target[index] = values

@@ -23,7 +23,7 @@ MASKS = {"causal": (Mask.causal(RAGGED), causal(RAGGED)), "window": (Mask.window
 
 
 def pairs_by_token(tiles):
-    """Each visible pair as places in the packed streams."""
+    """Returns each visible pair as places in the packed streams."""
     seen = pairs_of(tiles.bands, len(tiles.q_tokens), len(tiles.k_tokens))
     assert seen.max(initial=0) <= 1  # no pair twice
     queries, keys = np.nonzero(seen)

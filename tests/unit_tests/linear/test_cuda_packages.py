@@ -1,4 +1,4 @@
-"""How mamba_ssm and causal_conv1d are called, with stand-ins in their place that compute the same in plain torch."""
+"""Tests of the calls of mamba_ssm and causal_conv1d, with replacements that compute the same in plain torch."""
 
 import sys
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ LAYOUTS = [("contiguous", 2), ("contiguous", 3), ("zigzag", 2), ("zigzag", 3)]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `mamba_chunk_scan_combined` was called with: documents and tokens of each call."""
+    """Records the documents and tokens of each call of `mamba_chunk_scan_combined`."""
     calls = []
 
     def chunk_scan(x, dt, A, B, C, chunk_size, *, seq_idx, return_final_states):  # noqa: N803

@@ -1,4 +1,4 @@
-"""What mamba_ssm's and causal-conv1d's kernels refuse."""
+"""Tests of the refusals of mamba_ssm's and causal-conv1d's kernels."""
 
 import sys
 

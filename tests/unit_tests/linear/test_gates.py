@@ -29,7 +29,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 class Sizes(NamedTuple):
-    """Of a delta rule's gates; `before` and `after` are the heads of other ranks."""
+    """The sizes of a delta rule's gates; `before` and `after` are the heads of other ranks."""
 
     tokens: int
     key_heads: int
@@ -102,7 +102,7 @@ def l2_by_autograd(x: Tensor) -> Tensor:
 
 
 def delta_by_autograd(sizes: Sizes) -> Callable[..., Any]:
-    """As it was written before it was one function."""
+    """Computes the gates step by step, by autograd."""
 
     def gates(q, k, beta, x, rates, bias):
         dtype, (tokens, heads, channels) = torch.promote_types(x.dtype, FP32), x.shape

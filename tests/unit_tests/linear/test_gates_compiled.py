@@ -1,4 +1,4 @@
-"""What Triton makes of the gates' kernels for A100, H100 and B200, without one: registers, accesses, and how often.
+"""Tests of Triton's output for the gates on A100, H100 and B200, without one: registers, accesses, compilations.
 
 As for the exchange's kernels (`test_triton_compiled`), a stand-in for the CUDA driver takes Triton's place for good, so
 it has a process of its own.
@@ -59,7 +59,7 @@ MARGIN = 1.1  # for another ptxas
 
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process that compiles has to say."""
+    """Returns the results of a process that compiles."""
     module = "tests.unit_tests.linear.test_gates_compiled"
     return once(tmp_path_factory, "gates_compiled", lambda: compiled_by(module, *asked_for(request)))
 
@@ -163,7 +163,7 @@ EXPECTED = {
 
 
 def forget() -> None:
-    """All that was compiled."""
+    """Forgets all compiled code."""
     for module in (triton_kernels, norm_kernels):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):

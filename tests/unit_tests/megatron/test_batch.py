@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def sharded(layout, **arguments):
-    """What every rank is given of the batch."""
+    """Returns every rank's part of the batch."""
     arguments = {"tokens": ids(layout.packing), "layout": layout} | arguments
     return run_ranks(lambda group: shard_batch(group=group, **arguments), layout.cp_size)
 
@@ -46,7 +46,7 @@ def stream(batches, name):
 
 
 def next_tokens(tokens, packing):
-    """Each token's label, and whether it has one, by a loop."""
+    """Returns each token's label, and True if it has one, by a loop."""
     labels, learnt = torch.zeros_like(tokens), torch.zeros(packing.total)
     for start, end in packing.spans():
         for place in range(start, end - 1):
@@ -163,7 +163,7 @@ def test_megatrons_own_parameters_are_planned_once_as_its_zigzag():
 
 
 def test_megatrons_whole_packs_are_cut_as_one_whatever_their_documents():
-    """As `get_batch_on_this_cp_rank(..., use_per_sequence_balancing=True)` does."""
+    """`get_batch_on_this_cp_rank(..., use_per_sequence_balancing=True)` cuts packs so."""
     group = ThreadGroup.create(2)[1]
     found = planned(megatrons([7, 9, 8]), group, "pack")
     assert found.plans.layout.packing == Packing([7, 9, 8])
@@ -182,7 +182,7 @@ def test_another_order_of_the_same_parameters_is_another_plan():
 
 
 def test_parameters_that_are_written_to_are_planned_anew():
-    """As a pipeline does that keeps its buffers, or one object for all batches."""
+    """A pipeline that keeps its buffers, or one object for all batches, writes to them."""
     group, params = ThreadGroup.create(1)[0], megatrons([8, 4])
     first = planned(params, group)
     params.cu_seqlens_q[1] = 5

@@ -1,4 +1,4 @@
-"""What is exchanged inside Megatron is there in the block, and as it was after it, however it ends."""
+"""Tests that replaced functions of Megatron are in place within the block and restored after it, however it ends."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def test_the_values_from_before_are_back_after_an_error():
 
 
 def test_rejects_a_name_that_the_module_does_not_have():
-    """As after an update of Megatron that renames it: nothing is exchanged then, and nobody believes that it is."""
+    """An update of Megatron may rename it: then nothing would be replaced, without a word."""
     made = module()
     with pytest.raises(KeyError, match="third"), exchanged(made, first=3, third=5):
         pass

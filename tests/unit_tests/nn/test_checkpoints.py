@@ -12,7 +12,7 @@ HIDDEN = 48
 
 
 def mixer_of(name, attribute):
-    """Of the first layer."""
+    """Returns the mixer of the first layer."""
     model = build(name)
     return next(module for label, module in model.named_modules() if label.endswith(f".0.{attribute}"))
 

@@ -121,7 +121,7 @@ def test_layers_of_one_kind_share_a_plan():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_parameters_start_anew(name):
-    """As after `to_empty` of a model that was made on meta; the same seed, the same numbers."""
+    """A model that was made on meta is reset after `to_empty`: the same seed gives the same numbers."""
     layer = drawn(name).to("meta").to_empty(device="cpu")
     for number in (0, 0):
         torch.manual_seed(number)

@@ -23,7 +23,7 @@ PLANNERS = pytest.mark.parametrize(
 
 
 def refused(argument):
-    """What the capability table refuses, and a name that it does not know."""
+    """Returns cases that the capability table refuses, and a name that it does not know."""
     return [*(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works), "no such name"]
 
 

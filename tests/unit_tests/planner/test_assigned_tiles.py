@@ -32,7 +32,7 @@ PLAN = partial(
 
 @pytest.fixture
 def solved(monkeypatch):
-    """Each problem that is solved, with the arguments and the answer."""
+    """Records each problem that is solved, with the arguments and the answer."""
     found, solve = [], tiled.solve
 
     def noting(problem, **given):
@@ -83,7 +83,7 @@ def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
 
 
 def test_a_plan_is_said_to_be_the_best_where_that_is_proven(solved):
-    """Of assignments all are, none and some: what is said follows the numbers."""
+    """All, some or none of the assignments are proven, and the text follows the numbers."""
     for name in ("full", "causal", "global_local", "streaming"):
         plan = PLAN(Layout.contiguous(PACKING, 4), mask=Mask.named(PACKING, name))
         for (_, _, solution), known in zip(solved[-2:], plan.attend.tiled.solutions, strict=True):
@@ -149,7 +149,7 @@ def test_one_rank_has_all_tiles():
 
 
 def test_the_number_of_rounds_is_the_faster_one_of_each_direction():
-    """Over two hosts results of visitors have a long way: they go home while the second round is computed."""
+    """Over two hosts results of remote queries travel far: they are returned while the second round is computed."""
     packing, on = Packing([2048]), machine("h100")
     topology = on.topology(4, 2)
     plan = plan_attention(

@@ -28,7 +28,7 @@ def nothing_is_remembered(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3-next", "llama3-8b", "nemotron-h"])
 @pytest.mark.parametrize("packing", [cp.Packing([16000, 300, 9000, 4000, 1, 3000]), cp.Packing([700] * 47)], ids=str)
 def test_it_is_the_layout_of_the_cheapest_step(name, packing):
-    """What `plan --whole` predicts for each layout, products of weights and all, is as far apart as the choice says."""
+    """The choice differs between layouts by as much as `plan --whole` does, products of weights and all."""
     model = read_model(name)
     choice = choose_layout(packing, 8, model.slots())
     steps = {

@@ -1,4 +1,4 @@
-"""What ways of running linear layers are priced at, and which one a layer or a run of layers takes."""
+"""Tests of the prices of linear layers' modes, and of the mode that a layer or a run of layers takes."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def plan(mode, layout=None, **more):
 
 
 def test_the_wire_costs_its_bytes():
-    """Of a head exchange out and in, one after the other, on the rank that sends or receives most in each."""
+    """A head exchange out and one in run one after the other, on the rank that sends or receives most in each."""
     made = plan("headwise", Layout.contiguous(Packing([4096]), 8))  # as much to and from every rank
     price = priced(made, SLOW_WIRE)
     assert price.forward == pytest.approx(1e3 * max(made.bytes_sent(2, forward=True)))

@@ -25,7 +25,7 @@ def test_squares_of_long_documents_do_not_wrap():
 
 
 def test_flops_are_those_of_gemms_and_of_causal_attention():
-    """Of one document of a Llama-like layer, counted product by product."""
+    """The document is one of a Llama-like layer, counted product by product."""
     tokens, hidden, heads, head_dim = 100, 32, 4, 16
     weights = 4 * hidden * heads * head_dim
     gemms = 3 * 2 * tokens * weights  # forward, and one for each gradient

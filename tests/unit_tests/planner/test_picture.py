@@ -1,4 +1,4 @@
-"""What a picture of a plan shows: tokens and work of every rank, on axes that say so."""
+"""Tests of the picture of a plan: tokens and work of every rank, on labelled axes."""
 
 import pytest
 from matplotlib.figure import Figure

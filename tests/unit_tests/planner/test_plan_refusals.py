@@ -1,4 +1,4 @@
-"""What `plan_attention` and `plan_linear` refuse, what the table of capabilities allows, how arguments are given."""
+"""Tests of the refusals of `plan_attention` and `plan_linear`, the capability table, and the forms of arguments."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How many functions are called to plan a batch and to make one rank's tables: no time, which a busy machine changes.
+"""Tests of the number of calls that plan a batch and make a rank's tables; unlike times, it does not depend on load.
 
 Whatever is done for each pair of ranks, or row by row, shows here: at cp 64 there are 4096 pairs.
 """
@@ -39,7 +39,7 @@ WAYS = {
 
 
 def make_all(plan, rank):
-    """What a rank needs to run a plan, and the sums that a choice between plans needs."""
+    """Makes the tables that a rank needs to run a plan, and the sums that a choice between plans needs."""
     make_tables(plan, rank)
     for step in plan.recurrent_steps:
         if isinstance(step, Halo):

@@ -87,7 +87,7 @@ def test_backward_runs_the_adjoints_in_reverse(plan):
 
 
 def bytes_by_loop(plan, item_size, *, forward, alignment):
-    """Each rank's bytes to others, added up over pairs of ranks and sections: the token's holder, the head's owner."""
+    """Adds up each rank's bytes to others over pairs of ranks and sections: the token's holder, the head's owner."""
     sent = [0] * plan.cp_size
     if plan.cp_size == 1:
         return sent

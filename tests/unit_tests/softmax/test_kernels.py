@@ -82,7 +82,7 @@ def both(kernel, tensors, tiles, call, first_head=0, out_dtype=None):
 
 
 def oracle(tensors, tiles, call, first_head=0):
-    """The same five from a dense softmax that autograd differentiates."""
+    """Returns the five results of a dense softmax that autograd differentiates."""
     q, k, v, dout = tensors
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     ratio = q.shape[1] // k.shape[1]
@@ -141,7 +141,7 @@ def _ranges(total):
 @pytest.mark.any_cpu
 @pytest.mark.parametrize(("heads", "groups"), [(32, 4), (8, 1), (6, 3)])
 def test_gradients_of_grouped_heads_in_16_bits_are_those_of_keys_that_are_repeated(heads, groups):
-    """Which torch adds up in fp32 by itself, where a key is repeated before its attention."""
+    """torch adds the gradients of repeated keys in fp32, if a key is repeated before its attention."""
     packing = Packing([192])
     tiles, call = tiles_of_mask(Mask.causal(packing)), call_for(64, dtype=torch.bfloat16, scale=0.125)
     drawn = draw(tiles, call, heads, groups, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What an attention keeps alive: the graph saves what it needs, and a batch's tables end with the batch."""
+"""Tests of the tensors that an attention keeps alive: those that the graph saves, and tables until the batch ends."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ EXCHANGED = [scheme.name for scheme in SCHEMES.values() if scheme.exchanges_head
 
 
 def inputs_alive(group, scheme, recomputed):
-    """Whether this rank's q, k and v, which only the call refers to, outlive its forward pass."""
+    """Returns True for each of q, k and v, to which only the call refers, that outlives its forward pass."""
     layout = layout_by_name("zigzag", PACKING, group.size)
     plan = cp.plan_attention(PACKING, layout, heads=4, head_dim=8, scheme=scheme)
     rows = int(layout.row_counts[group.rank])

@@ -1,4 +1,4 @@
-"""What is measured is what the formula says, in every scheme; and the measure itself."""
+"""Tests that measured memory equals the formula in every scheme; and of the measure itself."""
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_the_peak_is_the_formula_where_keys_are_fetched_twice(chunks, dtype, mon
     ids=str,
 )
 @pytest.mark.few(of=lambda **values: tuple(values.values()))
-def test_the_peak_is_the_formula_whoever_computes_which_tile(scheme, cp, dtype, shape, chunks, mask, monkeypatch):
+def test_the_peak_is_the_formula_whichever_rank_computes_a_tile(scheme, cp, dtype, shape, chunks, mask, monkeypatch):
     for seed in range(2):
         assign_at_random(monkeypatch, seed)
         plan = planned(scheme, cp, shape=shape, head_chunks=chunks, mask=mask, align=4)

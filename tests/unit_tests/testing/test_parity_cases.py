@@ -1,4 +1,4 @@
-"""One parity case for each scheme, each layer and mode, and each transport, in seconds."""
+"""Tests of a parity case for each scheme, each layer and mode, and each transport, in seconds."""
 
 import pytest
 import torch

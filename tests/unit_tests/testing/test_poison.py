@@ -1,4 +1,4 @@
-"""Poison reaches whatever nobody wrote, in every type, forward and backward."""
+"""Tests that poison reaches all memory that is not written, in every type, forward and backward."""
 
 import pytest
 import torch

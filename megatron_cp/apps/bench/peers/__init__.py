@@ -1,1 +1,1 @@
-"""What ours is compared with: megatron-core's own functions and layers. Nothing else in `bench` imports Megatron."""
+"""The peers of comparisons: megatron-core's own functions and layers. Nothing else in `bench` imports Megatron."""

@@ -1,4 +1,4 @@
-"""What megatron-core computes with functions of its own, for measurements that stand ours beside it."""
+"""The gated delta rule in megatron-core's own function, for comparison with ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """megatron-core's gated delta rule in plain torch on one document, each head with a key of its own beforehand.
+    """Computes megatron-core's gated delta rule in plain torch on one document, with keys repeated for each head.
 
     Args:
         q, k: `[t, key_heads, head_dim]`

@@ -1,4 +1,4 @@
-"""What every peer sends with: torch.distributed, with a watch on it."""
+"""torch.distributed, with which every peer sends, under a watch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_cp.megatron import exchanged
 
 @contextlib.contextmanager
 def watched_wire(watch: Watch) -> Iterator[None]:
-    """Within it torch.distributed says how long it takes, whoever calls it: megatron-core takes no group of ours.
+    """Times torch.distributed's transfers within the block, for every caller: megatron-core takes no group of ours.
 
-    Where ours stands beside megatron-core both are watched here, so that a transfer is the same thing of either.
+    Ours and megatron-core's are both timed here, so that a transfer means the same for either.
     """
     names = ("all_to_all_single", "isend", "irecv")
     with exchanged(dist, **{name: _watched(getattr(dist, name), watch) for name in names}):
@@ -39,3 +39,13 @@ class _WatchedWork:
     def wait(self, *limit: Any) -> None:
         with self._watch.span("wire"):
             self._work.wait(*limit)
+
+
+class Ranks:
+    """A group that knows its size, and sends nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size

@@ -1,13 +1,12 @@
-"""What megatron-core does around the exchange of heads of a linear layer, with functions of its own.
+"""The head exchange of a linear layer in megatron-core's own functions.
 
-As `GatedDeltaNet.forward` of megatron-core 0.19.2 strings them together, and as megatron-core did before: a call for
-every document and section.
+They are called as `GatedDeltaNet.forward` of megatron-core 0.19.2 does, and as megatron-core did before: with a call
+for every document and section.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from megatron.core.ssm.gated_delta_net import common
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
+from megatron_cp.apps.bench.peers.distributed import Ranks
 from megatron_cp.layout import Packing
 from megatron_cp.megatron import exchanged
 
@@ -29,42 +29,42 @@ class StockExchange:
     Args:
         packing: documents whose lengths are multiples of `2 * cp`, all at least that long.
         widths: features of each section, in Megatron's order.
-        size: ranks.
-        group: them; None for the local passes alone.
-        device: where the tensors are.
+        size: number of ranks.
+        group: the ranks; None for the local passes alone.
+        device: the device of the tensors.
     """
 
     def __init__(
         self, packing: Packing, widths: Sequence[int], size: int, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
         self.packing, self.widths, self.size = packing, tuple(widths), size
-        self.group: Any = SimpleNamespace(size=lambda: size) if group is None else group
+        self.group: Any = Ranks(size) if group is None else group
         self.cu_seqlens = torch.from_numpy(packing.cu_seqlens.astype(np.int32)).to(device)
         self._to_stream, self._from_stream = self._orders()
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """`[t, 1, f]` to `[T, 1, f / cp]`, as the layer does it: the order of tokens is worked out anew each time."""
+        """Returns `[T, 1, f / cp]` of `[t, 1, f]`, as the layer does: it computes the order of tokens each time."""
         arrived = self._sent_to_heads(local)
         to_stream, _ = self._orders()
         return arrived.index_select(0, to_stream)
 
     def to_tokens(self, own: Tensor) -> Tensor:
-        """`[T, 1, f / cp]` of one section to `[t, 1, f]`; `to_heads` has worked the order out."""
+        """Returns `[t, 1, f]` of `[T, 1, f / cp]` of one section, in the order that `to_heads` has computed."""
         rows = own.index_select(0, self._from_stream)
         return common.tensor_a2a_hp2cp(rows, 0, -1, self.group, redo_attention_load_balancing=False)
 
     def pack(self, local: Tensor) -> Tensor:
-        """The local work of `to_heads` before the collective, `[T, 1, f / cp]` to send."""
+        """Does the local work of `to_heads` before the collective; returns `[T, 1, f / cp]` to send."""
         here = {"all_to_all": lambda _, tensor: tensor, "get_tensor_model_parallel_group_if_none": lambda group: group}
         with exchanged(mappings, **here):
             return self._sent_to_heads(local)
 
     def unpack(self, arrived: Tensor) -> Tensor:
-        """The local work of `to_heads` after the collective, once the order of tokens is known."""
+        """Does the local work of `to_heads` after the collective, once the order of tokens is known."""
         return arrived.index_select(0, self._to_stream)
 
     def to_heads_in_loops(self, local: Tensor) -> Tensor:
-        """The same as `to_heads`, document by document and section by section."""
+        """Does the same as `to_heads`, document by document and section by section."""
         lengths = [length // self.size for length in self.packing.lengths.tolist()]
         return torch.cat([
             common.tensor_a2a_cp2hp(rows, 0, -1, self.group, split_sections=list(self.widths))
@@ -72,13 +72,13 @@ class StockExchange:
         ])  # fmt: skip
 
     def to_tokens_in_loops(self, own: Tensor) -> Tensor:
-        """The same as `to_tokens`, document by document."""
+        """Does the same as `to_tokens`, document by document."""
         return torch.cat([
             common.tensor_a2a_hp2cp(rows, 0, -1, self.group) for rows in own.split(self.packing.lengths.tolist())
         ])  # fmt: skip
 
     def check_offsets(self) -> None:
-        """What `GatedDeltaNet.forward` checks of the documents before its exchange."""
+        """Makes the checks of the documents that `GatedDeltaNet.forward` makes before its exchange."""
         total = self.packing.total
         queries, keys = (
             common._GDNBase._resolve_cu_seqlens(None, None, self.cu_seqlens, total, name, self.size)

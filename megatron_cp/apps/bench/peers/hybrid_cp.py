@@ -1,35 +1,35 @@
-"""What megatron-core does with a global batch under hybrid context parallelism: no packs, a size for each sample."""
+"""A step of megatron-core under hybrid context parallelism: no packs, and a number of ranks for each sample."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
+from megatron_cp.apps.bench.peers.distributed import Ranks
 from megatron_cp.data import Cost
 
 
 def hybrid_step(
     lengths: Sequence[int], ranks: int, tokens_per_rank: int, cost: Cost, pack: float, cp_size: int
 ) -> float:
-    """What a step takes as megatron-core's `BalancedCPScheduler` assigns its samples, by the same cost as ours.
+    """Returns the time of a step whose samples megatron-core's `BalancedCPScheduler` assigns, by the same cost as ours.
 
     It runs each sample alone on 1, 2, 4, ... ranks, group of samples after group, and all ranks wait for each other
     between groups (`hybrid_context_parallel_forward_backward`).
 
     Args:
         lengths: tokens of each sample of the global batch.
-        ranks: all data- and context-parallel ranks.
+        ranks: number of all data- and context-parallel ranks.
         tokens_per_rank: the most tokens of a sample that one rank takes.
-        cost: of a document on `cp_size` ranks; on other numbers its work is as evenly shared.
-        pack: of anything that is run, whatever it holds.
-        cp_size: as above.
+        cost: cost of a document on `cp_size` ranks; other numbers of ranks share its work as evenly.
+        pack: cost of running a sample, whatever its length.
+        cp_size: number of ranks for which `cost` holds.
     """
-    group: Any = SimpleNamespace(size=lambda: ranks)
+    group: Any = Ranks(ranks)
     scheduler = BalancedCPScheduler(tokens_per_rank, group)
     _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     tokens = np.asarray(lengths, np.float64)

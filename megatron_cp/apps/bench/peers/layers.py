@@ -54,7 +54,7 @@ class Layer:
 
     Attributes:
         forward: `[t, 1, hidden]` to the same, without the bias that it leaves to others.
-        module: what has the parameters.
+        module: the module with the parameters.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -66,8 +66,9 @@ class Layers:
     """Our layer and Megatron's, with the same parameters.
 
     Attributes:
-        stock: Megatron's; None where it cannot be built.
-        words: what stands in for what, or why Megatron's is missing.
+        ours: our layer.
+        stock: Megatron's layer; None if it cannot be built.
+        words: the functions that replace others, or why Megatron's layer is missing.
     """
 
     ours: Layer
@@ -76,7 +77,7 @@ class Layers:
 
 
 def start(cp_size: int, *, on_cpu: bool) -> None:
-    """Megatron's process groups over the ranks of this job, all of them context parallel."""
+    """Makes Megatron's process groups over the ranks of this job, all of them context parallel."""
     if on_cpu:
         run_megatron_on_cpu()
     parallel_state.initialize_model_parallel(1, 1, context_parallel_size=cp_size)
@@ -84,15 +85,16 @@ def start(cp_size: int, *, on_cpu: bool) -> None:
 
 
 def layers(case: Case, hidden_size: int, watched: Callable[[Function], Function], kernel: LinearKernel) -> Layers:
-    """Both layers over the batch of a case, in Megatron's zigzag order.
+    """Builds both layers over the batch of a case, in Megatron's zigzag order.
 
-    Where the kernels that Megatron's layer calls are missing or for other devices, it is given ours under their names.
+    If kernels that Megatron's layer calls are missing or for other devices, it is given ours under their names.
 
     Args:
-        case: of "gdn" or "mamba", headwise.
-        hidden_size: of the model.
-        watched: wraps what both sides compute alike: projections, and where Megatron's layer calls them, kernels.
-        kernel: what computes our layer.
+        case: a case of "gdn" or "mamba", headwise.
+        hidden_size: features of the model's hidden states.
+        watched: wraps functions that both sides compute alike: projections, and the kernels that Megatron's layer
+            calls.
+        kernel: the kernel that computes our layer.
     """
     config = _configured(case, hidden_size)
     module = _built(case.layer, _spec_of(case.layer), config, case.device)
@@ -148,7 +150,7 @@ def _built(layer: str, spec: ModuleSpec, config: TransformerConfig, device: str)
 
 
 def _layer(module: nn.Module, case: Case, *exchanges: Exchange) -> Layer:
-    """A module over the batch, with other values for names of Megatron's while it runs."""
+    """Makes a layer from a module, with other values for names of Megatron's while it runs."""
     cu_seqlens = torch.from_numpy(case.packing.cu_seqlens.astype(np.int32)).to(case.device)
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=case.packing.max_length,
@@ -167,7 +169,7 @@ def _layer(module: nn.Module, case: Case, *exchanges: Exchange) -> Layer:
 
 
 def _call_of(case: Case, channels: int) -> LinearCall:
-    """What our kernels are told of whole documents on some heads."""
+    """Returns the call that describes whole documents on some heads to our kernels."""
     device = torch.device(case.device)
     return LinearCall(
         case.layer, case.packing, case.dtype, device, case.head_dim, case.conv_width, channels=(channels,)
@@ -205,7 +207,7 @@ def _in_place_of_fla(case: Case) -> tuple[Function, Function]:
 
 
 def _stock_mamba(case: Case, config: TransformerConfig, watched: Callable[[Function], Function]) -> tuple[Layer, str]:
-    """Its exchange of packed batches needs Transformer Engine's indices of tokens; ours stand in for those too."""
+    """Builds Megatron's layer; its exchange needs Transformer Engine's indices of tokens, which ours replace too."""
     if not mamba_mixer.HAVE_EINOPS:
         raise ImportError("Megatron's Mamba needs einops")
     spec, names, words = replace(_spec_of("mamba"), module=mamba_mixer.MambaMixer), [], []
@@ -229,7 +231,7 @@ def _stock_mamba(case: Case, config: TransformerConfig, watched: Callable[[Funct
 
 
 def _in_place_of_mamba_ssm(case: Case, watched: Callable[[Function], Function]) -> Function:
-    """Its fused kernel, of which the convolution and the recurrence are watched: the rest is not in ours either."""
+    """Replaces its fused kernel; only convolution and recurrence are watched, as in our layer."""
 
     def scan(
         rows: Tensor, taps: Tensor, bias: Tensor, dt_bias: Tensor, rate: Tensor, *, D: Tensor, ngroups: int, **_: Any  # noqa: N803
@@ -250,7 +252,7 @@ def _in_place_of_mamba_ssm(case: Case, watched: Callable[[Function], Function]) 
 
 
 class _Indices:
-    """Of Transformer Engine's Torch extension: each rank's tokens of a batch, known beforehand."""
+    """Replaces Transformer Engine's Torch extension: returns each rank's tokens of a batch, computed beforehand."""
 
     def __init__(self, case: Case) -> None:
         layout = Layout.zigzag(case.packing, case.cp)

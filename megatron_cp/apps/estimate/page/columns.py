@@ -1,4 +1,4 @@
-"""Numbers as compact text: base64 of the smallest type that holds them."""
+"""Packs numbers as compact text: base64 of the smallest type that holds them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Column = tuple[str, str]
 
 
 def packed(values: NDArray) -> Column:
-    """An array as the name of its type and base64 of its bytes, little-endian.
+    """Returns the name of an array's type and base64 of its bytes, little-endian.
 
     Whole numbers from 0 to 2**32 - 1 are kept exactly, in the smallest type that holds all of them. Others become
-    float32, or float64 where float32 cannot hold them.
+    float32, or float64 if float32 cannot hold them.
 
     Args:
-        values: of any shape; sent flat, in C order.
+        values: an array of any shape; sent flat, in C order.
     """
     kept = np.ascontiguousarray(values).ravel()
     lowest, highest = (kept.min(), kept.max()) if kept.size else (0, 0)
@@ -36,10 +36,10 @@ def packed(values: NDArray) -> Column:
 
 
 def packed_times(starts: NDArray, ends: NDArray) -> dict[str, object]:
-    """Times as whole numbers of a tick, and how long a tick is.
+    """Returns times as whole numbers of ticks, and the length of a tick.
 
     Args:
-        starts, ends: of events, in any unit.
+        starts, ends: times of events, in any unit.
 
     Returns:
         origin, tick: in that unit; start, end: columns. A time is `origin + tick * number`.
@@ -52,7 +52,7 @@ def packed_times(starts: NDArray, ends: NDArray) -> dict[str, object]:
 
 
 def packed_matrix(matrix: NDArray) -> dict[str, object]:
-    """A square matrix with its size: all of its values, or the places and values of those that are not zero."""
+    """Returns a square matrix with its size: all of its values, or the places and values of those that are not zero."""
     places = np.flatnonzero(matrix)
     if places.size < _SPARSE * matrix.size:
         return {"size": len(matrix), "places": packed(places), "values": packed(matrix.ravel()[places])}

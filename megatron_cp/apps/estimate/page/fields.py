@@ -1,4 +1,4 @@
-"""Which fields a report may have: refuses everything else, and packs the numbers."""
+"""Checks the fields of a report, refuses unknown ones, and packs the numbers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 STREAMS = ("compute", "send", "receive")
 EVENT_KINDS = ("kernel", "product", "copy", "transfer", "wait")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_LARGEST = 2**53  # of whole numbers that a browser holds exactly
+_LARGEST = 2**53  # a browser holds whole numbers below it exactly
 _RANKS = 2**16  # more than any page can show
 
 
 def checked_report(report: Any) -> dict[str, Any]:
-    """The report with every field checked and every long list of numbers packed, ready for JSON.
+    """Returns the report with every field checked and every long list of numbers packed, ready for JSON.
 
     Args:
         report: as `page.page_of` describes it.
 
     Returns:
-        The same parts, and `ranks`: how many there are, as far as the report says.
+        The same parts, and `ranks`: their number, as far as the report says.
 
     Raises:
         ArgumentError: names the field, such as `report.candidates[2].cp`.
@@ -43,7 +43,6 @@ def checked_report(report: Any) -> dict[str, Any]:
 
 
 def _fields(where: str, value: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Any]:
-    """A dictionary without those of its fields that are None."""
     names = list(allowed)
     if not isinstance(value, dict):
         raise ArgumentError(where, value, f"a dictionary with some of {', '.join(names)}")
@@ -89,7 +88,7 @@ def _numbers_by_name(where: str, value: Any) -> dict[str, float]:
 
 
 def _array(where: str, value: Any, allowed: str, *, dims: int = 1, whole: bool = False) -> NDArray:
-    """Numbers of at least 0, as an array of float64 or of int64."""
+    """Returns numbers of at least 0, as an array of float64 or of int64."""
     try:
         array = np.asarray(value if isinstance(value, np.ndarray) else _list(where, value))
     except ValueError:  # rows of several lengths
@@ -138,7 +137,7 @@ _CANDIDATE: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _candidates(where: str, value: Any) -> list[dict[str, Any]]:
-    """All of them, the chosen one first, then the fastest: those without a step time last."""
+    """Returns the candidates: the chosen one first, then the fastest; those without a step time last."""
     candidates = []
     for index, each in enumerate(_list(where, value)):
         here = f"{where}[{index}]"
@@ -155,7 +154,7 @@ def _candidates(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _without_cp(name: str) -> str:
-    """What a candidate is but for its size: "exact, headwise" of "cp 16, exact, headwise"."""
+    """Removes the size from a candidate's name: "exact, headwise" of "cp 16, exact, headwise"."""
     return re.sub(r"\bcp[ =]?\d+\b[\s,;:]*", "", name).strip(" ,;:") or name
 
 
@@ -188,7 +187,7 @@ def _tiles(where: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _tile_picture(where: str, value: Any) -> dict[str, Any]:
-    """Who computes which part of one mask."""
+    """Checks the picture of one mask: the parts that each rank computes."""
     needed = ("name", "queries", "keys", "ranks", "shapes")
     fields = _fields(where, value, (*needed, "text", "group"), needed)
     sizes = {name: checked_integer(f"{where}.{name}", fields[name], 0, 2**32 - 1) for name in ("queries", "keys")}
@@ -219,7 +218,7 @@ _EVENT = ("rank", "stream", "start", "end", "name", "kind")
 
 
 def _timeline(where: str, value: Any) -> dict[str, Any]:
-    """Events sorted by rank, stream and start, which is how they are drawn and looked up."""
+    """Returns events sorted by rank, stream and start, which is how they are drawn and looked up."""
     fields = _fields(where, value, ["unit", "layers", "events"], ["events"])
     unit = fields.get("unit", "us")
     if not isinstance(unit, str) or unit not in _SECONDS:
@@ -263,13 +262,13 @@ def _timeline(where: str, value: Any) -> dict[str, Any]:
 
 
 def _column(where: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray:
-    """One field of all events. All at once, for a long timeline; one by one only to name the wrong one."""
+    """Checks a field of all events: all at once, since timelines are long; one by one only to name the wrong one."""
     try:
         column = np.array(values, dtype=None if values else np.int64)
     except (ValueError, OverflowError):
         column = np.array([None])
     is_numbers = column.ndim == 1 and column.dtype.kind in ("iu" if whole else "iuf") and np.isfinite(column).all()
-    has_flags = not {bool, np.bool_}.isdisjoint(map(type, values))  # which numpy takes as 0 and 1 among numbers
+    has_flags = not {bool, np.bool_}.isdisjoint(map(type, values))  # numpy takes them as 0 and 1 among numbers
     if is_numbers and not has_flags and (not whole or ((column >= 0) & (column < _RANKS)).all()):
         return column.astype(np.int64 if whole else np.float64)
     for index, value in enumerate(values):
@@ -319,7 +318,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _count_ranks(given: dict[str, Any]) -> int:
-    """How many ranks there are: parts that have one entry for each rank agree, and no part names a rank beyond."""
+    """Returns the number of ranks; refuses parts that have another number, or name a rank beyond it."""
     work = given.get("work", [])
     counts = {
         "hosts": len(given.get("hosts", [])),

@@ -1,4 +1,4 @@
-"""`save_page`: a predicted training step as one HTML file, which a browser opens without a network."""
+"""`save_page`: writes a predicted training step as one HTML file, which a browser opens without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCRIPTS = (
 
 
 def page_of(report: dict[str, Any]) -> str:
-    """The page that shows a predicted training step.
+    """Returns the page that shows a predicted training step.
 
     Every part of the report may be absent; its section is then left out. Texts are shown as they are: nothing in
     them is taken for HTML. The page asks for nothing outside itself, and its own policy forbids it to.
@@ -83,10 +83,10 @@ def save_page(report: dict[str, Any], path: str | Path) -> None:
 
     Args:
         report: as `page_of` takes it.
-        path: of the file, which ends in .html.
+        path: path of the file, which ends in .html.
 
     Raises:
-        ArgumentError: the report is not one, the folder does not exist, or the file cannot be written there.
+        ArgumentError: the report is wrong, the folder does not exist, or the file cannot be written there.
 
     Example:
         >>> save_page({"title": "Llama-3 8B, cp 2", "work": [120, 124]}, "step.html")
@@ -100,11 +100,11 @@ def save_page(report: dict[str, Any], path: str | Path) -> None:
 
 
 def check_page(name: str, path: str | Path) -> None:
-    """Refuses what is no name for a page, before anything is planned or drawn.
+    """Refuses a wrong path for a page, before anything is planned or drawn.
 
     Args:
-        name: of the argument.
-        path: of the page.
+        name: name of the argument.
+        path: path of the page.
 
     Raises:
         ArgumentError: the folder does not exist, or the ending is not .html.
@@ -122,10 +122,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _hash(text: str) -> str:
-    """Of an inline script or style, as the page's policy names those that it allows."""
+    """Hashes an inline script or style, for the page's policy, which names those that it allows."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json(value: Any) -> str:
-    """JSON that can stand inside a script element: without a "<", no text can end the element or open a comment."""
+    """Returns JSON for a script element: without a "<", no text can end the element or open a comment."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

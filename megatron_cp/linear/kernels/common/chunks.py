@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.linear.kernels.base import LinearCall
 
@@ -157,7 +157,7 @@ class _Rechunk(torch.autograd.Function):
         return _rechunked(x, slots, sources, split)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         slots, sources, split = ctx.tables
         return _rechunked(gradients[0], slots, sources, not split), None, None, None

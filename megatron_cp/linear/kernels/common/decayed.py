@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 
 SUB = 16
 
@@ -47,7 +47,7 @@ class _DecayedProducts(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, g = ctx.saved_tensors
         row_gradients = torch.zeros_like(k), torch.zeros_like(q)  # the gradients of k and q in the place of x

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class _Product(torch.autograd.Function):
         return a @ b
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         a, b = ctx.saved_tensors
         return gradients[0] @ b.transpose(-2, -1), a.transpose(-2, -1) @ gradients[0]

@@ -60,7 +60,7 @@ def test_parameters_are_those_of_the_published_models(name):
 
 
 def test_active_parameters_are_those_counted_elsewhere():
-    """Of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next."""
+    """The counts are of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next."""
     kimi, qwen = PRESETS["kimi-linear"], PRESETS["qwen3-next"]
     norms = (2 * 27 + 1) * 2304 + 7 * 512
     assert kimi.active_parameters - norms - 20 * (32 + 4096 + 128) - 26 * 256 == 3_106_750_464

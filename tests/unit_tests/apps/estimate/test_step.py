@@ -188,7 +188,7 @@ def test_linear_layers_and_mlps_of_a_list_have_the_value_that_they_take():
 @pytest.mark.parametrize("cp", [4, 8, 16, 32])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced"])
 def test_flags_ask_for_the_plans_that_were_priced(cp, name):
-    """What Megatron's layers make of the flags: a scheme each, one degree of products, one number of chunks."""
+    """Megatron's layers derive from the flags a scheme each, one degree of products, one number of chunks."""
     model = alternating(WINDOW, FULL, AttentionMixer(64, 8, 64, 64))
     found = stepped(model, cp, name)
     schemes, degrees, chunks = (

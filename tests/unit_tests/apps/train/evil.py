@@ -4,7 +4,7 @@ import os
 
 
 class Evil:
-    """Who unpickles it makes a file."""
+    """Makes a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark

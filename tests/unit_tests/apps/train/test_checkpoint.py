@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and how far apart the gradients of two runs are."""
+"""Tests of the checkpoint that a run goes on from, and of the distance between the gradients of two runs."""
 
 import math
 import pickle

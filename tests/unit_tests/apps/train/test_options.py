@@ -1,4 +1,4 @@
-"""What `TrainingOptions.check` refuses: everything that can be seen to be wrong before anything starts."""
+"""Tests of the refusals of `TrainingOptions.check`: all errors that can be seen before anything starts."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What packs of a training run cost, by the sizes of its model."""
+"""Tests of the cost of a training run's packs, by the sizes of its model."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ LENGTHS = [700, 1, 3000, 395]
 
 
 def megatron_args(options, **rest):
-    """What Megatron's own count reads of its flags."""
+    """Returns the flags that Megatron's own count reads."""
     names = (
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "seq_length",
         "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -41,7 +41,7 @@ def megatron_flops(args, lengths):
 
 @pytest.mark.parametrize("pattern", ["GG*-GG*-", "M-M*-", "*-*-", "G"])
 def test_flops_of_hybrid_models_are_those_that_megatron_counts(pattern):
-    """Where Mamba-2 is twice as wide as the model, which Megatron takes for granted."""
+    """Mamba-2 is twice as wide as the model, which Megatron takes for granted."""
     pytest.importorskip("megatron.training")
     args = megatron_args(OPTIONS, hybrid_layer_pattern=pattern)
     cost = pack_cost_of(OPTIONS, pattern, vocab_size=512)

@@ -1,4 +1,4 @@
-"""From options to Megatron's configuration: specs by name, and what goes with which."""
+"""Tests of the way from options to Megatron's configuration: specs by name, and combinations of options."""
 
 import pytest
 import torch

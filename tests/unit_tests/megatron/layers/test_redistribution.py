@@ -53,7 +53,7 @@ def stack(pattern, mode="auto"):
 
 
 def hooked(layers):
-    """Which layers hidden states enter a run at, and leave it at."""
+    """Returns the layers at which hidden states enter a run, and those at which they leave it."""
     return [
         [place for place, layer in enumerate(layers) if hooks(layer)]
         for hooks in (lambda layer: layer._forward_pre_hooks, lambda layer: layer._forward_hooks)

@@ -1,4 +1,4 @@
-"""What the adapter refuses while a model is built, by the name of Megatron's flag. No ranks: groups only have a size.
+"""Tests of the adapter's refusals when a model is built, by Megatron's flags. Groups only have a size: no ranks run.
 
 What needs real ranks to be refused is in tests/functional_tests/test_megatron_batch.py.
 """
@@ -293,7 +293,7 @@ class Layer(nn.Module):
 
 
 def test_rejects_sparse_attention_over_ranks():
-    """As where Transformer Engine is installed; elsewhere it is refused on one rank too."""
+    """Transformer Engine is installed in this case; without it, the layer is refused on one rank, too."""
     refusing = specs._refused_under_cp(Layer)
     assert refusing(configure(), name="one").name == "one"
     with refused("hybrid-layer-pattern", "'D'"):

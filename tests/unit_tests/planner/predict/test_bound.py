@@ -1,4 +1,4 @@
-"""What a way takes at least is never more than what it is predicted to take, so that `auto` misses none."""
+"""Tests that a candidate's bound is never more than its predicted time, so that `auto` misses none."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) fo
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_bound_is_no_more_than_the_price(seed, monkeypatch):
-    """Of every way, tiles assigned at random among them; those that a search finds are in the last tests of bounds."""
+    """Every candidate is tested, with tiles assigned at random; tiles that a search finds are in the last tests."""
     assign_at_random(monkeypatch, seed)
     random = np.random.default_rng(seed)
     size = int(random.choice([1, 2, 3, 4, 5, 6, 8, 16]))
@@ -83,7 +83,7 @@ MORE = [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 12)]
 
 @pytest.mark.parametrize("seed", [*range(4), *MORE])
 def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
-    """Of tiles assigned at random: work, ports and paths decide in turns, forward and backward each."""
+    """Tiles are assigned at random: work, ports and paths alternately decide, forward and backward."""
     assign_at_random(monkeypatch, seed)
     random = np.random.default_rng(seed)
     size = int(random.choice([2, 3, 4, 6]))
@@ -107,7 +107,7 @@ def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
 
 
 def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
-    """All is computed by rank 1, on another host: queries and keys of rank 0 go there, and results come home."""
+    """Rank 1, on another host, computes all: queries and keys of rank 0 are sent to it, and results back."""
     assign_all_to(monkeypatch, 1)
     on, packing = machine("h100"), cp.Packing([2048])
     topology = on.topology(2, 2)

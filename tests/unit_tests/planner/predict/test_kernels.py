@@ -1,4 +1,4 @@
-"""What kernels are predicted to take, against what can be counted by hand."""
+"""Tests of the predicted times of kernels, against counts by hand."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a program of assigned tiles does, operation by operation, worked out by hand."""
+"""Tests of a program of assigned tiles, operation by operation, against results worked out by hand."""
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def started(heads, first):
 
 
 def test_forward(monkeypatch):
-    """One head, then two."""
+    """The program is of one head, then of two."""
     one, two = 4 * RESULTS * 4, 4 * 2 * RESULTS * 4
     merged = 4 * 2 * 4 * 3  # rows, elements and bytes, three times
     assert operations(monkeypatch, forward=True) == [
@@ -67,7 +67,7 @@ def test_forward(monkeypatch):
 
 
 def test_backward(monkeypatch):
-    """What comes back is added in fp32: gradients of queries in another moment than those of keys."""
+    """Returned gradients are added in fp32, those of queries at another time than those of keys."""
     added = [each for each in operations(monkeypatch, forward=False) if each[0].startswith("add ")]
     queries, keys = 4 * QUERIES * 4, 4 * KEYS * 4
     assert added == [

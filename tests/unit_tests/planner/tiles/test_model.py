@@ -115,7 +115,7 @@ def shown(bands):
 
 
 def expected(mask, layout, problem, ranks, rank):
-    """The same by the tile of each pair, and that chunks are of one owner."""
+    """Computes the cost by the tile of each pair, and checks that chunks are of one owner."""
     tile = np.full((problem.rows.owners.size, problem.columns.owners.size), -1)
     tile[problem.tile_rows, problem.tile_columns] = ranks
     of_token = []

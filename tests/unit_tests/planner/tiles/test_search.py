@@ -76,7 +76,7 @@ def test_no_answer_is_below_the_bound(weights):
 
 @functools.cache
 def classes(blocks):
-    """One mask for all that differ by the names of blocks alone, that have at most 8 tiles."""
+    """Returns one mask of each set that differs by the names of blocks alone, with at most 8 tiles."""
     seen, found = set(), []
     for bits in range(1, 1 << (blocks * blocks)):
         if bits in seen or bits.bit_count() > 8:
@@ -150,7 +150,7 @@ def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
 
 @needs_solver
 def test_the_lagrangian_bound_sees_columns_that_all_need():
-    """Each rank by itself may take the cheapest tiles of `star`; all of them may not take the same."""
+    """A rank by itself may take the cheapest tiles of `star`, but all ranks may not take the same."""
     problem = block_problem("star", BACKWARD)
     start = longest_first(problem.work, 8)
     first, second = (lagrangian_bound(problem, start, budget=10.0) for _ in range(2))
@@ -240,7 +240,7 @@ def test_a_bound_that_is_reached_is_an_optimum():
     assert (found.optimal, found.bound) == (True, 8)
 
 
-def test_strong_grouping_leaves_queries_at_home():
+def test_strong_grouping_leaves_queries_with_their_owners():
     """With few heads of keys, only keys travel: grids of queries and keys would send more."""
     packing = cp.Packing([4096])
     weights = TileWeights.forward(heads=32, kv_heads=1, head_dim=64)
@@ -305,10 +305,10 @@ def test_a_problem_too_large_to_write_down_is_said_so():
     problem = drawn(1)
     start = fast.search(problem)
     large = TileProblem.of_table(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
-    at_home = np.repeat(np.arange(64), 64)
+    at_query_owners = np.repeat(np.arange(64), 64)
     with pytest.warns(UserWarning, match="4096 tiles on 64 ranks .* makes random moves alone"):
-        found = exact_stage.search(large, at_home, seconds=0.01)
-    assert cost(large, found.ranks) < cost(large, at_home)
+        found = exact_stage.search(large, at_query_owners, seconds=0.01)
+    assert cost(large, found.ranks) < cost(large, at_query_owners)
     assert found.bound == 0
     assert not found.optimal
     with warnings.catch_warnings():
@@ -363,7 +363,7 @@ def test_an_answer_is_kept_and_taken(tmp_path):
 
 
 def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
-    """Which the process decides: ranks that are threads must not change that for one another."""
+    """The process decides them, and ranks that are threads must not change them for each other."""
     (tmp_path / "any").touch()
 
     def refused(_):
@@ -375,7 +375,7 @@ def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
 
 
 def other(problem, ranks):
-    """Another answer that fits."""
+    """Returns another answer that fits."""
     for tile, rank in itertools.product(range(problem.num_tiles), range(problem.num_ranks)):
         changed = ranks.copy()
         changed[tile] = rank
@@ -385,7 +385,7 @@ def other(problem, ranks):
 
 
 def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, tmp_path):
-    """Where auto chooses, a scheme that cannot be planned would only be left out. Kept answers need no solver."""
+    """With auto, a scheme that cannot be planned would silently be left out. Kept answers need no solver."""
     monkeypatch.setitem(sys.modules, "ortools", None)
     for scheme in ("auto", "tiled"):
         with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):

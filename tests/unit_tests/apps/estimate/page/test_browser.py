@@ -152,7 +152,7 @@ def test_reports_of_almost_nothing_are_drawn(tmp_path):
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory):
-    """What the probe says of the page of few ranks, and of many."""
+    """Returns the probe's results for the page of few ranks, and of many."""
 
     def probe(cp_size, timeline):
         page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page_of(sample(cp_size)))
@@ -223,7 +223,7 @@ WIDE = {
 
 
 def test_the_table_of_candidates_is_not_wider_than_the_window(tmp_path):
-    """Of a whole model, in a window of 1,280: as many columns as there can be, and long flags."""
+    """The table is of a whole model, in a window of 1,280: as many columns as there can be, and long flags."""
     page = page_of(
         {"candidates": [{**WIDE, "chosen": row == 0, "name": f"{WIDE['name']}, {row}"} for row in range(30)]}
     )
