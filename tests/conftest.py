@@ -63,3 +63,10 @@ def forked_ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
         yield
+
+
+@pytest.fixture(scope="module")
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns: NaN, and 0xFF in bytes
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -47,3 +47,28 @@ class _Counted(Pending):
     def wait(self):
         self.pending.wait()
         self.group.under_way -= 1
+
+
+class Diary(CountingGroup):
+    """Writes down when exchanges start and are awaited.
+
+    Attributes:
+        events: what happened, in order; others may write into it too.
+    """
+
+    def __init__(self, inner: RankGroup) -> None:
+        super().__init__(inner)
+        self.events: list[str] = []
+
+    def start_all_to_all(self, *args):
+        self.events.append("start")
+        return _Noted(super().start_all_to_all(*args), self.events)
+
+
+class _Noted(Pending):
+    def __init__(self, pending, events):
+        self.pending, self.events = pending, events
+
+    def wait(self):
+        self.events.append("wait")
+        self.pending.wait()

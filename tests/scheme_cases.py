@@ -8,7 +8,10 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan import schemes
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels.common.dropout import kept
 from megatron_cp.testing import parity
 from megatron_cp.testing.parity import Case, run_layer
@@ -163,3 +166,26 @@ def cases(draw):
         align=draw(st.sampled_from([1, 1, 4])),
         seed=draw(st.integers(0, 10_000)),
     )
+
+
+def check_sequences_alone(ranks, tokens, sequences, scheme):
+    """A batch of sequences gives the outputs and gradients of each sequence alone."""
+    packing = Packing([tokens])
+    layout = Layout.zigzag(packing, ranks)
+    plan = plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme=scheme)
+    random = torch.Generator().manual_seed(0)
+    whole = [torch.randn(tokens, sequences, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2)]
+
+    def rank(group):
+        def run(*tensors):
+            local = [layout.shard(x, group.rank).requires_grad_() for x in tensors]
+            out = attention(*local, plan, group)
+            out.backward(torch.ones_like(out))
+            return [out.detach(), *(x.grad for x in local)]
+
+        batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(sequences)]
+        return all(
+            torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(sequences) for i in range(4)
+        )
+
+    assert run_ranks(rank, ranks) == [True] * ranks

@@ -8,6 +8,12 @@ import sys
 import torch
 from torch.nn import functional
 
+LENGTHS = [5, 1, 7]
+TOKENS = torch.arange(3, 16)[None]
+TINY = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}  # fmt: skip
 BASE = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
@@ -236,3 +242,19 @@ def worst_gradient(found, expected):
     }
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
+
+
+def batch(**changed):
+    return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS, **changed}
+
+
+def audio_model():
+    """A model of text with a tower for audio, whose loss is in its own code."""
+    from transformers.models import llama, qwen2_audio
+
+    audio = qwen2_audio.Qwen2AudioEncoderConfig(
+        num_mel_bins=8, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=32,
+        max_source_positions=8,
+    )  # fmt: skip
+    config = qwen2_audio.Qwen2AudioConfig(audio_config=audio, text_config=llama.LlamaConfig(**TINY))
+    return qwen2_audio.Qwen2AudioForConditionalGeneration(config)

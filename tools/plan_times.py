@@ -61,8 +61,8 @@ def make_tables(plan: Plan, rank: int) -> None:
     for exchange, _ in plan.exchanges(forward=True):
         layout = exchange.subgroup(kv_rank).layout
         _ = layout.order, layout.inverse_order
-    assert plan.attend is not None
-    for stage in plan.attend.stages:
+    for stage in plan.attend.stages if plan.attend else ():
+        assert plan.attend is not None
         if len(plan.attend.tiles(kv_rank, stage).bands):
             plan.attend.call_tiles(kv_rank, stage)
         if isinstance(stage.keys, Fetch):

@@ -24,8 +24,8 @@ def judged(words: Sequence[str]) -> Report:
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
     args, given = _parsed(list(words))
-    errors = {error.argument: error for error in _refusals(_AsConfig(args))}
-    rows: list[tuple[str, str, str]] = [("refused", flag, _said(error)) for flag, error in errors.items()]
+    errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
+    rows: list[tuple[str, str, str]] = [("refused", flag, error) for flag, error in errors.items()]
     undecided = dict(_undecided(args))
     rows += [("undecided", flag, remark) for flag, remark in undecided.items()]
     for flag in given:
@@ -57,10 +57,7 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
     elif args.spec[0] != _SPECS:
-        yield (
-            "--spec",
-            f"not of {_SPECS}: context parallelism is ours only where its layers are made of those",
-        )
+        yield ("--spec", f"not of {_SPECS}: context parallelism is ours only where its layers are made of those")
     if not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",
@@ -144,7 +141,3 @@ def _refusals(config: Any) -> Iterator[Any]:
             yield error
     if "D" in (config.hybrid_layer_pattern or "") and config.context_parallel_size > 1:
         yield refusals.sparse_attention_over_ranks(config.hybrid_layer_pattern)
-
-
-def _said(error: Any) -> str:
-    return str(error).removeprefix(f"{error.argument}: ")

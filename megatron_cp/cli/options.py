@@ -122,15 +122,10 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "(default: those of the job, or 2)",
     )
     group.add_argument(
-        "--codec",
-        default="none",
-        metavar="|".join(working("codec")),
-        help="of heads in an exchange (default: none)",
+        "--codec", default="none", metavar="|".join(working("codec")), help="of heads in an exchange (default: none)"
     )
     group.add_argument(
-        "--mask",
-        metavar="|".join(working("mask")),
-        help="keys that a query of attention sees (default: causal)",
+        "--mask", metavar="|".join(working("mask")), help="keys that a query of attention sees (default: causal)"
     )
 
 
@@ -258,7 +253,8 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         models = application("estimate").MODELS
         with_one = sorted(name for name, layers in models.items() if args.layer in layers)
         raise ArgumentError("--model", model, " or ".join(with_one))
-    known, groups = shapes[args.layer], _shared_by_heads(args.layer)
+    known = shapes[args.layer]
+    groups = KINDS[args.layer].argument("groups") if args.layer in KINDS else "kv_heads"  # what heads share
     for name in _not_of(args.layer):
         if getattr(args, name):
             raise ArgumentError(
@@ -281,11 +277,6 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
 _SHARED = ("kv_heads", "key_heads", "groups")
 _SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value_dim": "value_head_dim"}  # by flags
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
-
-
-def _shared_by_heads(layer: str) -> str | None:
-    """The flag for what heads of a layer share."""
-    return KINDS[layer].argument("groups") if layer in KINDS else "kv_heads"
 
 
 def _not_of(layer: str) -> tuple[str, ...]:

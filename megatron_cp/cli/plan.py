@@ -159,6 +159,7 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
             warnings.simplefilter("ignore", UserWarning)
             plan = chosen if scheme == chosen.scheme else _like(case, scheme)
             sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
+            price = _priced_as(case, plan)
             found[scheme] = {
                 "ulysses_degree": plan.ulysses_degree,
                 "codec": _codec(plan),
@@ -170,7 +171,7 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
                 },
                 "buffer_bytes_of_rank_0": buffer_bytes(plan, 0, item_size),
                 "work_imbalance": plan.work_imbalance,
-                "predicted_ms": _price_of(case, plan),
+                "predicted_ms": {"forward": price.forward, "backward": price.backward},
             }
     return found
 
@@ -179,11 +180,6 @@ def _priced_as(case: LayerCase, plan: Plan) -> Price:
     on = machine(case.machine)
     price = priced(plan, on, on.topology(case.cp, case.machine_hosts), item_size=case.dtype.itemsize)
     return replace(price, detail=detail_of(plan) if plan.attend else "")
-
-
-def _price_of(case: LayerCase, plan: Plan) -> dict[str, float]:
-    price = _priced_as(case, plan)
-    return {"forward": price.forward, "backward": price.backward}
 
 
 def _like(case: LayerCase, scheme: str) -> Plan:

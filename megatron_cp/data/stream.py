@@ -74,10 +74,7 @@ class PackedStream:
             raise ArgumentError("data_path", corpus.name, "a corpus with at least one token")
         self._first_packs = [0]  # the number of the first pack of each epoch so far
         self._latest: _Epoch | None = None
-        self._batch: tuple[int, list[list[Piece]]] = (
-            -1,
-            [],
-        )  # the latest global batch and its packs
+        self._batch: tuple[int, list[list[Piece]]] = (-1, [])  # the latest global batch and its packs
 
     def pack(self, index: int) -> tuple[Packing, IntArray]:
         """Returns pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.

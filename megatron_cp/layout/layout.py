@@ -11,15 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.layout.arrays import (
-    append_rows,
-    check_array,
-    check_fill,
-    check_shards,
-    concatenate,
-    take,
-    widen_for,
-)
+from megatron_cp.layout.arrays import append_rows, check_array, check_fill, check_shards, concatenate, take, widen_for
 from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
 from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, checked_fragments, joined_up

@@ -88,30 +88,15 @@ class Attention(Layer):
         reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """Computes attention within each document.
-
-        Args:
-            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: the result of `shard_batch`, or its plans.
-            group: the context-parallel ranks; None for one.
-
-        Returns:
-            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
-
-        Raises:
-            ArgumentError: hidden states, a batch or a group that do not fit one another.
-        """
         ranks = self._ranks(hidden, batch, group)
-        q, k, v = (project(hidden).unflatten(-1, (-1, self.head_dim)) for project in self._projections())
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(hidden).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim:
             cos, sin = self._phases(positions_of(batch, ranks.rank, hidden.device), q.dtype)
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         return self.o_proj(self._run(attention, (q, k, v), batch, ranks).flatten(1))
-
-    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        return self.q_proj, self.k_proj, self.v_proj
 
     def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 has no integers above

@@ -76,19 +76,6 @@ class GatedDeltaNet(Layer):
         reset_decay(self.A_log, self.dt_bias)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """Computes the layer within each document.
-
-        Args:
-            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: the result of `shard_batch`, or its plans.
-            group: the context-parallel ranks; None for one.
-
-        Returns:
-            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
-
-        Raises:
-            ArgumentError: hidden states, a batch or a group that do not fit one another.
-        """
         ranks, slot = self._ranks(hidden, batch, group), self.slot
         shared = slot.heads // slot.key_heads  # value heads that share a key head
         values = shared * slot.value_head_dim

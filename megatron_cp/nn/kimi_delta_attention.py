@@ -77,19 +77,6 @@ class KimiDeltaAttention(Layer):
         reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """Computes the layer within each document.
-
-        Args:
-            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: the result of `shard_batch`, or its plans.
-            group: the context-parallel ranks; None for one.
-
-        Returns:
-            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
-
-        Raises:
-            ArgumentError: hidden states, a batch or a group that do not fit one another.
-        """
         ranks, decay = self._ranks(hidden, batch, group), self.forget_gate
         qkv = torch.cat([project(hidden) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         out = self._run(

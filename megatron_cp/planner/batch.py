@@ -47,13 +47,12 @@ class AttentionSpec:
     hardware: Machine | str | None = None
     topology: Topology | None = None
     item_size: int = 2
-    memory_limit: int | None = None
     search_seconds: float = 0.0
     search_cache: str | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
-        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks", "memory_limit"))
+        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
@@ -83,7 +82,6 @@ class AttentionSpec:
             hardware=self.hardware,
             topology=self.topology,
             item_size=self.item_size,
-            memory_limit=self.memory_limit,
             search_seconds=self.search_seconds,
             search_cache=self.search_cache,
         )

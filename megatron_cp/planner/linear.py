@@ -160,7 +160,7 @@ def plan_linear(
     }
     if mode != AUTO:
         makers = {MODES[mode]: makers[MODES[mode]]}
-    elif not _can_redistribute(layout, hidden_size):
+    elif hidden_size is None or contiguous_like(layout) == layout:
         del makers[REDISTRIBUTE]
     candidates = _priced_candidates(makers, on, topology, item_size)
     chosen = next(plan for _, plan in candidates if plan is not None)
@@ -233,10 +233,6 @@ def contiguous_like(layout: Layout) -> Layout:
 
     found: Layout = layout.memo(("contiguous",), make)
     return found
-
-
-def _can_redistribute(layout: Layout, hidden_size: int | None) -> bool:
-    return hidden_size is not None and contiguous_like(layout) != layout
 
 
 def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chunks: int, codec: Codec | None) -> Plan:

@@ -102,9 +102,6 @@ def _refuse_unread(given: tuple[str, object, str], schemes: Iterable[str]) -> No
     raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
-USUAL_SEARCH = TileSearch()
-
-
 def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
     """Assigns tiles so that work is even and the busiest KV rank sends and receives little.
 

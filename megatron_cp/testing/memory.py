@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -74,7 +74,7 @@ class PeakMemory(TorchDispatchMode):
         self._one_thread.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for storage in _storages((args, kwargs)):
+        for storage, _ in _sized_storages((args, kwargs)):
             if storage.cdata not in self._made:
                 self._found.setdefault(storage.cdata, storage)
         result = func(*args, **(kwargs or {}))
@@ -90,10 +90,6 @@ class PeakMemory(TorchDispatchMode):
     def _forget_freed(self) -> None:
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self._found = {key: found for key, found in self._found.items() if not found.expired()}
-
-
-def _storages(values: Any) -> Iterator[StorageWeakRef]:
-    return (storage for storage, _ in _sized_storages(values))
 
 
 def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:

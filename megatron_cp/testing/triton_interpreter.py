@@ -44,7 +44,7 @@ def interpret_triton() -> None:
 
     # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. In the modules whose kernels it
     # runs, the interpreter's globals, including this one, shadow builtins.
-    interpreter.range = _counters
+    interpreter.range = lambda *bounds: [_Counter(i) for i in builtins.range(*bounds)]
     _replace_language_once(interpreter)
     _cache_types(interpreter)
     _cache_shape_types()
@@ -141,7 +141,3 @@ class _Counter(int):
 
     def to(self, *_: Any, **__: Any) -> _Counter:
         return self
-
-
-def _counters(*bounds: Any) -> list[_Counter]:
-    return [_Counter(i) for i in builtins.range(*bounds)]

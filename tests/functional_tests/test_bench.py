@@ -3,10 +3,6 @@
 import dataclasses
 import importlib
 import itertools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
 from megatron_cp.planner.predict import machine
-from tests.limits import limit
+from tests.commands import command, last_json
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -34,10 +30,6 @@ RATIOS = (
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
 SCHEMES = [name for name, scheme in schemes.SCHEMES.items() if not scheme.is_product]
 PRODUCTS = [name for name, scheme in schemes.SCHEMES.items() if scheme.is_product]
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 def check_report(report, schemes):
@@ -92,14 +84,7 @@ def test_one_scheme_with_its_options(capsys):
 
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "megatron_cp.cli.main", "bench", "attention", "--scheme", "p2p", *QUICK,
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = command("bench", "attention", "--scheme", "p2p", *QUICK, ranks=2)
     check_report(last_json(run.stdout), ["p2p"])
     assert run.stdout.count("peak_bytes") == 1  # one rank prints
 
@@ -195,11 +180,7 @@ def test_rejects_bad_usage_with_status_2(arguments, capsys):
 
 def test_a_run_out_of_time_ends_with_status_1():
     slow = ["--kernel", "reference", "--lengths", "4000,4000", "--ranks", "threads", "--timeout", "0.2"]
-    run = subprocess.run(
-        [sys.executable, "-m", "megatron_cp.cli.main", "bench", "attention", "--device", "cpu", *slow],
-        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 1, run.stderr
+    run = command("bench", "attention", "--device", "cpu", *slow, seconds=60, status=1)
     assert "did not finish in 0.2 s" in run.stderr
 
 

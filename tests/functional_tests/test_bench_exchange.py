@@ -1,10 +1,7 @@
 """`megatron-cp bench exchange`: what it reports, that its counts are what the project claims, and what it refuses."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case
-from tests.limits import limit
+from tests.commands import command, last_json
 
 SHAPE = ["--device", "cpu", "--heads", "4", "--key-heads", "2", "--head-dim", "16", "--repeats", "2"]
 SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5", "--json"]
@@ -27,10 +24,6 @@ EXCHANGED = ("loop_over_ours", "megatron_over_ours")
 PASSES = {"zigzag": 2, "contiguous": 1}
 EPSILON = 0.2  # rows are padded to 16 bytes, of which heads of 16 features have few
 CASE = Case("gdn", 2, (12, 28, 40), heads=4, scheme="headwise", dtype=torch.bfloat16)
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +143,7 @@ def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
 def test_torchrun_brings_its_ranks():
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
     options = [*SHAPE, "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3", "--json"]
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "megatron_cp.cli.main", "bench", "exchange", *options,
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = command("bench", "exchange", *options, ranks=2)
     report = last_json(run.stdout)
     assert is_spread(report["cells"][0]["megatron_over_ours"]["inbound, zigzag, with the gate"]["both"])
     assert report["cp"] == 2

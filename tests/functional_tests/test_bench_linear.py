@@ -1,9 +1,6 @@
 """`megatron-cp bench linear`: what it reports for each layer, what layers save, and what it refuses."""
 
-import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
-from tests.limits import limit
+from tests.commands import command, last_json
 
 QUICK = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--repeats", "1", "--json"]
 HEADS = {
@@ -37,10 +34,6 @@ RATIOS = (
 )
 ABSOLUTE = ("local_ms", "busy_ms", "transfer_ms", "wall_ms", "bytes_sent_per_rank", "bytes_planned_per_rank")
 WAYS = ["forward", "backward", "both"]
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 def check_report(report):
@@ -104,14 +97,7 @@ def test_processes_are_the_default(capsys):
 
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "megatron_cp.cli.main", "bench", "linear", "--layer", "conv1d", *QUICK,
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = command("bench", "linear", "--layer", "conv1d", *QUICK, ranks=2)
     check_report(last_json(run.stdout))
     assert run.stdout.count("chunkwise_over_plain") == 1  # one rank prints
 

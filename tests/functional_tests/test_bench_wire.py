@@ -1,6 +1,5 @@
 """`megatron-cp bench wire`: what it reports, that bytes are those of the plan, and what it refuses."""
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -19,6 +18,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.transport import TRANSPORTS, Transport
 from megatron_cp.testing.parity import Case, draw
+from tests.commands import command, last_json
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +34,6 @@ OF_TRANSPORTS = (
 )
 OF_CODECS = tuple(f"{codec}_{name}" for codec in ("fp8", "int8") for name in ("over_none_speedup", "byte_ratio"))
 OF_OVERLAP = ("hidden_share", "one_chunk_over_chunked", "transfer_ms", "compute_ms", "together_ms")
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 def check_spread(value, *, positive=True):
@@ -153,14 +149,7 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
 
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "-m", "megatron_cp.cli.main", "bench", "wire", "--only", "transports,codecs", *TINY,
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = command("bench", "wire", "--only", "transports,codecs", *TINY, ranks=2)
     report = last_json(run.stdout)
     check_transports(report, ["2"])
     check_codecs(report, ["1", "4"])

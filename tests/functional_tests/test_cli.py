@@ -3,9 +3,7 @@
 import itertools
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
-from tests.limits import limit
+from tests.commands import command, last_json
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -33,10 +31,6 @@ GRADIENTS = {
     "conv1d": {"d_x", "d_conv", "d_conv_bias"},
     "gdn": {"d_qkv", "d_beta", "d_alpha", "d_conv", "d_A_log", "d_dt_bias"},
 }
-
-
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
 
 
 def everything(capsys):
@@ -407,15 +401,8 @@ def test_rejects_bad_usage_with_status_2_and_one_line(arguments, says, capsys):
 
 @pytest.mark.parametrize("layer", ["attention", pytest.param("gdn", marks=pytest.mark.thorough)])
 def test_check_runs_under_torchrun(layer):
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
-            "-m", "megatron_cp.cli.main", "check", "--layer", layer, *BATCH, *SHAPE[layer],
-            "--cp", "2,3,4", "--layout", "random", "--json",
-        ],
-        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    job = ["--layer", layer, *BATCH, *SHAPE[layer], "--cp", "2,3,4", "--layout", "random", "--json"]
+    run = command("check", *job, ranks=3)
     report = last_json(run.stdout)
     assert report["pass"]
     assert report["bitwise_forward"]
@@ -458,14 +445,19 @@ def test_check_runs_on_processes(capsys):
 
 
 def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
-    run = subprocess.run(
-        [
-            sys.executable, "-m", "megatron_cp.cli.main", "check", "--kernel", "reference", "--cp", "2",
-            "--lengths", "4000,4000", "--timeout", "0.2",
-        ],
-        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
-    assert run.returncode == 1, run.stderr
+    run = command(
+        "check",
+        "--kernel",
+        "reference",
+        "--cp",
+        "2",
+        "--lengths",
+        "4000,4000",
+        "--timeout",
+        "0.2",
+        seconds=60,
+        status=1,
+    )
     assert "did not finish in 0.2 s" in run.stderr
     assert "run_layer" in run.stderr
 

@@ -199,9 +199,7 @@ def test_kernels_move_the_same_bytes_as_torch(layout, codec, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"transport": "pairwise"}, {"transport": "hierarchical"}, {"head_chunks": 2}, {"codec": "fp8"}],
-    ids=str,
+    "how", [{"transport": "pairwise"}, {"transport": "hierarchical"}, {"head_chunks": 2}, {"codec": "fp8"}], ids=str
 )
 def test_transports_and_chunks_change_no_bit(how):
     """Messages of CUDA tensors go over gloo through pinned memory; a codec is compared with itself in chunks."""

@@ -18,7 +18,6 @@ from tests.functional_tests.test_cuda import ATTENTION, GDN, in_float64, layer_o
 pytestmark = pytest.mark.skipif("NULLGPU" not in os.environ, reason="needs the emulated device")
 
 A2A = replace(ATTENTION, lengths=(7, 1, 20), scheme="a2a", layout="zigzag")
-P2P = replace(A2A, scheme="p2p", cp=3)
 CHUNKWISE = replace(GDN, lengths=(7, 1, 20), layer="conv1d", scheme="chunkwise", cp=3)
 
 

@@ -9,10 +9,7 @@ from tools.nullgpu.device import UnavailableError
 
 MARGIN = 1.05  # of calls of Python, which torch's own code has a share in
 # Of forward and backward: calls of Python, operators of torch, launches of kernels. What a goal was set for:
-GOALS = {
-    "attention a2a": ((350, 40, 4), (350, 40, 4)),
-    "gdn headwise": ((500, 60, 5), (500, 60, 11)),
-}
+GOALS = {"attention a2a": ((350, 40, 4), (350, 40, 4)), "gdn headwise": ((500, 60, 5), (500, 60, 11))}
 HELD = {
     "attention a2a": ((303, 21, 4), (263, 22, 4)),
     "attention p2p": ((219, 55, 15), (303, 67, 7)),

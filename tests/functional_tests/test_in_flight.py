@@ -39,7 +39,7 @@ def layer_of(case, problem, group):
     """The layer as a function of its local inputs alone."""
     plan = case.plan()
     if case.layer == "attention":
-        return lambda q, k, v: cp.attention(q, k, v, plan, group)
+        return lambda q, k, v: cp.attention(q, k, v, plan, group, dropout=case.dropout, seed=3)
     mixer = cp.gated_delta_net if case.layer == "gdn" else cp.mamba2_mixer
     return lambda *inputs: mixer(*inputs, plan, group, **problem.parameters)
 

@@ -227,18 +227,16 @@ OF_MIXERS = [(kind, name) for kind in MIXERS for name in mixer_tensors(kind)[1]]
 def test_rejects_mixer_tensors_that_do_not_fit_the_plan(kind, name):
     plan, tensors = mixer_tensors(kind)
     tensors[name] = tensors[name][:-1]
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
         MIXERS[kind](**tensors, plan=plan)
-    assert error.value.argument == name
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in OPERATIONS for name in tensors_of(kind)])
 def test_rejects_rule_tensors_that_do_not_fit_the_plan(kind, name):
     tensors = tensors_of(kind)
     tensors[name] = tensors[name][:-1]
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
         OPERATIONS[kind](*tensors.values(), plan_for(kind))
-    assert error.value.argument == name
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)
@@ -268,9 +266,8 @@ def test_rejects_taps_that_the_plan_is_not_for():
     ],
 )
 def test_rejects_options_that_make_no_sense(kind, argument, value):
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(kind), **OPTIONS[kind] | {argument: value})
-    assert error.value.argument == argument
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)

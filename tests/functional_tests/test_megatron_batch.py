@@ -389,36 +389,28 @@ def assert_refused(ranks, name, *words):
         assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("attempt", ["no scheme", "no scheme in one layer"])
-def test_rejects_a_scheme_that_is_none_and_says_what_to_use(ranks, attempt):
-    assert_refused(ranks, attempt, "--cp-comm-type", "'tiles'", "Did you mean tiled?")
+REFUSED = {
+    "no scheme": ("--cp-comm-type", "'tiles'", "Did you mean tiled?"),
+    "no scheme in one layer": ("--cp-comm-type", "'tiles'", "Did you mean tiled?"),
+    "p2p of a linear layer": ("--cp-comm-type", "'p2p'", "a2a or auto", "--linear-cp-mode"),
+    "a product of 2": ("--cp-comm-type", "'a2a+p2p'", "2 has no other divisor"),
+    "sparse": ("--hybrid-layer-pattern", "M, G, *, + and -"),
+    "mtp of Megatron's batch": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
+    "mtp of rows": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
+    "mtp of Megatron's layers": ("mtp_block_spec", "megatron_cp.megatron.specs.gpt_mtp_block_spec"),
+    "unaligned": ("packed_seq_params", "[10]", "multiples of 4", "shard_batch"),
+    "stages of one length": ("variable_seq_lengths: got False", "TransformerConfig"),
+    "two packed rows": ("--micro-batch-size", "got 2", "1 for packed batches"),
+    "bias": ("--attention-bias", "None"),
+    "other mask": ("--attn-mask-type", "no_mask"),
+    "activation": ("--activation-func", "gelu", "silu"),
+    "l2norm": ("--use-qk-l2norm", "got False", "allowed: True"),
+}
 
 
-def test_rejects_a_ring_of_a_linear_layer_and_says_which_option_to_choose(ranks):
-    assert_refused(ranks, "p2p of a linear layer", "--cp-comm-type", "'p2p'", "a2a or auto", "--linear-cp-mode")
-
-
-def test_rejects_a_product_that_the_ranks_are_not(ranks):
-    assert_refused(ranks, "a product of 2", "--cp-comm-type", "'a2a+p2p'", "2 has no other divisor")
-
-
-def test_rejects_sparse_attention_layers(ranks):
-    assert_refused(ranks, "sparse", "--hybrid-layer-pattern", "M, G, *, + and -")
-
-
-@pytest.mark.parametrize("attempt", ["mtp of Megatron's batch", "mtp of rows"])
-def test_rejects_multi_token_prediction_where_nobody_knows_what_is_ahead(ranks, attempt):
-    assert_refused(
-        ranks, attempt, "packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"
-    )
-
-
-def test_rejects_multi_token_prediction_by_megatrons_own_layers(ranks):
-    assert_refused(ranks, "mtp of Megatron's layers", "mtp_block_spec", "megatron_cp.megatron.specs.gpt_mtp_block_spec")
-
-
-def test_rejects_lengths_that_megatrons_sharding_cannot_deal(ranks):
-    assert_refused(ranks, "unaligned", "packed_seq_params", "[10]", "multiples of 4", "shard_batch")
+@pytest.mark.parametrize("attempt", REFUSED)
+def test_rejects(ranks, attempt):
+    assert_refused(ranks, attempt, *REFUSED[attempt])
 
 
 @pytest.mark.parametrize("kind", UNTOLD)
@@ -448,27 +440,3 @@ def test_rejects_rows_that_quantized_products_cannot_take(ranks, attempt, multip
         f"a multiple of {multiple} rows on every rank, not 13",
         "layout_options",
     )
-
-
-def test_rejects_stages_that_take_batches_of_one_length(ranks):
-    assert_refused(ranks, "stages of one length", "variable_seq_lengths: got False", "TransformerConfig")
-
-
-def test_rejects_packed_batches_of_two_rows(ranks):
-    assert_refused(ranks, "two packed rows", "--micro-batch-size", "got 2", "1 for packed batches")
-
-
-def test_rejects_attention_bias(ranks):
-    assert_refused(ranks, "bias", "--attention-bias", "None")
-
-
-def test_rejects_another_mask_than_the_layer_was_built_with(ranks):
-    assert_refused(ranks, "other mask", "--attn-mask-type", "no_mask")
-
-
-def test_rejects_another_activation_of_the_convolution(ranks):
-    assert_refused(ranks, "activation", "--activation-func", "gelu", "silu")
-
-
-def test_rejects_queries_and_keys_that_are_not_normalised(ranks):
-    assert_refused(ranks, "l2norm", "--use-qk-l2norm", "got False", "allowed: True")

@@ -10,7 +10,7 @@ import torch
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.predict.hardware import machine
-from megatron_cp.planner.predict.walk import program_of, transfers_of
+from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case, run_layer
 from tests.random_tiles import assign_at_random
 
@@ -49,6 +49,24 @@ CASES = [
         for layout in LAYOUTS
     ),
 ]
+
+
+def transfers_of(program: Any, rank: int) -> Any:
+    """What one rank starts, in order: the name, the bytes to each other rank, and those from each."""
+    for start in program.transfers:
+        edges = start.edges
+        sent, received = edges.senders == rank, edges.receivers == rank
+        yield (
+            start.name, _by_peer(edges.receivers[sent], edges.nbytes[sent]),
+            _by_peer(edges.senders[received], edges.nbytes[received]),
+        )  # fmt: skip
+
+
+def _by_peer(peers: Any, nbytes: Any) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for peer, count in zip(peers.tolist(), nbytes.tolist(), strict=True):
+        found[peer] = found.get(peer, 0) + count
+    return found
 
 
 def logged(group: RankGroup, case: Case) -> Log:

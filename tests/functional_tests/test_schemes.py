@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import megatron_cp as cp
 from megatron_cp.executor.agreement import compare_calls
@@ -16,7 +15,8 @@ from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, compare, draw, run_layer
 from tests import mask_oracle
 from tests.counting_group import CountingGroup
-from tests.scheme_cases import SCHEMES, check, over_ranks
+from tests.functional_tests.test_in_flight import alone, assert_same_bits, recomputed, together
+from tests.scheme_cases import SCHEMES, check, check_sequences_alone, over_ranks
 
 RAGGED = (7, 1, 40, 0, 13, 2, 11)
 MASKS = ("causal", "window:5,2", "first:3+window:4,0", "chunk:6", "prefix:5", "full")
@@ -145,51 +145,12 @@ def test_a_change_in_one_document_changes_no_bit_of_any_other(scheme, mask):
 FLIGHT = [Case("attention", 4, (7, 1, 40)), Case("attention", 4, (2, 33, 5, 1), "random", mask="window:6,0")]
 
 
-def start(case, group):
-    problem, plan = draw(case), case.plan()
-    local = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
-
-    def layer(q, k, v):
-        return cp.attention(q, k, v, plan, group, dropout=case.dropout, seed=3)
-
-    return layer, local, plan.layout.shard(problem.output_gradient, group.rank)
-
-
-def alone(group, case):
-    layer, local, gradient = start(case, group)
-    out = layer(*local)
-    return [out.detach(), *torch.autograd.grad(out, local, gradient)]
-
-
-def recomputed(group, case, use_reentrant):
-    layer, local, gradient = start(case, group)
-    out = checkpoint(layer, *local, use_reentrant=use_reentrant)
-    out.backward(gradient)
-    return [out.detach(), *(x.grad for x in local)]
-
-
-def together(group, cases, backward_order):
-    started = [start(case, group) for case in cases]
-    outs = [layer(*local) for layer, local, _ in started]
-    for number in backward_order:
-        outs[number].backward(started[number][2])
-    return [[out.detach(), *(x.grad for x in local)] for out, (_, local, _) in zip(outs, started, strict=True)]
-
-
-def same_bits(found, expected):
-    return all(
-        torch.equal(a, b)
-        for of_rank, expected_of_rank in zip(found, expected, strict=True)
-        for a, b in zip(of_rank, expected_of_rank, strict=True)
-    )
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.few
 def test_recomputed_activations_give_the_same_bits(scheme, use_reentrant):
     case = dataclasses.replace(FLIGHT[0], scheme=scheme, dropout=0.2)
-    assert same_bits(run_ranks(recomputed, 4, case, use_reentrant), run_ranks(alone, 4, case))
+    assert_same_bits(run_ranks(recomputed, 4, case, use_reentrant), run_ranks(alone, 4, case))
 
 
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
@@ -199,7 +160,7 @@ def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
     cases = [dataclasses.replace(case, scheme=scheme) for case in FLIGHT]
     found = run_ranks(together, 4, cases, backward_order)
     for number, case in enumerate(cases):
-        assert same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 4, case))
+        assert_same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 4, case))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -269,23 +230,7 @@ def test_dropout_is_the_same_over_ranks_and_another_in_every_sequence_of_a_batch
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_batch_of_sequences_is_each_sequence_alone(scheme):
-    packing = Packing([11])
-    layout = cp.Layout.zigzag(packing, 4)
-    plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme=scheme)
-    random = torch.Generator().manual_seed(0)
-    whole = [torch.randn(11, 3, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2)]
-
-    def rank(group):
-        def run(*tensors):
-            local = [layout.shard(x, group.rank).requires_grad_() for x in tensors]
-            out = cp.attention(*local, plan, group)
-            out.backward(torch.ones_like(out))
-            return [out.detach(), *(x.grad for x in local)]
-
-        batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(3)]
-        return all(torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(3) for i in range(4))
-
-    assert run_ranks(rank, 4) == [True] * 4
+    check_sequences_alone(4, 11, 3, scheme)
 
 
 # -- the log-sum-exp -------------------------------------------------------------------------------------------------

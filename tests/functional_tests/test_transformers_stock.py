@@ -28,9 +28,7 @@ pytest.importorskip("trl")
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.big_modeling import (
-    _attach_context_parallel_hooks as drop_masks,
-)
+from accelerate.big_modeling import _attach_context_parallel_hooks as drop_masks
 from accelerate.big_modeling import (
     _refuse_recurrent_layers_under_sequence_parallelism as refuse_under_sequence_parallelism,
 )

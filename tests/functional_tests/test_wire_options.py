@@ -25,7 +25,7 @@ from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import TOLERANCES, Case, compare, judge, run_layer
 from megatron_cp.testing.poison import poisoned
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
-from tests.counting_group import CountingGroup
+from tests.counting_group import CountingGroup, Diary
 from tests.random_tiles import assign_at_random
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
@@ -184,9 +184,9 @@ def test_chunks_arrive_while_others_are_computed():
     case = Case("attention", 2, LENGTHS, scheme="a2a", heads=6, groups=6, head_chunks=3)
 
     def rank_main(inner: RankGroup) -> list[str]:
-        events = Events(inner)
-        run_layer(events, case)
-        return events.seen
+        diary = Diary(inner)
+        run_layer(diary, case)
+        return diary.events
 
     forward = ["start"] * 3 + ["wait", "start"] * 3 + ["wait"] * 3
     assert run_ranks(rank_main, 2) == [forward * 2] * 2
@@ -240,15 +240,15 @@ def test_projections_happen_while_chunks_travel():
     plan = case.plan()
 
     def rank_main(inner: RankGroup) -> list[str]:
-        events = Events(inner)
+        diary = Diary(inner)
         x = torch.ones(int(plan.layout.row_counts[inner.rank]), 1, 16, dtype=torch.float64)
 
         def project(heads: list[int], groups: list[int]) -> tuple[torch.Tensor, ...]:
-            events.seen.append("project")
+            diary.events.append("project")
             return tuple(x.expand(-1, len(numbers), -1) for numbers in (heads, groups, groups))
 
-        projected_attention(project, plan, events)
-        return events.seen
+        projected_attention(project, plan, diary)
+        return diary.events
 
     assert run_ranks(rank_main, 2) == [["project", "start"] * 3 + ["wait", "start"] * 3 + ["wait"] * 3] * 2
 
@@ -256,37 +256,14 @@ def test_projections_happen_while_chunks_travel():
 @pytest.mark.parametrize("made", [None, (torch.ones(235, 6, 16),) * 2, torch.ones(3, 235, 6, 16)], ids=type)
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match="one that returns q, k and v") as caught:
+    with pytest.raises(ArgumentError, match=r"^project: got .*one that returns q, k and v"):
         projected_attention(lambda *_: made, plan)
-    assert caught.value.argument == "project"
 
 
 def test_rejects_a_projection_of_other_heads():
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^k: got "):
         projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
-    assert caught.value.argument == "k"
-
-
-class Events(CountingGroup):
-    """Notes when transfers are started and awaited."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.seen = []
-
-    def start_all_to_all(self, *args):
-        self.seen.append("start")
-        return Noted(super().start_all_to_all(*args), self.seen)
-
-
-class Noted:
-    def __init__(self, pending, seen):
-        self.pending, self.seen = pending, seen
-
-    def wait(self):
-        self.seen.append("wait")
-        self.pending.wait()
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------

@@ -319,11 +319,7 @@ def megatron_shards(tokens, mask, lengths, group, how):
                 held += [document[group.rank()], document[chunks - 1 - group.rank()]]
             own = {name: values[:, torch.cat(held)] for name, values in own.items()}
         params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
         )
     return ShardedBatch(**own, packed_seq_params=params, num_tokens=int(weights.count_nonzero()), pad_rows=0)
 

@@ -12,25 +12,14 @@ import torch
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
-from tests.transformers_cases import build, class_of
-
-LENGTHS = [5, 1, 7]
-TOKENS = torch.arange(3, 16)[None]
-_TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-}  # fmt: skip
-
-
-def batch(**changed):
-    return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS, **changed}
+from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build, class_of
 
 
 def tiny(module, name, **changed):
     """A random model in float64 of a class that the cases do not have."""
     kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     torch.manual_seed(0)
-    config = kind.config_class(**{**_TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changed})
+    config = kind.config_class(**{**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changed})
     return kind(config).double().eval()
 
 
@@ -91,14 +80,7 @@ def test_a_classifier_is_computed_from_all_rows_below_its_head():
 
 
 def test_rejects_labels_for_a_loss_in_the_models_own_code():
-    from transformers.models import llama, qwen2_audio
-
-    audio = qwen2_audio.Qwen2AudioEncoderConfig(
-        num_mel_bins=8, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=32,
-        max_source_positions=8,
-    )  # fmt: skip
-    config = qwen2_audio.Qwen2AudioConfig(audio_config=audio, text_config=llama.LlamaConfig(**_TINY))
-    cp = enable_context_parallel(qwen2_audio.Qwen2AudioForConditionalGeneration(config), None)
+    cp = enable_context_parallel(audio_model(), None)
     for name in ("labels", "shift_labels"):
         with pytest.raises(ArgumentError, match="a loss in Qwen2Audio"):
             cp.shard({"input_ids": TOKENS, name: TOKENS})
@@ -182,7 +164,7 @@ def test_text_models_of_one_configuration_do_not_change_each_other():
     vision = clip.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=8, patch_size=4
     )
-    config = llava.LlavaConfig(vision_config=vision, text_config=llama.LlamaConfig(**_TINY))
+    config = llava.LlavaConfig(vision_config=vision, text_config=llama.LlamaConfig(**TINY))
     policy, reference = (llava.LlavaForConditionalGeneration(config).eval() for _ in range(2))
     expected = reference(input_ids=TOKENS, use_cache=False).logits
     cp = enable_context_parallel(policy, None)

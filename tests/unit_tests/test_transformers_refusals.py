@@ -16,10 +16,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
 from megatron_cp.transformers.attention import planned_attention
-from tests.transformers_cases import build
-
-LENGTHS = [5, 1, 7]
-TOKENS = torch.arange(3, 16)[None]
+from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +28,6 @@ def llama():
 def enabled(llama):
     model = copy.deepcopy(llama)
     return model, enable_context_parallel(model, None)
-
-
-def batch(**changed):
-    return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS, **changed}
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

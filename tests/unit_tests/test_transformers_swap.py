@@ -12,19 +12,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable, enable_context_parallel
-from tests.transformers_cases import build
-
-LENGTHS = [5, 1, 7]
-TOKENS = torch.arange(3, 16)[None]
-_TINY = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-}  # fmt: skip
-
-
-def batch():
-    return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS}
-
+from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build
 
 # -- attention dropout -------------------------------------------------------------------------------------------------
 
@@ -65,14 +53,7 @@ def test_dropout_is_the_same_on_every_number_of_ranks(dropping):
 
 
 def test_towers_have_no_slots():
-    from transformers.models import llama, qwen2_audio
-
-    audio = qwen2_audio.Qwen2AudioEncoderConfig(
-        num_mel_bins=8, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=32,
-        max_source_positions=8,
-    )  # fmt: skip
-    config = qwen2_audio.Qwen2AudioConfig(audio_config=audio, text_config=llama.LlamaConfig(**_TINY))
-    model = qwen2_audio.Qwen2AudioForConditionalGeneration(config)
+    model = audio_model()
     tower = dict(model.named_modules())
     enable_context_parallel(model, None)
     slotted = [name for name, module in tower.items() if "cp_slot" in vars(module)]
@@ -134,7 +115,7 @@ def test_layers_that_drop_arguments_can_be_recomputed():
 def test_rejects_windows_and_masks_that_are_in_the_mask_alone(module, kind, changed, text):
     code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     of = getattr(code, f"{kind}ForCausalLM")
-    names = {name: value for name, value in _TINY.items() if module != "moshi" or name != "intermediate_size"}
+    names = {name: value for name, value in TINY.items() if module != "moshi" or name != "intermediate_size"}
     model = of(of.config_class(**names, **changed))
     with pytest.raises(ArgumentError, match=text):
         enable_context_parallel(model, None)

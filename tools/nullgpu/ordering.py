@@ -132,10 +132,7 @@ def watching() -> Iterator[Watch]:
         watch.touch("a buffer's release", [], [span(tensor) for tensor in tensors])
         release(self, *tensors)
 
-    hooks = (
-        (gpu_trace.EventRecordCallbacks, watch.record),
-        (gpu_trace.EventWaitCallbacks, watch.wait_event),
-    )
+    hooks = ((gpu_trace.EventRecordCallbacks, watch.record), (gpu_trace.EventWaitCallbacks, watch.wait_event))
     torch._C._activate_gpu_trace()
     for registry, hook in hooks:
         registry.add_callback(hook)

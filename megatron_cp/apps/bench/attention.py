@@ -22,7 +22,7 @@ from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import Buffers
 from megatron_cp.executor import RankGroup, ThreadGroup, TorchGroup, choose_kernel
-from megatron_cp.plan import Plan, counted
+from megatron_cp.plan import counted
 from megatron_cp.planner import buffer_bytes, checked_search, peak_bytes, working
 from megatron_cp.softmax import KERNELS, AttentionKernel, attention_call
 from megatron_cp.testing import Case, PeakMemory, Problem, draw
@@ -202,7 +202,8 @@ def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any
         return spread(spent(scheme, way, "wall_wire").sum(0) / spent(scheme, way, "wall").sum(0))
 
     def over_formula(scheme: str, way: str, which: int) -> float:
-        formulas = _formulas(cases[scheme].plan(), cases[scheme].dtype.itemsize, way)
+        plan, item_size = cases[scheme].plan(), cases[scheme].dtype.itemsize
+        formulas = [peak_bytes(plan, rank, item_size, forward=way == "forward") for rank in range(plan.cp_size)]
         return max(rank.peaks[scheme, way][which] / most for rank, most in zip(ranks, formulas, strict=True) if most)
 
     def milliseconds(what: str) -> Callable[[str, str], dict[str, float]]:
@@ -230,10 +231,6 @@ def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any
         "peak_bytes": _each(cases, peak),
         "buffer_bytes": {scheme: max(rank.buffers[scheme] for rank in ranks) for scheme in cases},
     }
-
-
-def _formulas(plan: Plan, item_size: int, way: str) -> list[int]:
-    return [peak_bytes(plan, rank, item_size, forward=way == "forward") for rank in range(plan.cp_size)]
 
 
 def _each(cases: dict[str, Case], value: Callable[[str, str], Any]) -> dict[str, dict[str, Any]]:

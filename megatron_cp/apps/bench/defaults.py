@@ -17,10 +17,7 @@ RANKS, EXCHANGE_RANKS, WIRE_RANKS, PACK_RANKS = 2, 4, (3, 4, 5, 8), (1, 2, 4, 8)
 
 
 def with_defaults(
-    args: argparse.Namespace,
-    world: TorchGroup | None,
-    layers: Sequence[str],
-    shapes: Mapping[str, Mapping[str, int]],
+    args: argparse.Namespace, world: TorchGroup | None, layers: Sequence[str], shapes: Mapping[str, Mapping[str, int]]
 ) -> argparse.Namespace:
     """What was asked for, and for the rest a layer and a batch on which ratios mean something.
 

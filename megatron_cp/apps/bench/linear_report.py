@@ -158,10 +158,7 @@ def _shape(case: Case) -> str:
 
 
 def _local_table(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "| a rank's tokens | forward | backward | both | forward ms | backward ms |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    lines = ["| a rank's tokens | forward | backward | both | forward ms | backward ms |", "|---|--:|--:|--:|--:|--:|"]
     names = {"plain": "one document", "few plain": "whole pieces", MEGATRON: f"one document, {MEGATRON}"}
     ratios = {**data["chunkwise_over_plain"], MEGATRON: data["megatron_over_ours"]}
     for name, milliseconds in data["local_ms"].items():

@@ -277,14 +277,7 @@ class _Log:
             )
 
     def step(
-        self,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        labelled: int,
-        counts: _Counts,
-        seconds: float,
+        self, step: int, loss: float, grad_norm: float, lr: float, labelled: int, counts: _Counts, seconds: float
     ) -> None:
         tokens, pad_tokens, layouts, why = counts
         self._losses.append(loss)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -36,15 +36,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _load(file: IO[bytes]) -> Any:
-    return _MetadataUnpickler(file).load()
-
-
 @contextlib.contextmanager
 def names_of_checkpoints_alone() -> Iterator[None]:
     """Whatever reads a checkpoint within refuses pickles that name anything else; raises `pickle.UnpicklingError`.
 
     At the place where torch reads, since it also falls back from one file to another.
     """
-    with checkpoints_unpickled_by(_load):
+    with checkpoints_unpickled_by(lambda file: _MetadataUnpickler(file).load()):
         yield

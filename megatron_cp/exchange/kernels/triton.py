@@ -141,18 +141,6 @@ def from_messages(
     )  # fmt: skip
 
 
-def copy_to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, **more: Any) -> None:
-    """Launches `to_message` once."""
-    to_message(tensors, message, rows, pieces, **more)([x.data_ptr() for x in (*tensors, message)])
-
-
-def copy_from_message(
-    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
-) -> None:
-    """Launches `from_messages` once."""
-    from_messages(messages, tensors, rows, pieces, **more)([x.data_ptr() for x in (*tensors, *messages)])
-
-
 def _check(
     tensors: Sequence[Tensor],
     messages: Sequence[Tensor],

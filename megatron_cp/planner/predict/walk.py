@@ -7,8 +7,6 @@ written. No torch in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange
@@ -189,21 +187,3 @@ class _Walk(AttentionWalk):
     def _count_edges(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
         return Edges.from_messages(senders, readers, nbytes[senders, readers])
-
-
-def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:
-    """Yields a rank's transfers in order: the name, the bytes to each other rank, and the bytes from each."""
-    for start in program.transfers:
-        edges = start.edges
-        sent, received = edges.senders == rank, edges.receivers == rank
-        yield (
-            start.name, _bytes_by_peer(edges.receivers[sent], edges.nbytes[sent]),
-            _bytes_by_peer(edges.senders[received], edges.nbytes[received]),
-        )  # fmt: skip
-
-
-def _bytes_by_peer(peers: IntArray, nbytes: IntArray) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for peer, count in zip(peers.tolist(), nbytes.tolist(), strict=True):
-        found[peer] = found.get(peer, 0) + count
-    return found

@@ -74,7 +74,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     bound = max(bound, lagrangian)
     if reached <= bound:
         return Exact(start, True, reached)
-    unit = _unit(problem)
+    unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)  # divides all costs: small ones are quicker
     model = _Model(model_of, problem, unit, -(-bound // unit), reached // unit)
     model.hint(_ordered(problem, start))
     solver = model_of.CpSolver()
@@ -116,11 +116,6 @@ def _solver() -> Any:
         raise ArgumentError(
             "search_seconds", "a search, without OR-Tools", "0 where it is not installed", remedy
         ) from None
-
-
-def _unit(problem: TileProblem) -> int:
-    """Returns the greatest common divisor of all costs, so that the program has small numbers."""
-    return max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
 
 
 def _interchangeable(problem: TileProblem) -> list[list[int]]:

@@ -12,7 +12,7 @@ computes tiles of a row that it does not own receives the row once and sends a r
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -225,10 +225,6 @@ class TileProblem:
         costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
         return tuple(map(frozen, costs))  # type: ignore[return-value]
 
-    def with_load_cap(self, load_cap: int | None) -> TileProblem:
-        """Returns the same problem with another load cap."""
-        return self._but(load_cap=load_cap)
-
     def with_weights(self, weights: TileWeights) -> TileProblem:
         """Returns the same tiles with other bytes of a token."""
         return self._but(load_cap=self.load_cap, weights=weights)
@@ -236,15 +232,6 @@ class TileProblem:
     def single_host(self) -> TileProblem:
         """Returns the same problem with all ranks on one host."""
         return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
-
-    def with_owners(self, row_owners: IntArray, column_owners: IntArray) -> TileProblem:
-        """Returns the same tiles with other owners of the chunks.
-
-        Args:
-            row_owners, column_owners: `[rows]`, `[columns]` the rank that holds each chunk.
-        """
-        rows, columns = replace(self.rows, owners=row_owners), replace(self.columns, owners=column_owners)
-        return self._but(load_cap=self.load_cap, rows=rows, columns=columns)
 
     def _but(self, **changed: object) -> TileProblem:
         own = {name: getattr(self, name) for name in _FIELDS}

@@ -12,14 +12,9 @@ from megatron_cp.errors import ArgumentError, CallMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 SHAPES = [(3,), (), (2, 5), (0, 4), (1,)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def gradient_of(shape, number, rank, dtype=torch.float64):

@@ -13,16 +13,11 @@ from megatron_cp.errors import ArgumentError, CallMismatchError, PeerError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 PACKING = cp.Packing([5, 1, 0, 8, 2])
 WEIGHTS = torch.tensor([1, 0.5, 0, 2, 0, 0, -1, 1, 1, 0, 0, 0.25, 1, 0, 1, 0], dtype=torch.float64)
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(dtype=torch.float64):

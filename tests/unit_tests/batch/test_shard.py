@@ -15,15 +15,10 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 RAGGED = cp.Packing([7, 1, 130, 0, 64, 2, 33])
 SLOTS = [cp.AttentionSpec(8, 2, 8, 8), cp.LinearSpec("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def ids(packing=RAGGED):

@@ -18,19 +18,14 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
 from tests.limits import limit
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 VOCABULARY, HEADS, KV_HEADS, DIM = 11, 6, 2, 4
 HIDDEN = HEADS * DIM
 ATTENTION = cp.AttentionSpec(HEADS, KV_HEADS, DIM, DIM)
 GDN = cp.LinearSpec("gdn", heads=HEADS, key_heads=KV_HEADS, head_dim=DIM, value_head_dim=DIM)
 CHANNELS = (HEADS + 2 * KV_HEADS) * DIM
 TOLERANCE = 1e-12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Attention(nn.Module):

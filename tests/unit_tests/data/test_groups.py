@@ -105,9 +105,8 @@ def test_many_documents_come_within_two_hundredths_of_the_bound():
     ],
 )
 def test_rejects_what_is_no_batch(changes, argument):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         group_batches(**{"lengths": [3, 9], "ranks": 2, "tokens_per_rank": 8, "cost": COST} | changes)
-    assert caught.value.argument == argument
 
 
 def test_the_example_is_true():

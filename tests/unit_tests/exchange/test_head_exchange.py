@@ -454,19 +454,15 @@ def test_rejects_wrong_features(widths: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [(22, 1, 4), (23, 2, 4), (23, 1, 5), (23, 4), (23, 1, 1, 4)],
-    ids=lambda shape: "x".join(map(str, shape)),
+    "wrong", [(22, 1, 4), (23, 2, 4), (23, 1, 5), (23, 4), (23, 1, 1, 4)], ids=lambda shape: "x".join(map(str, shape))
 )
 def test_rejects_wrong_heads(wrong: tuple[int, ...]):
     group = ThreadGroup.create(2, timeout=1.0)[0]
     shapes = [(23, 3, 4), wrong, (23, 1, 3)]
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^section 'k': got "):
         to_tokens(Exchange(Layout.zigzag(PACKING, 2), _qkv(2)), group, *(torch.ones(shape) for shape in shapes))
-    assert caught.value.argument == "section 'k'"
 
 
 def test_rejects_heads_assigned_to_another_number_of_ranks():
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^sections: got "):
         Exchange(Layout.contiguous(PACKING, 3), _qkv(2))
-    assert caught.value.argument == "sections"

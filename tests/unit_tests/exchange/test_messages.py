@@ -23,16 +23,11 @@ from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 PACKING = Packing([7, 1, 13, 0, 2])
 LAYOUTS = {"in stream order": Layout.contiguous(PACKING, 3), "shuffled": Layout.zigzag(PACKING, 3)}
 MIXED = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float64)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns: NaN, and 0xFF in bytes
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -1,9 +1,7 @@
 """`partition_heads`, `Sections` and `RowFormat`, against loops over heads."""
 
 import itertools
-import re
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -13,18 +11,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=200)
 HEADS_PER_GROUP = st.integers(1, 9) | st.sampled_from([13, 16])
 GROUPS = st.integers(1, 12) | st.sampled_from([31, 64])
 CP_SIZES = st.integers(1, 12) | st.sampled_from([31, 64, 1024])
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
 
 
 def ceil(count, parts):
@@ -263,37 +255,21 @@ def test_widths_add_up():
     assert (sections.width, sections.cp_size) == (51, 2)
 
 
-def rejects_ranges(*ranges):
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        pytest.param(((1, 2), (2, 4)), id="start after head 0"),
+        pytest.param(((0, 2), (3, 4)), id="a head between them"),
+        pytest.param(((0, 2), (2, 3)), id="stop before the last head"),
+        pytest.param(((0, 2), (2, 5)), id="beyond the last head"),
+        pytest.param(((0, 2), (1, 3), (0, 4)), id="starts fall"),
+        pytest.param(((0, 4), (1, 3), (2, 4)), id="ends fall"),
+        pytest.param(((0, 4), (4, 3)), id="end before they start"),
+    ],
+)
+def test_rejects_ranges(ranges):
     with refusal_of("ranges", repr(ranges)):
         Sections((Section("q", 4, 8, partition_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
-
-
-def test_rejects_ranges_that_start_after_head_0():
-    rejects_ranges((1, 2), (2, 4))
-
-
-def test_rejects_ranges_with_a_head_between_them():
-    rejects_ranges((0, 2), (3, 4))
-
-
-def test_rejects_ranges_that_stop_before_the_last_head():
-    rejects_ranges((0, 2), (2, 3))
-
-
-def test_rejects_ranges_beyond_the_last_head():
-    rejects_ranges((0, 2), (2, 5))
-
-
-def test_rejects_ranges_whose_starts_fall():
-    rejects_ranges((0, 2), (1, 3), (0, 4))
-
-
-def test_rejects_ranges_whose_ends_fall():
-    rejects_ranges((0, 4), (1, 3), (2, 4))
-
-
-def test_rejects_ranges_that_end_before_they_start():
-    rejects_ranges((0, 4), (4, 3))
 
 
 def test_rejects_sections_over_different_numbers_of_ranks():

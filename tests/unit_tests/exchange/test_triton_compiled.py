@@ -235,8 +235,7 @@ class Driver:
         self.launches = 0
         self.architecture = SM_90
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (None, None, 0, 0, 1024),
-            get_device_properties=lambda _: {"max_shared_mem": 232448},
+            load_binary=lambda *_: (None, None, 0, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 232448}
         )
 
     def launcher_cls(self, *_: object) -> Any:
@@ -270,9 +269,9 @@ def launch(pieces: list[Piece], tensors: list[Tensor], message: Tensor, rows: in
     alignment = alignment_of(tensors, messages)
     table = copy_table(pieces, types=types, alignment=alignment, device=CPU, to_tensors=back)
     if back:
-        kernels.copy_from_message(messages, tensors, rows, table, **more)
+        kernels.from_messages(messages, tensors, rows, table, **more)([x.data_ptr() for x in (*tensors, *messages)])
     else:
-        kernels.copy_to_message(tensors, message, rows, table, **more)
+        kernels.to_message(tensors, message, rows, table, **more)([x.data_ptr() for x in (*tensors, message)])
     return table
 
 

@@ -311,6 +311,14 @@ def check(
         assert same(bytes_around(tensor), bytes_around(right)), case
 
 
+def copy_to_message(tensors: Sequence[Tensor], message: Tensor, *how: Any, **more: Any) -> None:
+    to_message(tensors, message, *how, **more)([x.data_ptr() for x in (*tensors, message)])
+
+
+def copy_from_message(messages: Sequence[Tensor], tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
+    from_messages(messages, tensors, *how, **more)([x.data_ptr() for x in (*tensors, *messages)])
+
+
 def ranges(heads: int, groups: int, ranks: int) -> tuple[tuple, tuple]:
     partition = partition_heads(heads, groups, ranks)
     return partition.heads, partition.groups
@@ -530,7 +538,7 @@ if __name__ == "__main__":
     interpret_triton()
     round_as_hardware_does()
     refuse_unaligned_accesses()
-    from megatron_cp.exchange.kernels.triton import copy_from_message, copy_to_message
+    from megatron_cp.exchange.kernels.triton import from_messages, to_message
 
     for name in sys.argv[1:]:
         globals()[f"check_{name}"]()

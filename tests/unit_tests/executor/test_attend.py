@@ -18,7 +18,7 @@ from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
 from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_home, random_assignment
-from tests.scheme_cases import check, over_ranks
+from tests.scheme_cases import check, check_sequences_alone, over_ranks
 from tests.scheme_in_halves import add_by_distance, add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
@@ -269,20 +269,4 @@ def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
 
 def test_assigned_tiles_of_a_batch_are_those_of_each_sequence(monkeypatch):
     assign_at_random(monkeypatch)
-    packing = Packing([31])
-    layout = cp.Layout.zigzag(packing, 3)
-    plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme="tiled")
-    random = torch.Generator().manual_seed(0)
-    whole = [torch.randn(31, 2, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2)]
-
-    def rank(group):
-        def run(*tensors):
-            local = [layout.shard(x, group.rank).requires_grad_() for x in tensors]
-            out = cp.attention(*local, plan, group)
-            out.backward(torch.ones_like(out))
-            return [out.detach(), *(x.grad for x in local)]
-
-        batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(2)]
-        return all(torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(2) for i in range(4))
-
-    assert run_ranks(rank, 3) == [True] * 3
+    check_sequences_alone(3, 31, 2, "tiled")

@@ -261,9 +261,8 @@ def test_staging_is_allocated_once(hosts):
     ],
 )
 def test_rejects_what_is_no_transport(name, hosts, argument):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         Transport(name, hosts)
-    assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1], np.array([0, 0, 1]), torch.tensor([0, 0, 1]), [np.int64(0)] * 2 + [1]])
@@ -277,9 +276,8 @@ def test_hosts_may_be_any_sequence(hosts):
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
 def test_rejects_more_hosts_than_ranks(num_hosts, name):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^hosts: got "):
         Transport.of_even_hosts(name, 4, num_hosts)
-    assert caught.value.argument == "hosts"
 
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):

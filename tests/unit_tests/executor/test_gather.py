@@ -13,6 +13,8 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from tests.limits import limit
 
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
+
 RAGGED = Packing([7, 1, 13, 0, 2])
 LAYOUTS = {
     "contiguous, cp 3": Layout.contiguous(RAGGED, 3),
@@ -27,13 +29,6 @@ LAYOUTS = {
 }
 TRAILING = [(), (3,), (2, 3)]
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -269,15 +269,13 @@ def test_rejects_splits_that_do_not_add_up():
         (two, two, [1, 1, 0], [1, 1], "received_splits"),
         (two, two, [1, 1], [2], "sent_splits"),
     ):
-        with pytest.raises(ArgumentError) as caught:
+        with pytest.raises(ArgumentError, match=f"^{argument}: got "):
             group.all_to_all(received, sent, received_splits, sent_splits)
-        assert caught.value.argument == argument
 
 
 def test_rejects_a_group_of_no_ranks():
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^size: got "):
         ThreadGroup.create(0)
-    assert caught.value.argument == "size"
 
 
 # -- as_rank_group ---------------------------------------------------------------------------------------------------
@@ -294,15 +292,13 @@ def test_no_group_stands_for_the_only_rank():
 
 
 def test_rejects_a_group_of_another_size():
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^group: got "):
         as_rank_group(ThreadGroup.create(3)[0], 2)
-    assert caught.value.argument == "group"
 
 
 def test_rejects_no_group_for_several_ranks():
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"^group: got "):
         as_rank_group(None, 2)
-    assert caught.value.argument == "group"
 
 
 def test_who_waits_again_changes_nothing_of_others():

@@ -7,12 +7,11 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import Pending
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.run import run
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
-from tests.counting_group import CountingGroup
+from tests.counting_group import Diary
 
 PACKING = Packing([5, 1, 6])
 LAYOUT = Layout.zigzag(PACKING, 2)
@@ -34,47 +33,26 @@ def shards(layouts, rank):
     return [layout.shard(x, rank).requires_grad_() for layout, x in zip(layouts, streams(), strict=True)]
 
 
-class Order(CountingGroup):
-    """Writes down when exchanges start and are awaited."""
-
-    def __init__(self, inner, events):
-        super().__init__(inner)
-        self.events = events
-
-    def start_all_to_all(self, *args):
-        self.events.append("start")
-        return _Awaited(super().start_all_to_all(*args), self.events)
-
-
-class _Awaited(Pending):
-    def __init__(self, pending, events):
-        self.pending, self.events = pending, events
-
-    def wait(self):
-        self.events.append("wait")
-        self.pending.wait()
-
-
 def shifted_then_exchanged(group, head_chunks):
     """`[Compute, ToHeads, Compute, ToTokens]`: the work before the exchange is on own tokens and all heads."""
-    plan, events = plan_of(head_chunks=head_chunks), []
+    plan, diary = plan_of(head_chunks=head_chunks), Diary(group)
     plan = dataclasses.replace(plan, steps=(Compute("shift"), plan.steps[0], Compute("merge"), plan.steps[-1]))
     local = shards([LAYOUT] * 3, group.rank)
 
     def shift(*tensors):
-        events.append("shift")
+        diary.events.append("shift")
         assert [x.shape[1] for x in tensors] == [12] * 3
         return [x + 1 for x in tensors]
 
     def merge(q, k, v):
-        events.append("merge")
+        diary.events.append("merge")
         assert q.shape[0] == PACKING.total  # all tokens of own heads
         return [q * k + v]
 
-    comm = Communicator(Order(group, events))
+    comm = Communicator(diary)
     (out,) = run(plan, comm, local, lambda chunk: {"shift": shift, "merge": merge})
     out.backward(LAYOUT.shard(streams()[0], group.rank))
-    return out.detach(), [x.grad for x in local], events
+    return out.detach(), [x.grad for x in local], diary.events
 
 
 @pytest.mark.parametrize("head_chunks", [1, 2])
@@ -93,7 +71,7 @@ def test_work_before_an_exchange_is_done_before_it_starts(head_chunks):
 
 def exchanged_while_another_is_made(group):
     """`[ToHeads, Compute, ToHeads, ...]`: the first exchange is under way while the second one's tensors are made."""
-    kv_layout, events = Layout.contiguous(PACKING, 2), []
+    kv_layout, diary = Layout.contiguous(PACKING, 2), Diary(group)
     plan = plan_of(kv_layout=kv_layout)
     first, second, back = plan.steps
     assert isinstance(first, ToHeads)
@@ -103,12 +81,12 @@ def exchanged_while_another_is_made(group):
     local = shards([LAYOUT, kv_layout, kv_layout], group.rank)
 
     def shift(q, k, v):
-        events.append("shift")
+        diary.events.append("shift")
         return [q, k + 1, v + 1]
 
-    comm = Communicator(Order(group, events))
+    comm = Communicator(diary)
     (out,) = run(plan, comm, local, lambda chunk: {"shift": shift, "merge": lambda q, k, v: [q * k + v]})
-    return out.detach(), events
+    return out.detach(), diary.events
 
 
 def test_an_exchange_starts_as_early_as_its_inputs_allow():

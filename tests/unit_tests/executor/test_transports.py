@@ -155,9 +155,8 @@ def test_rejects_the_hosts_of_other_ranks():
             lambda **how: cp.relayout(local, layout, layout, group, **how),
         ):
             for wrong in (Transport(UNEVEN, (0, 0, 1)), UNEVEN, "pigeon"):
-                with pytest.raises(ArgumentError) as caught:
+                with pytest.raises(ArgumentError, match=r"^transport: got "):
                     operation(transport=wrong)
-                assert caught.value.argument == "transport"
 
     run_ranks(rank_main, 2)
 

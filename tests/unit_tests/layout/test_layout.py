@@ -4,12 +4,10 @@ import doctest
 import itertools
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
 import timeit
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ import megatron_cp.layout.layout as layout_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -52,13 +51,6 @@ def ranks(layout):
     return range(layout.cp_size)
 
 
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
-
-
 # -- who holds what --------------------------------------------------------------------------------------------------
 
 
@@ -82,20 +74,6 @@ def test_inverse_order_undoes_order(layout):
 @given(layout=layouts())
 def test_in_stream_order_exactly_where_order_is_the_stream(layout):
     assert layout.in_stream_order == np.array_equal(layout.order, np.arange(layout.packing.total))
-
-
-@pytest.mark.parametrize(
-    ("fragments", "expected"),
-    [
-        ([[(0, 4)], [(4, 8)]], True),
-        ([[], [(0, 8)]], True),
-        ([[(4, 8)], [(0, 4)]], False),
-        ([[(0, 2), (6, 8)], [(2, 6)]], False),
-    ],
-    ids=["halves", "empty rank", "swapped", "zigzag"],
-)
-def test_in_stream_order_of(fragments, expected):
-    assert Layout.from_fragments(Packing([5, 3]), fragments).in_stream_order == expected
 
 
 def test_in_stream_order_is_a_plain_bool():
@@ -439,39 +417,25 @@ def test_rejects_an_align_below_1_or_fractional(align):
         Layout.contiguous(Packing([8]), 2, align=align)
 
 
-def test_rejects_a_token_that_no_rank_holds():
-    with refusal_of("fragments", "'tokens 3 to 4 are held by no rank'"):
-        Layout.from_fragments(Packing([8]), [[(0, 3)], [(5, 8)]])
-
-
-def test_rejects_a_stream_that_is_not_covered_to_its_end():
-    with refusal_of("fragments", "'tokens 6 to 7 are held by no rank'"):
-        Layout.from_fragments(Packing([8]), [[(0, 3)], [(3, 6)]])
-
-
-def test_rejects_a_token_held_twice():
-    with refusal_of("fragments", "'token 2 is held twice'"):
-        Layout.from_fragments(Packing([8]), [[(0, 3)], [(2, 8)]])
-
-
-def test_rejects_a_fragment_inside_another():
-    with refusal_of("fragments", "'token 2 is held twice'"):
-        Layout.from_fragments(Packing([8]), [[(0, 8)], [(2, 3)]])
-
-
-def test_rejects_a_fragment_beyond_the_stream():
-    with refusal_of("fragments", "'a fragment ends at 9'"):
-        Layout.from_fragments(Packing([8]), [[(0, 3)], [(3, 9)]])
+@pytest.mark.parametrize(
+    ("fragments", "given"),
+    [
+        ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
+        ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"),
+        ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
+        ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"),
+        ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
+        ([[(0, 8)], [(5, 3)]], "(5, 3)"),
+    ],
+)
+def test_rejects_fragments_that_are_not_the_stream(fragments, given):
+    with refusal_of("fragments", given):
+        Layout.from_fragments(Packing([8]), fragments)
 
 
 def test_rejects_a_fragment_before_the_stream():
     with pytest.raises(ArgumentError, match="a fragment starts at -3"):
         Layout.from_fragments(Packing([8]), [[(-3, 8)]])
-
-
-def test_rejects_a_fragment_that_ends_before_it_starts():
-    with refusal_of("fragments", "(5, 3)"):
-        Layout.from_fragments(Packing([8]), [[(0, 8)], [(5, 3)]])
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

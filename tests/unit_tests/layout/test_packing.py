@@ -2,8 +2,6 @@
 
 import doctest
 import pickle
-import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,16 +12,10 @@ from hypothesis import strategies as st
 import megatron_cp.layout.packing as packing_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
+from tests.refusals import refusal_of
 
 ragged = settings(derandomize=True, deadline=None, max_examples=100)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
-
-
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
-    assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize(
@@ -103,49 +95,43 @@ def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(packing_module) == doctest.TestResults(failed=0, attempted=3)
 
 
-def test_rejects_no_documents():
-    with refusal_of("lengths", "[]"):
-        Packing([])
+@pytest.mark.parametrize(
+    ("lengths", "given"),
+    [
+        ([], "[]"),
+        ([[3, 4]], "[[3, 4]]"),
+        ([[3, 4], [5]], "[[3, 4], [5]]"),
+        (5, "5"),
+        ([3, -1], "[3, -1]"),
+        ([3, 1.5], "[3.0, 1.5]"),
+        (np.array([True, False]), "[True, False]"),
+    ],
+    ids=repr,
+)
+def test_rejects_what_is_not_the_lengths_of_documents(lengths, given):
+    with refusal_of("lengths", given):
+        Packing(lengths)
 
 
-def test_rejects_nested_lengths():
-    with refusal_of("lengths", "[[3, 4]]"):
-        Packing([[3, 4]])
+ELSEWHERE = torch.zeros(3, dtype=torch.int32, device="meta")
 
 
-def test_rejects_unevenly_nested_lengths():
-    with refusal_of("lengths", "[[3, 4], [5]]"):
-        Packing([[3, 4], [5]])
-
-
-def test_rejects_lengths_that_are_no_sequence():
-    with refusal_of("lengths", "5"):
-        Packing(5)
-
-
-def test_rejects_a_negative_length():
-    with refusal_of("lengths", "[3, -1]"):
-        Packing([3, -1])
-
-
-def test_rejects_a_fractional_length():
-    with refusal_of("lengths", "[3.0, 1.5]"):
-        Packing([3, 1.5])
-
-
-def test_rejects_a_boolean_length():
-    with refusal_of("lengths", "[True, False]"):
-        Packing(np.array([True, False]))
-
-
-def test_rejects_a_single_cu_seqlen():
-    with refusal_of("cu_seqlens", "[0]"):
-        Packing.from_cu_seqlens([0])
-
-
-def test_rejects_cu_seqlens_that_do_not_start_at_0():
-    with refusal_of("cu_seqlens", "[1, 4]"):
-        Packing.from_cu_seqlens([1, 4])
+@pytest.mark.parametrize(
+    ("cu_seqlens", "given"),
+    [
+        ([0], "[0]"),
+        ([1, 4], "[1, 4]"),
+        ([0, 5, 3], "[0, 5, 3]"),
+        (np.array([0, 5, 3], np.uint32), "[0, 5, 3]"),
+        (ELSEWHERE, repr(ELSEWHERE)),
+        (np.array([[0, 2, 5]]), "[[0, 2, 5]]"),
+        ([0, 2.7, 5], "[0.0, 2.7, 5.0]"),
+    ],
+    ids=repr,
+)
+def test_rejects_what_is_not_where_documents_begin_and_end(cu_seqlens, given):
+    with refusal_of("cu_seqlens", given):
+        Packing.from_cu_seqlens(cu_seqlens)
 
 
 @pytest.mark.parametrize(
@@ -174,29 +160,3 @@ def test_rejects_a_stream_for_cu_seqlens_given_as_lengths():
     assert "291 tokens of the packed stream" in said
     for lengths, tokens in (([0, 7, 8, 138], 137), ([7, 8, 138], 138), ([0, 8, 7, 138], 138), ([0, 3, 0], 0)):
         assert "cu_seqlens" not in refusal(lengths, tokens)
-
-
-def test_rejects_falling_cu_seqlens():
-    with refusal_of("cu_seqlens", "[0, 5, 3]"):
-        Packing.from_cu_seqlens([0, 5, 3])
-
-
-def test_rejects_falling_unsigned_cu_seqlens():
-    with refusal_of("cu_seqlens", "[0, 5, 3]"):
-        Packing.from_cu_seqlens(np.array([0, 5, 3], np.uint32))
-
-
-def test_rejects_cu_seqlens_on_another_device():
-    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
-    with refusal_of("cu_seqlens", repr(offsets)):
-        Packing.from_cu_seqlens(offsets)
-
-
-def test_rejects_nested_cu_seqlens():
-    with refusal_of("cu_seqlens", "[[0, 2, 5]]"):
-        Packing.from_cu_seqlens(np.array([[0, 2, 5]]))
-
-
-def test_rejects_fractional_cu_seqlens():
-    with refusal_of("cu_seqlens", "[0.0, 2.7, 5.0]"):
-        Packing.from_cu_seqlens([0, 2.7, 5])

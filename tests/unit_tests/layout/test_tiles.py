@@ -19,10 +19,7 @@ from megatron_cp.planner.layouts import layout_by_name
 from tests.mask_oracle import causal, pairs_of, window
 
 RAGGED = Packing([5, 1, 9, 0, 4])
-MASKS = {
-    "causal": (Mask.causal(RAGGED), causal(RAGGED)),
-    "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1)),
-}
+MASKS = {"causal": (Mask.causal(RAGGED), causal(RAGGED)), "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1))}
 
 
 def pairs_by_token(tiles):

@@ -42,18 +42,16 @@ def mixer_inputs(rows=12):
 def test_rejects_rule_tensors_that_do_not_fit_the_plan(name):
     inputs = rule_inputs()
     inputs[name] = inputs[name][:, :1]
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
         cp.gated_delta_rule(**inputs, plan=plan_for())
-    assert error.value.argument == name
 
 
 @pytest.mark.parametrize("name", ["qkv", "beta", "alpha", "conv", "A_log", "dt_bias"])
 def test_rejects_mixer_tensors_that_do_not_fit_the_plan(name):
     inputs = mixer_inputs()
     inputs[name] = inputs[name][:-1]
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
         cp.gated_delta_net(**inputs, plan=plan_for())
-    assert error.value.argument == name
 
 
 @pytest.mark.parametrize(
@@ -69,9 +67,8 @@ def test_rejects_mixer_tensors_that_do_not_fit_the_plan(name):
 def test_rejects_types_devices_and_convolutions_that_cannot_be(name, change):
     inputs = mixer_inputs()
     inputs[name] = change(inputs[name])
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
         cp.gated_delta_net(**inputs, plan=plan_for())
-    assert error.value.argument == name
 
 
 class Counting(LinearKernel):

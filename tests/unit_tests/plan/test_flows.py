@@ -129,10 +129,7 @@ def test_sums_travel_in_at_least_four_bytes():
 
 # -- stages ----------------------------------------------------------------------------------------------------------
 
-MASKS = {
-    "causal": (Mask.causal(RAGGED), causal(RAGGED)),
-    "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1)),
-}
+MASKS = {"causal": (Mask.causal(RAGGED), causal(RAGGED)), "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1))}
 
 
 @given(

@@ -6,43 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.recurrence import Halo, Scan
+from tests.counting_group import Diary
 
 LAYOUT = Layout.contiguous(Packing([3, 20]), 3)  # the second document is on all ranks
-
-
-class Diary(RankGroup):
-    """Writes down what is started and awaited."""
-
-    def __init__(self, group):
-        self.group, self.rank, self.size, self.events = group, group.rank, group.size, []
-
-    def start_all_to_all(self, *args):
-        self.events.append("start")
-        return _Noted(self.group.start_all_to_all(*args), self.events)
-
-    def start_all_gather(self, received, sent):
-        raise NotImplementedError
-
-    def start_messages(self, sends, receives):
-        raise NotImplementedError
-
-    def barrier(self):
-        self.group.barrier()
-
-
-class _Noted(Pending):
-    def __init__(self, pending, events):
-        self.pending, self.events = pending, events
-
-    def wait(self):
-        self.events.append("wait")
-        self.pending.wait()
 
 
 class Noting(torch.autograd.Function):

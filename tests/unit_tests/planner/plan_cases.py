@@ -1,14 +1,11 @@
-"""Plans that the tests of `plan_attention` and `plan_linear` share, and how refusals are looked for."""
+"""Plans that the tests of `plan_attention` and `plan_linear` share."""
 
-import re
 import warnings
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.attention import plan_attention
@@ -25,19 +22,9 @@ PLANNERS = pytest.mark.parametrize(
 )
 
 
-@contextmanager
-def refusal_of(argument, given):
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield caught
-    assert caught.value.argument == argument
-
-
 def refused(argument):
     """What the capability table refuses, and a name that it does not know."""
-    return [
-        *(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works),
-        "no such name",
-    ]
+    return [*(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works), "no such name"]
 
 
 @st.composite

@@ -176,9 +176,8 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
     ids=["scheme", "mask", "heads", "mode", "kind"],
 )
 def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         dataclasses.replace(slot, **other)
-    assert caught.value.argument == argument
 
 
 @pytest.mark.parametrize(
@@ -191,8 +190,7 @@ def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
     ids=["a product of 3", "heads", "key heads"],
 )
 def test_rejects_slots_that_cannot_be_planned(slot, argument):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         BatchPlan(LAYOUT, [slot])
-    assert caught.value.argument == argument
     with pytest.raises(ArgumentError):
         BatchPlan(LAYOUT).plan(slot)

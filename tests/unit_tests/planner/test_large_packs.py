@@ -164,9 +164,8 @@ def test_rejects_masks_over_more_tokens_than_bounds_tell_apart():
 
 def test_rejects_balancing_work_that_64_bits_do_not_count():
     packing = Packing([2**33])
-    with pytest.raises(ArgumentError, match="Use zigzag") as caught:
+    with pytest.raises(ArgumentError, match=r"^mask: got .*Use zigzag"):
         Layout.balanced(packing, CP)
-    assert caught.value.argument == "mask"
 
 
 def test_rejects_pad_rows_that_64_bits_do_not_count():

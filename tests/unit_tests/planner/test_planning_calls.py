@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.recurrence import Halo
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.linear import plan_linear
+from tools.plan_times import make_tables
 
 DRAWS = np.random.default_rng(0).lognormal(8, 1.2, 64)
 LENGTHS = np.diff(np.round(np.cumsum(DRAWS) / DRAWS.sum() * 2**18).astype(int), prepend=0)
@@ -38,24 +38,15 @@ WAYS = {
 }
 
 
-def make_tables(plan, rank):
+def make_all(plan, rank):
     """What a rank needs to run a plan, and the sums that a choice between plans needs."""
-    kv_rank = rank // plan.ulysses_degree
-    for exchange, _ in plan.exchanges(forward=True):
-        layout = exchange.subgroup(kv_rank).layout
-        _ = layout.order, layout.inverse_order
+    make_tables(plan, rank)
     for step in plan.recurrent_steps:
         if isinstance(step, Halo):
             _ = step.tables(rank), step.split_counts
         else:
             for forward in (True, False):
                 _ = step.split_counts(forward=forward), step.segments.needed(rank, forward=forward)
-    for stage in plan.attend.stages if plan.attend else ():
-        if len(plan.attend.tiles(kv_rank, stage).bands):
-            plan.attend.call_tiles(kv_rank, stage)
-        if isinstance(stage.keys, Fetch):
-            _ = stage.keys.tables(kv_rank), stage.keys.split_counts
-            _ = stage.keys.shares() if stage.keys.equal_shares else None
     for forward in (True, False):
         plan.bytes_sent(2, forward=forward)
     plan.work_per_rank()
@@ -92,7 +83,7 @@ def test_calls_grow_no_faster_than_ranks(way, name):
     counts = {}
     for cp_size in (16, 64, 256):  # the first one of a process also imports what only some plans need
         layout = getattr(Layout, name)(Packing(LENGTHS), cp_size)
-        counts[cp_size] = calls_of(lambda layout=layout: make_tables(WAYS[way](layout), RANK))
+        counts[cp_size] = calls_of(lambda layout=layout: make_all(WAYS[way](layout), RANK))
     assert counts[64] <= MOST_CALLS[way]
     assert counts[256] <= 4 * counts[64]
 

@@ -23,15 +23,7 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from tests.unit_tests.planner.plan_cases import (
-    ATTENTION,
-    LAYOUT,
-    LINEAR,
-    PACKING,
-    PLANNERS,
-    plans,
-    ragged,
-)
+from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
 # -- the plans -------------------------------------------------------------------------------------------------------
 

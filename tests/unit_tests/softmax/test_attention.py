@@ -26,25 +26,6 @@ def tensors(rows=12, heads=4, kv_heads=2, head_dim=8):
     return [torch.randn(rows, n, head_dim, generator=random, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_a_batch_of_sequences_is_each_sequence_alone(cp_size):
-    plan, alone = plan_for([11], cp_size), plan_for([11])
-    random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(11, 3, n, 8, generator=random, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-
-    def rank(group):
-        local = [plan.layout.shard(x.detach(), group.rank).requires_grad_() for x in (q, k, v)]
-        out = cp.attention(*local, plan, group)
-        out.backward(torch.ones_like(out))
-        return [out.detach(), *(x.grad for x in local)]
-
-    results = [plan.layout.unshard(parts) for parts in zip(*run_ranks(rank, cp_size), strict=True)]
-    out = torch.stack([cp.attention(q[:, b], k[:, b], v[:, b], alone) for b in range(3)], 1)
-    out.sum().backward()
-    for actual, expected in zip(results, (out, q.grad, k.grad, v.grad), strict=True):
-        assert torch.allclose(actual, expected, atol=1e-14, rtol=0)
-
-
 def test_pad_rows_are_zero_and_pass_no_gradient():
     plan = plan_for(cp_size=2, align=4)  # 6 tokens and 2 pad rows on each rank
 
@@ -74,9 +55,8 @@ def test_pad_rows_are_zero_and_pass_no_gradient():
     ],
 )
 def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         cp.attention(*change(*tensors()), plan_for())
-    assert error.value.argument == argument
 
 
 def test_rejects_a_plan_of_another_kind():
@@ -128,9 +108,8 @@ def test_rejects_a_kernel_of_the_callers_that_cannot_run():
 
 
 def test_rejects_a_device_without_a_kernel():
-    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^device: got .*cpu or cuda"):
         choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
-    assert error.value.argument == "device"
 
 
 @pytest.mark.parametrize(
@@ -161,9 +140,8 @@ def test_rejects_the_heads_first_and_says_how_to_turn_them():
 
 
 def test_rejects_tensors_that_hold_nothing():
-    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^q: got .*cpu or cuda"):
         cp.attention(*(x.to("meta") for x in tensors()), plan_for())
-    assert error.value.argument == "q"
 
 
 def test_rejects_something_that_is_no_plan():
@@ -251,16 +229,14 @@ def test_inputs_that_share_memory_get_gradients_of_their_own(share):
     ids=str,
 )
 def test_rejects_options_that_are_none(argument, given):
-    with pytest.raises(cp.ArgumentError) as error:
+    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         cp.attention(*tensors(), plan_for(), **{argument: given})
-    assert error.value.argument == argument
 
 
 @pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
 def test_rejects_a_kernel_without_the_feature_and_names_one_with_it(option, value):
-    with pytest.raises(cp.ArgumentError, match="use reference") as error:
+    with pytest.raises(cp.ArgumentError, match=r"^kernel: got .*use reference"):
         cp.attention(*tensors(), plan_for(), kernel="cpu", seed=1, **{option: value})
-    assert error.value.argument == "kernel"
     assert cp.attention(*tensors(), plan_for(), seed=1, **{option: value}).isfinite().all()
 
 

@@ -7,6 +7,7 @@ every document and section.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class StockExchange:
         self, packing: Packing, widths: Sequence[int], size: int, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
         self.packing, self.widths, self.size = packing, tuple(widths), size
-        self.group: Any = _Ranks(size) if group is None else group
+        self.group: Any = SimpleNamespace(size=lambda: size) if group is None else group
         self.cu_seqlens = torch.from_numpy(packing.cu_seqlens.astype(np.int32)).to(device)
         self._to_stream, self._from_stream = self._orders()
 
@@ -94,13 +95,3 @@ class StockExchange:
         by_rank = local.index_select(-1, heads)
         arrived: Tensor = common.tensor_a2a_cp2hp(by_rank, 0, -1, self.group, undo_attention_load_balancing=False)
         return arrived
-
-
-class _Ranks:
-    """A group that says how many it is, and sends nothing."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size

@@ -212,10 +212,7 @@ def test_a_token_meets_the_experts_that_it_is_routed_to():
             kimi_delta_attention(4, 4, 16, decay_rank=8, gate_rank=10),
             [(64, 3 * 64 + 4 + 8 + 10), (8, 64), (10, 64), (64, 64)],
         ),
-        (
-            kimi_delta_attention(4, 4, 16, decay_rank=8, gate_rank=None),
-            [(64, 3 * 64 + 4 + 8 + 64), (8, 64), (64, 64)],
-        ),
+        (kimi_delta_attention(4, 4, 16, decay_rank=8, gate_rank=None), [(64, 3 * 64 + 4 + 8 + 64), (8, 64), (64, 64)]),
     ],
 )
 def test_projections_are_as_wide_as_what_they_make(mixer, gemms):
@@ -319,11 +316,7 @@ def test_a_block_saves_what_torch_saves(shape, qk_norm, output_gate):
         (Block(ATTENTION), 2 * 64 + 64 + 32 + 32, 64 + 64 + 32 + 32),
         (Block(ATTENTION, post_norms=True), 3 * 64 + 64 + 32 + 32, 2 * 64 + 64 + 32 + 32),
         (Block(replace(ATTENTION, kv_rank=24, shared_key_dim=4)), 2 * 64 + 128 + 24, 64 + 128 + 24),
-        (
-            Block(replace(ATTENTION, kv_rank=24, query_rank=20, qk_norm=True)),
-            2 * 64 + 128 + 2 * 44,
-            64 + 128 + 2 * 44,
-        ),
+        (Block(replace(ATTENTION, kv_rank=24, query_rank=20, qk_norm=True)), 2 * 64 + 128 + 2 * 44, 64 + 128 + 2 * 44),
         # q, k, v, beta and alpha, the gate and what the gated norm makes, which the delta rule alone makes again.
         (Block(LINEAR), 2 * 64 + 3 * 32 + 2 * 4 + 2 * 32, 64 + 3 * 32 + 2 * 4 + 32),
         (Block(mamba2(6, 2, 5, 8)), 2 * 64 + 48 + 20 + 6 + 2 * 48, 64 + 48 + 20 + 6 + 2 * 48),

@@ -103,9 +103,8 @@ def test_flags_name_the_degree_of_a_product():
     ],
 )
 def test_rejects(argument, call):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         call()
-    assert caught.value.argument == argument
 
 
 def test_sharded_weights_count_where_nothing_hides_them():

@@ -88,19 +88,11 @@ def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
         ({"spec": ("os",)}, "spec", "a module and a name"),
         ({"cp_comm_type": ("a2a+p2p",), "context_parallel_size": 3}, "cp_comm_type", "3 has no other divisor"),
         (
-            {
-                "cp_comm_type": ("a2a+p2p",),
-                "context_parallel_size": 4,
-                "hierarchical_context_parallel_sizes": (3, 2),
-            },
+            {"cp_comm_type": ("a2a+p2p",), "context_parallel_size": 4, "hierarchical_context_parallel_sizes": (3, 2)},
             "hierarchical_context_parallel_sizes",
             "two factors of the 4",
         ),
-        (
-            {"cp_comm_type": ("exact",), "context_parallel_size": 2, "cp_head_chunks": 9},
-            "cp_head_chunks",
-            "1 to 2",
-        ),
+        ({"cp_comm_type": ("exact",), "context_parallel_size": 2, "cp_head_chunks": 9}, "cp_head_chunks", "1 to 2"),
         (
             {"cp_comm_type": ("a2a",), "cp_head_chunks": 2, "context_parallel_size": 2},
             "cp_head_chunks",

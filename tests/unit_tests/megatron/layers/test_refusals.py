@@ -78,11 +78,6 @@ def refused(argument, given):
     return pytest.raises(ArgumentError, match=f"^--{argument}: got {given}; allowed: ")
 
 
-def test_rejects_chunks_by_the_flag_of_this_package():
-    with refused("cp-head-chunks", 99):
-        build(config=configure(OurConfig, cp_head_chunks=99))
-
-
 def test_a_layer_searches_for_tiles_as_its_flags_say(tmp_path):
     slot = build(config=configure(OurConfig, cp_search=2.5, cp_search_cache=str(tmp_path))).slot
     assert (slot.search_seconds, slot.search_cache) == (2.5, str(tmp_path))
@@ -169,31 +164,6 @@ def test_keys_and_values_of_latents_have_sizes_and_heads_of_their_own():
     assert build(config=config).slot.kv_heads == 2  # the one that Megatron builds first, and throws away
 
 
-def build_latent(**changes):
-    return MLASelfAttention(configure(MLATransformerConfig, **changes), None, layer_number=1)
-
-
-def test_rejects_fused_rotary_positions_of_latents():
-    with refused("apply-rope-fusion", True):
-        build_latent(apply_rope_fusion=True)
-
-
-def test_rejects_caching_latents():
-    with refused("cache-mla-latents", True):
-        build_latent(cache_mla_latents=True)
-
-
-def test_rejects_a_norm_of_queries_that_only_transformer_engine_has():
-    with refused("qk-layernorm", True):
-        build_latent(qk_layernorm=True, q_lora_rank=None, transformer_impl="local")
-
-
-@pytest.mark.parametrize("flag", ["qk_clip", "log_max_attention_logit"])
-def test_rejects_reporting_the_largest_score(flag):
-    with refused(flag.replace("_", "-"), True):
-        build(**{flag: True})
-
-
 @pytest.mark.parametrize("name", ["MLASelfAttention", "FusedMLASelfAttention"])
 def test_latent_attention_is_exchanged_for_ours_fused_or_not(name):
     layer = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
@@ -201,17 +171,6 @@ def test_latent_attention_is_exchanged_for_ours_fused_or_not(name):
     ours = specs._replace_modules(layer).submodules.self_attention
     assert ours.module is getattr(specs, name)
     assert ours.submodules.core_attention is CoreAttention
-
-
-def test_rejects_cross_attention():
-    with refused("attention-type", "'cross'"):
-        build(attention_type="cross")
-
-
-@pytest.mark.parametrize("mask", [AttnMaskType.padding, AttnMaskType.arbitrary])
-def test_rejects_masks_that_are_not_documents(mask):
-    with refused("attn-mask-type", f"<AttnMaskType.{mask.name}.*>"):
-        build(mask)
 
 
 LAYERS = {
@@ -282,11 +241,6 @@ def test_our_configuration_lets_lengths_vary_where_there_are_stages():
     refuse_unsupported(config)
 
 
-def test_rejects_masks_of_documents_that_are_tensors():
-    with refused("reset-attention-mask", True):
-        build(config=configure(OurConfig, reset_attention_mask=True))
-
-
 ORDERS = (
     ({}, None),
     ({"sft": True}, "document"),
@@ -312,18 +266,6 @@ def test_options_on_our_configuration_are_there_already():
 def test_options_for_latent_attention_let_lengths_vary_too():
     config = configure(MLATransformerConfig, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     assert with_options(config, argparse.Namespace()).variable_seq_lengths
-
-
-def test_rejects_options_that_do_not_exist_for_latent_attention():
-    with refused("cp-codec", "'fp9'"):
-        with_options(configure(MLATransformerConfig), argparse.Namespace(cp_codec="fp9"))
-
-
-def test_rejects_megatrons_hybrid_context_parallelism():
-    config = configure(context_parallel_size=2)
-    config.hybrid_context_parallel = True
-    with refused("hybrid-context-parallel", True):
-        build(config=config)
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
@@ -365,25 +307,6 @@ def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch)
     monkeypatch.setattr(specs.hybrid_layer_specs, "hybrid_stack_spec", stock)
     assert specs._te_stack().submodules.mamba_layer.submodules.mixer.module is MambaMixer
     assert stock.submodules.mamba_layer.submodules.mixer.module is mamba_mixer.MambaMixer  # which is Megatron's own
-
-
-def test_rejects_layers_that_need_transformer_engine():
-    with refused("hybrid-layer-pattern", "'another layer'"):
-        specs._NeedsTransformerEngine(configure())
-
-
-def build_mamba(layer_number=1, **changes):
-    return MambaMixer(configure(**changes), None, layer_number=layer_number, pg_collection=Groups())
-
-
-def test_rejects_states_of_mamba_that_are_rounded():
-    with refused("mamba-training-ssm-states-dtype", r"torch\.bfloat16"):
-        build_mamba(mamba_training_ssm_states_dtype=torch.bfloat16)
-
-
-def test_rejects_a_ring_of_one_mamba_layer():
-    with refused("cp-comm-type", "'p2p'"):
-        build_mamba(2, context_parallel_size=2, cp_comm_type=["a2a", "p2p"])
 
 
 def test_warns_of_a_ring_of_all_layers():
@@ -444,3 +367,53 @@ def test_rejects_options_that_do_not_exist(option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ArgumentError, match=f"^--{name}: got "):
         configure(OurConfig, **option)
+
+
+def build_latent(**changes):
+    return MLASelfAttention(configure(MLATransformerConfig, **changes), None, layer_number=1)
+
+
+def build_mamba(layer_number=1, **changes):
+    return MambaMixer(configure(**changes), None, layer_number=layer_number, pg_collection=Groups())
+
+
+def build_ours(**changes):
+    return build(config=configure(OurConfig, **changes))
+
+
+def build_hybrid():
+    config = configure(context_parallel_size=2)
+    config.hybrid_context_parallel = True
+    return build(config=config)
+
+
+def with_latent_options(**options):
+    return with_options(configure(MLATransformerConfig), argparse.Namespace(**options))
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "make", "options"),
+    [
+        ("cp-head-chunks", 99, build_ours, {"cp_head_chunks": 99}),
+        ("apply-rope-fusion", True, build_latent, {"apply_rope_fusion": True}),
+        ("cache-mla-latents", True, build_latent, {"cache_mla_latents": True}),
+        # Only Transformer Engine has this norm.
+        ("qk-layernorm", True, build_latent, {"qk_layernorm": True, "q_lora_rank": None, "transformer_impl": "local"}),
+        ("qk-clip", True, build, {"qk_clip": True}),
+        ("log-max-attention-logit", True, build, {"log_max_attention_logit": True}),
+        ("attention-type", "'cross'", build, {"attention_type": "cross"}),
+        ("attn-mask-type", "<AttnMaskType.padding.*>", build, {"attn_mask_type": AttnMaskType.padding}),
+        ("attn-mask-type", "<AttnMaskType.arbitrary.*>", build, {"attn_mask_type": AttnMaskType.arbitrary}),
+        ("reset-attention-mask", True, build_ours, {"reset_attention_mask": True}),
+        ("cp-codec", "'fp9'", with_latent_options, {"cp_codec": "fp9"}),
+        ("hybrid-context-parallel", True, build_hybrid, {}),
+        ("hybrid-layer-pattern", "'another layer'", lambda: specs._NeedsTransformerEngine(configure()), {}),
+        ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
+         {"mamba_training_ssm_states_dtype": torch.bfloat16}),
+        ("cp-comm-type", "'p2p'", build_mamba,
+         {"layer_number": 2, "context_parallel_size": 2, "cp_comm_type": ["a2a", "p2p"]}),
+    ],
+)  # fmt: skip
+def test_rejects(flag, given, make, options):
+    with refused(flag, given):
+        make(**options)

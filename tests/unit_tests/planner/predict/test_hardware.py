@@ -45,11 +45,7 @@ def test_hosts_are_full_but_for_the_last():
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
-        ("h1000", r"Did you mean h100\?"),
-        ("nothing like it", "--calibrate` writes such a file"),
-        (5, "a100, b200, cpu"),
-    ],
+    [("h1000", r"Did you mean h100\?"), ("nothing like it", "--calibrate` writes such a file"), (5, "a100, b200, cpu")],
 )
 def test_rejects_unknown_machines(name, says):
     with pytest.raises(ArgumentError, match=says) as caught:
@@ -104,9 +100,8 @@ def test_rejects_malformed_files(change, says, tmp_path):
     ],
 )
 def test_rejects_impossible_places(argument, call):
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         call()
-    assert caught.value.argument == argument
 
 
 def test_a_kind_has_its_own_rates_of_the_nearest_head_size():

@@ -90,7 +90,7 @@ def test_bands_of_ranks_are_the_mask_once(mask, size):
     for layout in layouts(RAGGED, size):
         problem = tiles_of(mask, layout, weights=WEIGHTS)
         random = np.random.default_rng(size)
-        problem = problem.with_load_cap(problem.total)
+        problem = problem._but(load_cap=problem.total)
         ranks = random.integers(0, size, problem.num_tiles)
         bands, offsets = bands_by_rank(mask, problem, ranks)
         seen = np.zeros((RAGGED.total, RAGGED.total), dtype=int)

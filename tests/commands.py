@@ -1,0 +1,25 @@
+"""`megatron-cp` commands in processes of their own, and the JSON that they end with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.limits import limit
+
+ROOT = Path(__file__).parents[1]
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def command(*arguments, ranks=None, seconds=120, status=0):
+    """Runs a command, under torchrun if a number of ranks is given, and asserts its exit code."""
+    launcher = () if ranks is None else ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m")
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, "megatron_cp.cli.main", *arguments],
+        capture_output=True, text=True, timeout=limit(seconds), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert run.returncode == status, run.stderr
+    return run
