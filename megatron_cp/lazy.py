@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ def attach_stub(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package, whose names stand in the stub beside its `__init__`.
 
-    A name that is neither public nor a module is answered with the public name that it resembles.
+    A name that is neither public nor a module is answered with the public name that it resembles, or with those of
+    which it is a part. `dir` lists public names alone.
 
     Args:
         package: the package's `__name__`.
@@ -42,15 +42,21 @@ def attach_stub(
             return ""
         return _resembling(name, names)
 
-    return get, lambda: sorted(public.union(vars(sys.modules[package]))), names
+    return get, lambda: sorted(public), names
 
 
 def _resembling(name: str, known: Collection[str]) -> str:
     from difflib import get_close_matches
 
     plain = {_plain(each): each for each in known}
-    near = get_close_matches(_plain(name), plain, n=1, cutoff=0.75)
-    return f". Did you mean {plain[near[0]]}?" if near else ""
+    near = get_close_matches(_plain(name), plain, n=1, cutoff=0.75) or [each for each in plain if _is_part(name, each)]
+    return f". Did you mean {' or '.join(plain[each] for each in near)}?" if near else ""
+
+
+def _is_part(name: str, plain: str) -> bool:
+    """Tells if a name of at least four letters begins or ends another: shorter ones are in names by chance."""
+    part = _plain(name)
+    return len(part) >= 4 and (plain.startswith(part) or plain.endswith(part))
 
 
 def _plain(name: str) -> str:

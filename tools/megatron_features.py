@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def _others() -> Iterator[str]:
     for group, names in flags().items():
         left = [f"`{name}`" for name in names if name not in FEATURE_BY_FLAG]
         if left:
-            yield f"- {group}: {', '.join(left)}"
+            line = f"- {group}: {', '.join(left)}"
+            yield textwrap.fill(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

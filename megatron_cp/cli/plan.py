@@ -77,10 +77,10 @@ _LONG_SEARCH = 5  # seconds after which one wonders
 
 
 def _announce_search(args: argparse.Namespace) -> None:
-    """A line before a long search, for who waits at a terminal; on standard error, so that --json stays alone."""
+    """Prints a line before a long search, on standard error, so that --json stays alone."""
     longest = 2 * args.search  # forward and backward
     reads = may_assign_tiles(args.scheme or AUTO) or args.whole
-    if longest > _LONG_SEARCH and reads and sys.stderr.isatty():
+    if longest > _LONG_SEARCH and reads:
         each = (
             "each size, layout, kind of attention and scheme of tiles"
             if args.whole
@@ -138,13 +138,32 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     item_size = case.dtype.itemsize
     text = [choice.explain()] if choice else []
     text += [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
+    faster = _faster_layout(case, plan) if len(args.cp) == 1 else None
+    if faster is not None:
+        times = f"{faster['predicted_ms']:.3f} ms, and {plan.prices[0].total:.3f} ms in {case.layout}"
+        text.append(f"layout {faster['name']} is predicted to take {times}: try --layout {faster['name']}")
     schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
     if schemes:
         text += ["", *_table(schemes), *_not_as_asked(case, schemes)]
     if args.plot is not None:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
-    return Report("\n".join(text), {**as_json(plan, item_size, milliseconds), "schemes": schemes})
+    found = {**as_json(plan, item_size, milliseconds), "faster_layout": faster, "schemes": schemes}
+    return Report("\n".join(text), found)
+
+
+_MUCH_FASTER = 1.5  # layouts that win by less are left to those who ask for --layout auto
+
+
+def _faster_layout(case: LayerCase, plan: Plan) -> dict[str, Any] | None:
+    """Returns the layout that is predicted to be much faster than the one that was asked for, if there is one."""
+    if case.layout == AUTO or case.search_seconds:  # tiles would be searched for again in each layout
+        return None
+    with contextlib.suppress(ArgumentError):  # layers whose masks or keys depend on the batch
+        choice = replace(case, layout=AUTO).layout_choice()
+        if choice and choice.prices and choice.prices[0].milliseconds * _MUCH_FASTER < plan.prices[0].total:
+            return {"name": choice.name, "predicted_ms": choice.prices[0].milliseconds}
+    return None
 
 
 def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:

@@ -254,7 +254,8 @@ def _cheapest(
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = priced_candidates(new, on, topology, item_size, others)
-        price, plan = best_chunks(found[0], request.with_chunks, on, topology, item_size)
+        found = best_chunks(found, request.with_chunks, on, topology, item_size)
+        price, plan = found[0]
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
         assert plan.attend is not None

@@ -22,6 +22,7 @@ _REASONS = {
     _TILES_BIAS: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
+_CHUNKS_BIAS = 0.05  # milliseconds
 # With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
 # ranks fetch ranges of keys are left out, since their tables would have as many ranges.
 VERY_MANY = 200_000
@@ -63,19 +64,26 @@ def milliseconds_for_tiles(best: tuple[Price, Plan]) -> float:
 
 
 def best_chunks(
-    chosen: tuple[Price, Plan], with_chunks: Callable[[Plan, int], Plan | None], on: Machine, topology: Topology,
-    item_size: int,
-) -> tuple[Price, Plan]:  # fmt: skip
-    """Returns the chosen candidate in the number of head chunks that is predicted to be fastest."""
-    best = chosen
-    for chunks in CHUNKS:
-        plan = with_chunks(chosen[1], chunks)
-        if plan is None or plan == chosen[1]:
-            continue
-        price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
-        if price.total < best[0].total:
-            best = price, plan
-    return best
+    found: Sequence[tuple[Price, Plan]], with_chunks: Callable[[Plan, int], Plan | None], on: Machine,
+    topology: Topology, item_size: int,
+) -> list[tuple[Price, Plan]]:  # fmt: skip
+    """Returns the candidates again, the first one in as many head chunks as are predicted to be fastest.
+
+    Another candidate replaces it if head chunks make that one faster by more than `_CHUNKS_BIAS`.
+    """
+    chunked = [with_chunks(plan, chunks) for _, plan in found for chunks in CHUNKS]
+    others = [plan for plan in chunked if plan is not None and all(plan != known for _, known in found)]
+    by_cost = priced_candidates(others, on, topology, item_size, found)
+    name = _name_of(found[0])
+    first, best = next(pair for pair in by_cost if _name_of(pair) == name), by_cost[0]
+    gain = _biased_cost(first[0].total, first[1]) - _biased_cost(best[0].total, best[1])
+    if gain <= _CHUNKS_BIAS:
+        return [first, *found[1:]]
+    return [best, first, *(pair for pair in found[1:] if _name_of(pair) != _name_of(best))]
+
+
+def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int]:
+    return pair[1].scheme, pair[1].ulysses_degree
 
 
 def reason(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:

@@ -168,6 +168,9 @@ class AttentionOnRank:
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
         """Computes the tiles for a chunk's heads; see `TileWork`."""
+        if q.ndim == 3 and len(chunk.runs) == 1:  # the kernel takes all heads at once, and needs no views of them
+            self.kernel.forward(out, lse, q, k, v, tiles, self.call, chunk.first_head)
+            return
         for entry, heads, groups, call in self._kernel_calls(chunk, q):
             self.kernel.forward(
                 _heads_of(out, entry, heads), _lse_of(lse, entry, heads),
@@ -180,6 +183,9 @@ class AttentionOnRank:
         lse: Tensor, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
         """Computes the gradients of the tiles for a chunk's heads; see `TileWork`."""
+        if q.ndim == 3 and len(chunk.runs) == 1:
+            self.kernel.backward(dq, dk, dv, dout, q, k, v, out, lse, tiles, self.call, chunk.first_head)
+            return
         for entry, heads, groups, call in self._kernel_calls(chunk, q):
             own_dk, own_dv, own_k, own_v = [_heads_of(x, entry, groups) for x in (dk, dv, k, v)]
             own_dq, own_dout, own_q, own_out = [_heads_of(x, entry, heads) for x in (dq, dout, q, out)]

@@ -213,7 +213,7 @@ def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
 )
 def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkeypatch):
     if what == "layer":
-        pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+        pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = " ".join(capsys.readouterr().out.split())

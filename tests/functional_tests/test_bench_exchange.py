@@ -28,7 +28,7 @@ CASE = Case("gdn", 2, (12, 28, 40), heads=4, scheme="headwise", dtype=torch.bflo
 
 @pytest.fixture(scope="module")
 def printed():
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     with pytest.MonkeyPatch.context() as patch:
         texts = []
         patch.setattr("builtins.print", lambda text, **_: texts.append(text))
@@ -141,7 +141,7 @@ def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
 
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     options = [*SHAPE, "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3", "--json"]
     run = command("bench", "exchange", *options, ranks=2)
     report = last_json(run.stdout)

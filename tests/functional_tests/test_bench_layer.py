@@ -27,7 +27,7 @@ RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     with pytest.MonkeyPatch.context() as patch:
         texts = []
         patch.setattr("builtins.print", lambda text, **_: texts.append(text))
@@ -190,7 +190,7 @@ def seconds_in_handed_kernel(group, kind):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_our_layer_computes_with_the_kernel_that_it_is_handed(kind):
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     assert min(run_ranks(seconds_in_handed_kernel, 2, kind, kind="processes")) > 0
 
 
@@ -213,6 +213,6 @@ def test_our_layer_computes_with_the_kernel_that_it_is_handed(kind):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     assert main(["bench", "layer", *arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err

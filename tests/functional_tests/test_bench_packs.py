@@ -19,7 +19,7 @@ def corpus(tmp_path_factory):
 
 
 def test_reports_every_way_in_every_cell(corpus, capsys):
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     options = ["--cp", "2", "--batches", "2", "--tokens-per-rank", "512", "--corpus", str(corpus), "--json"]
     assert main(["bench", "packs", *options]) == 0
     out, printed = capsys.readouterr()
@@ -37,7 +37,7 @@ def test_reports_every_way_in_every_cell(corpus, capsys):
 
 
 def test_a_step_of_megatron_core_is_its_groups_one_after_another():
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     from megatron_cp.apps.bench.peers.hybrid_cp import hybrid_step
 
     tokens = PackCost(0, 1, 0)

@@ -3,7 +3,9 @@
 import itertools
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
 from tests.commands import command, last_json
+from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -137,6 +140,20 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
         assert set(sent) == {name for name, scheme in SCHEMES.items() if not scheme.assigns_tiles}
         for way in ("forward", "backward"):
             assert sent["exact"][way] <= min(sent["p2p"][way], sent["all_gather"][way])
+
+
+def test_plan_names_a_layout_that_is_much_faster(capsys):
+    arguments = ["plan", "--documents", "1000", "--cp", "64", "--hosts", "8", "--tokens-per-rank", "8192", "--json"]
+    found = {}
+    for layout in ("zigzag", "contiguous"):
+        assert main([*arguments, "--layout", layout]) == 0
+        out = everything(capsys)
+        found[layout] = last_json(out)
+        assert ("try --layout contiguous" in out) == (layout == "zigzag")
+    assert found["contiguous"]["faster_layout"] is None
+    faster = found["zigzag"]["faster_layout"]
+    assert faster["name"] == "contiguous"
+    assert faster["predicted_ms"] == pytest.approx(sum(found["contiguous"]["predicted_ms"].values()))
 
 
 def test_check_fails_with_status_1(capsys, monkeypatch):
@@ -397,6 +414,20 @@ def test_rejects_bad_usage_with_status_2_and_one_line(arguments, says, capsys):
     assert printed.err.count("\n") == 1
     assert len(printed.err) < 400
     assert printed.err.startswith(f"megatron-cp {arguments[0]}: " if arguments[1:] else "megatron-cp: ")
+
+
+def test_the_package_runs_as_a_module():
+    """With the name, the messages and the exit status of the console script."""
+    for arguments, status, said in (
+        (["--version"], 0, "megatron-cp "),
+        (["plan", "--cp", "none"], 2, "megatron-cp plan: --cp: got "),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-m", "megatron_cp", *arguments],
+            capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
+        )  # fmt: skip
+        assert run.returncode == status, run.stderr
+        assert (run.stdout + run.stderr).startswith(said)
 
 
 @pytest.mark.parametrize("layer", ["attention", pytest.param("gdn", marks=pytest.mark.thorough)])

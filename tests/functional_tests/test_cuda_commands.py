@@ -34,7 +34,7 @@ def report_of(capsys, *command):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_reports(name, capsys, tmp_path):
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     more = ["--profile", str(tmp_path / "trace.json")] if name == "layer" else []
     report = report_of(capsys, "bench", name, *BENCHMARKS[name].split(), *more)
     assert report.get("device", "cuda") == "cuda"
@@ -45,7 +45,7 @@ def test_a_benchmark_reports(name, capsys, tmp_path):
 
 def test_training_agrees_with_one_rank(capsys, tmp_path):
     """Megatron's own model, optimizer and data parallelism, gradients over gloo, a checkpoint at the end."""
-    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     tiny = ["--device", "cuda", "--train-iters", "2", "--seq-length", "64", "--num-layers", "2"]
     folder = ["--run-dir", str(tmp_path / "run")]
     report = report_of(capsys, "train", "--compare", "--context-parallel-size", "2", *tiny, *folder)

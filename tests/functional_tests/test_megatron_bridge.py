@@ -160,7 +160,7 @@ def source(module, distribution):
     spec = importlib.util.find_spec(top)
     if spec is None:
         pytest.skip(f"{distribution} is not on the path: see docs/megatron-bridge.md")
-    assert f"{distribution} {importlib.metadata.version(distribution)}" in PAGE
+    assert f"{distribution} {importlib.metadata.version(distribution)}" in " ".join(PAGE.split())
     parts = module.removeprefix(top).strip(".").split(".")
     return ast.parse(Path(spec.origin).parent.joinpath(*parts).with_suffix(".py").read_text())
 

@@ -18,6 +18,8 @@ from tests.shared import once, selected
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets", "transformers", "trl")):
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of up to three worlds, each of many trainers
+
 KINDS = {
     "Trainer": {"sft": False},
     "Trainer, flattened": {"sft": False, "flatten": True},

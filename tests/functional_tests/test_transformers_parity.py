@@ -2,7 +2,8 @@
 
 In float64 throughout, so that what transformers rounds to fp32 hides nothing; loss, logits, and the gradient of every
 parameter. The suite runs each class in every layout, scheme and number of ranks;
-`python -m tests.functional_tests.test_transformers_parity` runs the whole product, and prints the README's table.
+`python -m tests.functional_tests.test_transformers_parity` runs the whole product, and prints the table of
+docs/transformers.md.
 """
 
 import contextlib

@@ -47,8 +47,8 @@ def test_imports_point_downward():
     upward = []
     for path in HOUSE.rglob("*.py"):
         room = path.relative_to(HOUSE).parts[0].removesuffix(".py")
-        if room == "__init__":
-            continue  # the front door names everything
+        if room in ("__init__", "__main__"):
+            continue  # the front doors: one names everything, one starts the command line
         for name in imports_of(path):
             parts = name.split(".")
             if parts[0] != "megatron_cp" or len(parts) == 1:

@@ -1,11 +1,15 @@
-"""The README's ratios are those of the results that are kept."""
+"""The README is short, and ratios on pages are those of the results that are kept."""
 
 import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/**/*.md")]
+COSTS = " ".join((ROOT / "docs" / "costs.md").read_text().split())
 
 
 def result(name):
@@ -19,24 +23,24 @@ def test_ratios_of_an_exchange_are_geometric_means_of_the_cells_that_were_measur
         name = f"{peer}_over_ours"
         means[peer] = found[name]["inbound, zigzag, with the gate"]["both"]
         of_cells[peer] = [cell[name]["inbound, zigzag, with the gate"]["both"]["median"] for cell in found["cells"]]
-    assert f"takes {means['loop']:.1f} times less than a call for every document and section" in README
-    assert f"and {means['megatron']:.1f} times less than megatron-core's fused path" in README
+    assert f"takes {means['loop']:.1f} times less than a call for every document and section" in COSTS
+    assert f"and {means['megatron']:.1f} times less than megatron-core's fused path" in COSTS
     assert len(found["cells"]) == 6
-    assert "geometric means of six cells" in README
+    assert "geometric means of six cells" in COSTS
     low, high = ([f"{end(of_cells[peer]):.1f}" for peer in of_cells] for end in (min, max))
-    assert f"which reach from {low[0]} to {high[0]} and from {low[1]} to {high[1]}" in README
-    assert f"The way back out takes {found['megatron_over_ours']['outbound, zigzag']['both']:.2f} times less" in README
+    assert f"which reach from {low[0]} to {high[0]} and from {low[1]} to {high[1]}" in COSTS
+    assert f"The way back out takes {found['megatron_over_ours']['outbound, zigzag']['both']:.2f} times less" in COSTS
     slowest = min(cell["megatron_over_ours"]["outbound, zigzag"]["both"]["median"] for cell in found["cells"])
-    assert f"but {1 / slowest:.2f} times more with 4 ranks and 1,024 tokens" in README
+    assert f"but {1 / slowest:.2f} times more with 4 ranks and 1,024 tokens" in COSTS
     pack, unpack = (found["local_targets"][what]["worst"] for what in ("pack", "unpack"))
-    assert f"at most {pack:.1f} warm copies of the same bytes to pack and {unpack:.1f} to unpack" in README
+    assert f"at most {pack:.1f} warm copies of the same bytes to pack and {unpack:.1f} to unpack" in COSTS
 
 
 def test_ratios_of_layers_are_medians():
     found = result("layer")
     gdn, mamba = (found["megatron_over_ours"][layer]["both"]["median"] for layer in ("gdn", "mamba"))
     said = f"Gated DeltaNet takes {gdn:.2f} times less time than megatron-core's, Mamba-2 {mamba:.2f} times"
-    assert f"{said}, as medians of {found['repeats']} repeats with {found['cp']} ranks" in README
+    assert f"{said}, as medians of {found['repeats']} repeats with {found['cp']} ranks" in COSTS
 
 
 def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
@@ -44,13 +48,55 @@ def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
     assert ("Nothing has run on a GPU yet" in README) == (devices == {"cpu"})
 
 
-def test_classes_of_transformers_are_those_of_the_page_and_of_the_tests():
-    page, readme = ((ROOT / name).read_text() for name in ("docs/transformers.md", "README.md"))
+def test_is_read_in_five_minutes():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(README.split()) <= 1200
+    assert max(map(len, lines)) <= 130
+    assert "pip install" in "\n".join(lines[:50])
+
+
+def test_links_of_pages_lead_to_files_and_headings():
+    headings, broken = {}, []
+    for page in PAGES:
+        headings[page] = {anchor(each) for each in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"https?://", target):
+                continue
+            path, _, heading = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if not file.exists() or (heading and heading not in headings[file]):
+                broken.append((str(page.relative_to(ROOT)), target))
+    assert broken == []
+
+
+def anchor(heading):
+    """Returns the name by which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_an_index_has_every_page_of_its_folder(folder):
+    index = (ROOT / folder / "README.md").read_text()
+    pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
+    assert pages == {target for target in re.findall(r"\]\(([^)]*)\)", index) if "/" not in target}
+
+
+def test_lines_of_pages_are_short_but_for_tables_and_commands():
+    long = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        lines = (line for line in text.splitlines() if not line.startswith(("|", "![", "    ")))
+        long += [(str(page.relative_to(ROOT)), line) for line in lines if len(line) > 130]
+    assert long == []
+
+
+def test_classes_of_transformers_are_those_of_the_tests():
+    page = (ROOT / "docs/transformers.md").read_text()
     numbers = r"(\de-\d\d|0e\+00)"
     in_page = re.findall(rf"^\| (\w+) \| [\w, ]+ \| {numbers} \| {numbers} \| {numbers} \|", page, re.MULTILINE)
-    of_page = {row[0]: row[1:] for row in in_page}
-    of_readme = re.findall(rf"\| (\w+) \| {numbers} \| {numbers} \| {numbers} ", readme)
-    assert {row[0]: row[1:] for row in of_readme} == of_page
+    names = [row[0] for row in in_page]
     cases = (ROOT / "tests" / "transformers_cases.py").read_text()
-    assert all(f'"{name}": ' in cases for name in of_page)
-    assert f"three lines for {len(of_page)} classes that are tested" in readme
+    assert all(f'"{name}": ' in cases for name in names)
+    assert f"three lines for {len(set(names))} classes that are tested" in README

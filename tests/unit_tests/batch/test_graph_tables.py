@@ -9,6 +9,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.batch.graph_tables import documents_of
+from megatron_cp.exchange.geometry import index_table
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -40,6 +41,21 @@ def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
         assert made.packing.num_documents == DOCUMENTS + 1
         assert documents_of(slots, made) == cp.Packing(lengths)
         assert made.in_stream_order == (layout == "contiguous" or size == 1)
+
+
+def test_tables_move_rows_also_of_a_pack_that_lies_in_stream_order_by_chance():
+    """A graph that was recorded with another pack reads the same tables, in the same memory."""
+    slots, places = cp.GraphTables(4, 1, 2), set()
+    for lengths in ([4], [1], [4]):
+        layout = slots.layout(lengths)
+        assert cp.Layout.zigzag(layout.packing, 2).in_stream_order == (lengths == [1])
+        assert not layout.in_stream_order
+        slots.load(cp.BatchPlan(layout, A2A), 0, CPU)  # refuses tables of other shapes than before
+        for name in ("order", "inverse_order"):
+            table = index_table(layout, name, CPU)
+            assert table.tolist() == getattr(layout, name).tolist()
+            places.add((name, table.data_ptr()))
+    assert len(places) == 2
 
 
 def test_rows_that_fill_up_have_no_label_and_no_weight():

@@ -9,6 +9,13 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup, rank_group
 from megatron_cp.executor.launch import run_ranks
 
+WIDE = {"dtype": torch.float64}
+LAYERS = {
+    "Attention": lambda: cp.nn.Attention(12, 3, 1, 4, **WIDE),
+    "GatedDeltaNet": lambda: cp.nn.GatedDeltaNet(12, 4, 2, head_dim=4, value_head_dim=4, **WIDE),
+    "KimiDeltaAttention": lambda: cp.nn.KimiDeltaAttention(12, 3, head_dim=4, **WIDE),
+    "Mamba2": lambda: cp.nn.Mamba2(12, 3, head_dim=4, state=4, groups=1, **WIDE),
+}
 LENGTHS, ATTENTION = [5, 4], cp.AttentionSpec(2, 2, 4, 4, scheme="a2a")
 LINEAR = cp.LinearSpec("conv1d", 6, 6, 1, 1, mode="headwise")
 
@@ -73,6 +80,52 @@ def _calls(group):
         reduced,
         agreed,
     ]
+
+
+def test_layers_over_meshes_are_layers_on_one_rank():
+    """Over a mesh of one axis, with a name and without, and over an axis of two; outputs and all gradients."""
+    hidden = torch.randn(sum(LENGTHS), 12, generator=torch.Generator().manual_seed(0), **WIDE)
+    found = run_ranks(_layers_over_meshes, 2, hidden, kind="processes", timeout=120)
+    layout, alone = cp.Layout.zigzag(cp.Packing(LENGTHS), 2), cp.Layout.contiguous(cp.Packing(LENGTHS), 1)
+    for name in LAYERS:
+        expected = _trained(name, hidden, alone, None)
+        for mesh in ("without a name", "cp", "dp x cp"):
+            of_ranks = [each[name, mesh] for each in found]
+            for place in (0, 1):
+                whole = layout.unshard([each[place] for each in of_ranks])
+                torch.testing.assert_close(whole, expected[place], rtol=0, atol=1e-12)
+            for _, _, *gradients in of_ranks:
+                for ours, theirs in zip(gradients, expected[2:], strict=True):
+                    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def _layers_over_meshes(group, hidden):
+    square, unnamed = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp")), init_device_mesh("cpu", (1, 2))
+    meshes = {
+        "without a name": init_device_mesh("cpu", (2,)),
+        "cp": init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)),
+        "dp x cp": square["cp"],
+    }
+    layout, found = cp.Layout.zigzag(cp.Packing(LENGTHS), 2), {}
+    for name in LAYERS:
+        for label, mesh in meshes.items():
+            found[name, label] = _trained(name, hidden, layout, mesh)
+        for mesh, axes in ((square, "'dp', 'cp'"), (unnamed, "without names")):
+            with pytest.raises(cp.ArgumentError, match=rf"^group: .* 2 dimensions .{axes}.*mesh\[.cp.\]"):
+                _trained(name, hidden, layout, mesh)
+    return found
+
+
+def _trained(name, hidden, layout, mesh):
+    """The output, and the gradients of hidden states and of parameters."""
+    torch.manual_seed(0)
+    layer, rank = LAYERS[name](), 0 if mesh is None else torch.distributed.get_rank()
+    local = layout.shard(hidden, rank).requires_grad_()
+    out = layer(local, cp.BatchPlan(layout, [layer.slot]), mesh)
+    out.sin().sum().backward()
+    if mesh is not None:
+        cp.reduce_gradients(layer, mesh)
+    return [out.detach(), local.grad, *(each.grad for each in layer.parameters())]
 
 
 def test_no_group_is_this_rank_where_it_is_the_only_one():

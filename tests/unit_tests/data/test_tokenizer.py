@@ -19,7 +19,7 @@ needs_tokenizers = pytest.mark.usefixtures("tokenizers")
 
 @pytest.fixture
 def tokenizers():
-    return pytest.importorskip("tokenizers", reason="pip install 'megatron_cp[tokenizers]'")
+    return pytest.importorskip("tokenizers", reason="pip install '.[tokenizers]'")
 
 
 @pytest.fixture

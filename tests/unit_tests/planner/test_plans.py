@@ -22,7 +22,9 @@ from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
+from megatron_cp.planner.predict.price import priced
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
 # -- the plans -------------------------------------------------------------------------------------------------------
@@ -447,3 +449,19 @@ def test_one_of_a_thing_is_in_the_singular():
     assert "in 1 chunk of heads" in said
     assert "over 2 ranks: 1 document, 64 tokens, " in said
     assert not re.search(r"\b1 (documents|chunks|rounds|transfers|tokens|ranks)\b", said)
+
+
+def test_auto_tries_head_chunks_for_every_scheme():
+    """Without chunks all_gather is predicted to be fastest, and in four chunks it is slower than exact in four."""
+    packing, hardware = Packing([10000, 4500, 4500, 4500, 4500, 4768]), machine("h100")
+    layout, topology = Layout.balanced(packing, 8), hardware.topology(8, 8)
+    request = {"heads": 64, "kv_heads": 8, "head_dim": 128, "hardware": hardware, "topology": topology}
+    chosen = plan_attention(packing, layout, **request)
+    fixed = {
+        (scheme, chunks): plan_attention(packing, layout, **request, scheme=scheme, head_chunks=chunks)
+        for scheme in ("all_gather", "exact")
+        for chunks in (1, 2, 4)
+    }
+    times = {name: priced(plan, hardware, topology, item_size=2).total for name, plan in fixed.items()}
+    assert (chosen.scheme, chosen.attend.head_chunks) == min(times, key=times.get) == ("exact", 4)
+    assert chosen.prices[0].total == pytest.approx(times["exact", 4])

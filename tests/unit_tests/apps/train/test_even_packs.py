@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cp.data import GlobalBatch, TokenCorpus
 
-pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
 
 from megatron_cp.apps.train.loop import packed_stream
 from megatron_cp.apps.train.options import TrainingOptions
