@@ -26,11 +26,11 @@ import numpy as np
 import megatron_cp as cp
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.choose import milliseconds_for_tiles
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.bound import bounds_of_directions
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.tiled import bound_of_tiles
-from megatron_cp.planner.weigh import milliseconds_for_tiles
 
 MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 HEAD_DIM = 128

@@ -43,7 +43,7 @@ def block_problem(name: str, weights: TileWeights) -> TileProblem:
     """A mask of UltraAttn's on 8 ranks, in its blocks and under its load cap."""
     table = block_table(name)
     owners = np.arange(len(table)) * 8 // len(table)
-    return TileProblem.of_table(table, owners, owners, 8, weights, load_cap=round(_LOAD_CAPS[name] * _FULL))
+    return TileProblem.from_table(table, owners, owners, 8, weights, load_cap=round(_LOAD_CAPS[name] * _FULL))
 
 
 def _row(name: str, way: str, problem: TileProblem, seconds: float) -> str:

@@ -23,12 +23,12 @@ from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import working
+from megatron_cp.planner.choose import detail_of
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.hardware import SAFE
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.weigh import detail_of
 from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 

@@ -348,7 +348,7 @@ class Plan(Memo):
         lines = [price.describe("chosen") for price in self.prices[:1]]
         lines += [price.describe("other ") for price in others[: _SHOWN - 1]]
         more = len(self.prices) - _SHOWN
-        lines += [f"and {counted(more, 'way')} more"] * (more > 0)
+        lines += [f"and {counted(more, 'candidate')} more"] * (more > 0)
         if others and not others[0].is_bound and others[0].total < self.prices[0].total:
             gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
             lines.append(

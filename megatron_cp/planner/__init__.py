@@ -1,7 +1,8 @@
-"""Chooses what the ranks do for a layer on a batch, and says why. Numpy and integers only: no torch in here.
+"""Plans a layer on a batch and explains the choice. Numpy and integers only: no torch in here.
 
-`attention` and `linear` make plans, by `checks` that they share; `batch` makes those of a microbatch, `layouts` names
-layouts. `capabilities` is the table of what can be planned, and `predict/` what a plan will take.
+`attention` and `linear` make plans, with `checks` that they share, and `choose` compares candidates. `batch` plans a
+microbatch, `layouts` makes layouts by name, and `tiles/` assigns tiles to ranks. `capabilities` is the table of
+supported options, and `predict/` predicts the time and the memory of a plan.
 """
 
 from megatron_cp.lazy import attach_stub

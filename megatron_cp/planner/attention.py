@@ -1,4 +1,4 @@
-"""`plan_attention`: from a batch and a layer of softmax attention to the steps that run it."""
+"""`plan_attention`: plans a softmax attention layer on a batch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
-from megatron_cp.planner.weigh import VERY_MANY, detail_of, in_best_chunks, rule_of, weighed, words_of_degree
 
 
 def plan_attention(
@@ -63,7 +63,7 @@ def plan_attention(
     search_seconds: float = 0.0,
     search_cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """How to run softmax attention over a batch.
+    """Plans a softmax attention layer on a batch.
 
     A scheme is a head exchange among `u` neighbouring ranks (DeepSpeed Ulysses, arXiv 2309.14509) and a schedule by
     which keys and values travel between the `cp_size / u` groups of such ranks:
@@ -73,44 +73,44 @@ def plan_attention(
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
         tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
-                         queries whose partial results go home (after UltraAttn, doi 10.1145/3712285.3759894)
+                         queries, whose partial results return (after UltraAttn, doi 10.1145/3712285.3759894)
         a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
 
     Args:
         packing: the documents.
-        layout: who holds which tokens of q and the output, and of k and v.
+        layout: the assignment of tokens to ranks, for q and the output, and for k and v.
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
-        mask: which keys a query sees; causal in each document if None, or full if keys are given a packing or a layout.
-        kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
-            holds them; None for self-attention.
-        scheme: one of the above, or "auto", which takes the way that is predicted to be fastest: the scheme, its degree
-            and, where that is left open, the number of head chunks.
+        mask: the keys that each query sees; causal in each document if None, or full if `kv_packing` or `kv_layout` is
+            given.
+        kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and
+            their layout; None for self-attention.
+        scheme: one of the above, or "auto", which takes the candidate that is predicted to be fastest: the scheme, its
+            degree and, unless given, the number of head chunks.
         ulysses_degree: `u`, for the last four; the largest divisor of `cp_size` by which the key/value heads can be
-            shared out evenly if None. With "auto", that of the ways to choose from.
+            shared out evenly if None. With "auto", only candidates with this degree are compared.
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
-        codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
-            "int8", each with a scale for each token and head.
-        hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
-        topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions, and for the tiles of tiled, which weigh what
-            travels.
-        search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
-            they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
-            weighs the two only if this is above 0, since they take seconds to plan; other schemes refuse a search.
-        search_cache: a folder with what searches found before, for all ranks the same; None for none.
+        transport: the transport of messages: "collective", "pairwise" or a `Transport`, which hierarchical needs.
+        codec: the codec of heads in the messages of an exchange: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2)
+            or "int8", each with a scale for each token and head.
+        hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
+        topology: the hosts of the ranks; full hosts of that machine if None.
+        item_size: bytes of an activation, for predictions and for the bytes of tiles.
+        search_seconds: the time limit, for each of forward and backward, of a further search for better tiles in tiled
+            and a2a+tiled, with OR-Tools (the extra `solver`). All ranks find the same. "auto" compares these two
+            schemes only if this is above 0, since they take seconds to plan; other schemes refuse a search.
+        search_cache: a folder with results of earlier searches, the same for all ranks; None for none.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, or that no scheme here can run.
+        ArgumentError: an argument that does not fit the others or that no scheme can run.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
-    # By what was asked for, not by whether lengths happen to be equal: the default mask must not depend on the batch.
+    # The arguments decide, not equal lengths by chance: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
     if mask is None:
@@ -134,21 +134,21 @@ def plan_attention(
     )  # fmt: skip
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         return request.plan(scheme_named(scheme), ulysses_degree)
-    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, looked_at))
-    # Made once more where it was found, from the same tables: its notes are said aloud now.
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
+    key, planned = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, planned))
+    # The plan is made again, from the same tables, so that its warnings are given now.
+    chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
-_OF_SEARCH = ("search_seconds", "search_cache")  # arguments that only ways with assigned tiles read
-_OF_WAYS = ("ulysses_degree", "head_chunks", "codec")  # arguments that rule out ways: as who gave them wants
+_SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
+_FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
 class _Choice(NamedTuple):
-    """What "auto" takes. No plan: a layout remembers it, which plans refer to."""
+    """The choice of "auto". It holds no plan, since plans refer to the layout that keeps it."""
 
-    way: Scheme
+    scheme: Scheme
     degree: int | None
     head_chunks: int | None
     prices: tuple[Price, ...]
@@ -157,7 +157,7 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for, but for the scheme."""
+    """The arguments of `plan_attention` after checks, without the scheme."""
 
     layout: Layout
     kv_layout: Layout
@@ -174,15 +174,15 @@ class _Request:
     on: Machine
 
     def tiles(self, step: Attend) -> TiledWork:
-        """Who computes which tile: searched once for each batch, layer shape and mask."""
+        """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (step.partition, self.head_dim, self.value_head_dim)
-        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # whatever the chunks of heads
+        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
 
-    def in_rounds(self, plan: Plan) -> Plan:
-        """A plan with assigned tiles, their rows in as many rounds as are predicted to be fastest."""
+    def schedule_rounds(self, plan: Plan) -> Plan:
+        """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
         if plan.attend is None or plan.attend.tiled is None:
             return plan
         on, topology, item_size = self.on, self.topology, self.search.item_size
@@ -192,123 +192,126 @@ class _Request:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All of it but the layout."""
+        """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
         return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport, self.search)
 
-    def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
-        """The plan of one scheme, which takes what queries see from another one in whose heads are spread alike."""
-        degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
+    def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
+        """Plans a scheme, and shares tables with one of `others` of the same degree."""
+        degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
         k = Section("k", self.kv_heads, self.head_dim, partition.groups)
         v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
-        chunks = _head_chunks(self.head_chunks, way, partition)
-        coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
-        steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
+        chunks = _head_chunks(self.head_chunks, scheme, partition)
+        coding = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
+        steps = _steps(scheme, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
         attend = next(step for step in steps if isinstance(step, Attend))
         for other in others:
             if other.attend is not None and other.ulysses_degree == degree:
                 attend.share_seen(other.attend)
                 break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
-        notes += many_bands(attend, way)
+        notes += many_bands(attend, scheme)
         plan = Plan(
-            "attention", way.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
+            "attention", scheme.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
             transport=self.transport,
         )  # fmt: skip
-        return self.in_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
+        return self.schedule_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
-        """The same way in so many head chunks; None where it cannot be, or was asked for otherwise."""
-        way = SCHEMES[plan.scheme]
-        if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
+        """Returns the plan in so many head chunks; None if it cannot have them, or the user fixed another number."""
+        scheme = SCHEMES[plan.scheme]
+        if self.head_chunks is not None or not scheme.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree, [plan])
+        return replace(self, head_chunks=chunks).plan(scheme, plan.ulysses_degree, [plan])
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, ways: list[Plan]
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, candidates: list[Plan]
 ) -> _Choice:
-    """The way that is predicted to be fastest, with the prices of all.
+    """Chooses the candidate that is predicted to be fastest.
 
     Args:
         request, ulysses_degree, on, topology: see `plan_attention`.
-        ways: gets the plans of all.
+        candidates: the list to which the plans of all candidates are appended.
     """
     item_size = request.search.item_size
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
-        refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
+        warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
+        untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
+        refused = _add_candidates(request, untiled, candidates)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
-            others = weighed(ways, on, topology, item_size) if ways else []
-            of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(of_tiles, ways, others, on, topology, item_size)
+            others = priced_candidates(candidates, on, topology, item_size) if candidates else []
+            tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
+            skipped = hopeless_tiles(tiled, candidates, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
-            hopeful = [pair for pair in of_tiles if (pair[0].name, words_of_degree(*pair)) not in names]
-            not_tiled = _add_ways(request, hopeful, ways)
-        if not ways:
+            hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
+            not_tiled = _add_candidates(request, hopeful, candidates)
+        if not candidates:
             raise (not_tiled or refused)[0][1]
-        new = [plan for plan in ways if not others or (plan.attend is not None and plan.attend.tiled is not None)]
-        found = weighed(new, on, topology, item_size, others)
-        found = in_best_chunks(found, request.with_chunks, on, topology, item_size)
+        new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
+        found = priced_candidates(new, on, topology, item_size, others)
+        found = best_chunks(found, request.with_chunks, on, topology, item_size)
         price, plan = found[0]
-    way, chunks = SCHEMES[plan.scheme], request.head_chunks
-    if chunks is None and way.takes_chunks:
+    scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
+    if chunks is None and scheme.takes_chunks:
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
-    degree = plan.ulysses_degree if way.is_product else None
-    price = replace(price, rule=rule_of((price, plan), found[1:]))
+    degree = plan.ulysses_degree if scheme.is_product else None
+    price = replace(price, rule=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
-    return _Choice(way, degree, chunks, prices, (*_left_out(not_tiled), *_not_searched(ways, plan)))
+    notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
+    return _Choice(scheme, degree, chunks, prices, notes)
 
 
-def _ways(
+def _schemes_to_try(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
-    """The schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    schemes = [way for way in SCHEMES.values() if way.assigns_tiles == tiles]
-    return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
+    """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
+    schemes = [scheme for scheme in SCHEMES.values() if scheme.assigns_tiles == tiles]
+    return [(scheme, degree) for scheme in schemes for degree in _degrees(scheme, layout, ulysses_degree, topology)]
 
 
 _Refusals = list[tuple[str, ArgumentError]]
 
 
-def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> _Refusals:
-    """Appends the plans of ways; the refusals of those that cannot be, with their names."""
+def _add_candidates(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], into: list[Plan]) -> _Refusals:
+    """Appends the plans of candidates; returns the names and the refusals of those that cannot be planned."""
     refused = _Refusals()
-    for way, degree in wanted:
+    for scheme, degree in wanted:
         try:
-            ways.append(request.plan(way, degree, ways))
+            into.append(request.plan(scheme, degree, into))
         except ArgumentError as error:
-            if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
+            if error.argument in _SEARCH_ARGUMENTS:  # the search is impossible for all candidates
                 raise
-            refused.append((way.name + words_of_degree(way, degree), error))
+            refused.append((scheme.name + describe_degree(scheme, degree), error))
     return refused
 
 
-def _left_out(refused: _Refusals) -> tuple[str, ...]:
-    """A note for each reason that the batch itself gives against ways that a search was to weigh."""
-    reasons: dict[str, list[str]] = {}
+def _refusal_notes(refused: _Refusals) -> tuple[str, ...]:
+    """Returns a note for each reason, not given by the user, that ruled out candidates with tiles."""
+    causes: dict[str, list[str]] = {}
     for name, error in refused:
-        if error.argument not in _OF_WAYS:
-            reasons.setdefault(str(error), []).append(name)
-    return tuple(f"left out: {', '.join(names)}, for {reason}" for reason, names in reasons.items())
+        if error.argument not in _FILTERS:
+            causes.setdefault(str(error), []).append(name)
+    return tuple(f"left out: {', '.join(names)}, for {cause}" for cause, names in causes.items())
 
 
-def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
-    """What the searches of the ways that were not taken could not do: a plan says that of itself."""
-    others = [plan for plan in ways if (plan.scheme, plan.ulysses_degree) != (chosen.scheme, chosen.ulysses_degree)]
+def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
+    """Returns notes on the limits of searches of the other candidates; the chosen plan has its own."""
+    own = chosen.scheme, chosen.ulysses_degree
+    others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
 
 
-def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
-    """The degrees among which "auto" chooses; of very many fragments, and of tiles, the ranks of a host."""
-    if asked is not None or not way.is_product:
+def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
+    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
+    if asked is not None or not scheme.is_product:
         return [asked]
-    is_many = layout.starts.size > VERY_MANY or way.assigns_tiles
+    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
     degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
     if not is_many:
         return degrees
@@ -321,22 +324,22 @@ def _steps(
     blocks: tuple[Section, Section, Section], chunks: int, codec: Codec | None,
     tiles: Callable[[Attend], TiledWork],
 ) -> tuple[Step, ...]:  # fmt: skip
-    """The attention, between two head exchanges where there are some.
+    """Returns the steps: the attention, between two head exchanges if the scheme has them.
 
     Args:
-        tiles: assigns those of a step, where the scheme wants that.
+        tiles: assigns the tiles of a step, for schemes that assign them.
     """
     q, k, v = blocks
     degree = len(partition.heads)
-    # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
+    # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
     in_order = layout.in_stream_order and kv_layout.in_stream_order
     exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
     queries, keys = (
         Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
         for each in (layout, kv_layout)
     )
-    parts, of_keys = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, of_keys)
+    parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, key_chunks)
     if scheme.assigns_tiles and queries.cp_size > 1:
         attend = replace(attend, tiled=tiles(attend))
     if not exchanged:
@@ -355,7 +358,6 @@ def _steps(
 
 
 def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
-    """How many ranks exchange heads with one another."""
     products = [other.name for other in SCHEMES.values() if other.is_product]
     if not scheme.is_product:
         degree = cp_size if scheme.exchanges_heads else 1
@@ -370,7 +372,7 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
         remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
         raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
     if ulysses_degree is None:
-        # As many as share the key/value heads evenly; else as many as leave no rank without one.
+        # The largest degree that shares key/value heads evenly; else the largest that leaves no rank without one.
         even, some = (
             [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
         )
@@ -382,7 +384,7 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
 
 def _codec_remedy() -> str:
     names = " or ".join(scheme.name for scheme in SCHEMES.values() if scheme.takes_codec)
-    return f"Only heads that change places are coded: use {names}."
+    return f"Only heads of an exchange are coded: use {names}."
 
 
 def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:
@@ -397,7 +399,7 @@ def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) ->
 def _key_side(
     packing: Packing, layout: Layout, kv_packing: Packing | None, kv_layout: Layout | None
 ) -> tuple[Packing, Layout]:
-    """The documents and the layout of the keys: those of the queries where none are given."""
+    """Returns the documents and the layout of the keys, by default those of the queries."""
     if kv_packing is None and kv_layout is None:
         return packing, layout
     if not isinstance(kv_packing, Packing) or kv_packing.num_documents != packing.num_documents:

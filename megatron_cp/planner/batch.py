@@ -29,9 +29,9 @@ from megatron_cp.planner.tiled import checked_search
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A kind of softmax attention layer: all that its plan depends on besides the batch. See `plan_attention`.
+    """The arguments of a softmax attention layer's plan, except the batch. See `plan_attention`.
 
-    Layers of equal slots share a plan. Fixed when a module is built.
+    Layers with equal specs share a plan. A spec is fixed when a module is built.
     """
 
     heads: int
@@ -58,13 +58,12 @@ class AttentionSpec:
             require(name, getattr(self, name))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
-        Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
-        object.__setattr__(
-            self, "transport", Transport.named(self.transport)
-        )  # by name or by value, it is one kind of layer
+        Mask.named(Packing([1]), self.mask)  # refuses unknown names before there is a batch
+        # A transport by name and the same by value make equal specs.
+        object.__setattr__(self, "transport", Transport.named(self.transport))
 
     def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
-        """The plan over a layout; `lengths` are the documents' own where they end in pads, see `BatchPlan`."""
+        """Plans the layer over a layout; `lengths` are those of the documents without pads, see `BatchPlan`."""
         _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
@@ -74,25 +73,26 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`.
+    """The arguments of a linear layer's plan, except the batch. See `plan_linear`.
 
-    Sizes that a kind does not have, such as the key heads of a convolution alone, are not read.
+    Sizes that a kind does not have, such as the key heads of a bare convolution, are not read.
 
     Attributes:
         heads: value heads, each with a state of its own.
-        key_heads: of gdn and kda, query/key heads; of mamba, groups of B and C.
-        head_dim: features of a key head; of mamba, of B and C: the size of the state.
-        value_head_dim: features of a value head; of mamba, of a head of x.
+        key_heads: query/key heads of gdn and kda; groups of B and C of mamba.
+        head_dim: features of a key head; for mamba, of B and C, which is the size of the state.
+        value_head_dim: features of a value head; for mamba, of a head of x.
         conv_width: taps of the convolution.
-        mode: one of `--linear-cp-mode`.
-        hidden_size: of the model, where hidden states can be redistributed around this layer's run of linear layers.
+        mode: a value of `--linear-cp-mode`.
+        hidden_size: the model's hidden size, if hidden states may be redistributed around this layer's run of linear
+            layers; else None.
         item_size: bytes of an activation, for predictions.
-        head_chunks: of headwise, at most; a rank may have fewer key heads.
-        hardware, topology: on what "auto" predicts; see `plan_attention`.
-        transport, codec: see `plan_attention`; the codec is headwise's alone. Other modes leave codec and head chunks
-            unused, which a note of the plan says.
-        run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
-            own; they are redistributed together or not at all. Empty for a layer by itself.
+        head_chunks: the most head chunks of headwise; a rank may have fewer key heads.
+        hardware, topology: the machine of predictions; see `plan_attention`.
+        transport, codec: see `plan_attention`. Only headwise uses the codec and head chunks; a note of the plan says
+            that other modes do not.
+        run: the specs of the run's layers, this one's among them and each as often as it occurs, without runs of their
+            own; they are redistributed together or not at all. Empty for a single layer.
     """
 
     kind: str
@@ -134,13 +134,13 @@ class LinearSpec:
             redistributed += count * times.pop(REDISTRIBUTE.name, math.inf)
             direct += count * min(times.values())
         own_totals = [price.total for price in own]
-        ways = [price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct)]
-        best = self._plan(layout, ways[0].scheme)
-        rule = "all linear layers of a run are redistributed, or none" if ways[0].total > min(own_totals) else ""
-        return replace(best, prices=(replace(ways[0], rule=rule), *(price for price in own if price is not ways[0])))
+        chosen = next(price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct))
+        best = self._plan(layout, chosen.scheme)
+        rule = "all linear layers of a run are redistributed, or none" if chosen.total > min(own_totals) else ""
+        return replace(best, prices=(replace(chosen, rule=rule), *(price for price in own if price is not chosen)))
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
-        """Of the ways to run a layer of this kind, the cheapest first; found once a layout."""
+        """Returns the prices of the layer's candidates, the cheapest first; the layout keeps them."""
         found: tuple[Price, ...] = layout.memo(("prices", self), lambda: self._plan(layout, AUTO).prices)
         return found
 
@@ -149,14 +149,14 @@ class LinearSpec:
             "heads": self.heads, "groups": self.key_heads, "key_dim": self.head_dim, "value_dim": self.value_head_dim,
         }  # fmt: skip
         kind = KINDS[self.kind]
-        of_kind: dict[str, Any] = {size.name: sizes[size.field] for size in kind.arguments}
+        named: dict[str, Any] = {size.name: sizes[size.field] for size in kind.arguments}
         groups = self.key_heads if kind.argument("groups") else self.heads
         exchanges = may_exchange_heads(mode)
         chunks = self.head_chunks if exchanges else None
         if chunks is not None:
             chunks = min(chunks, partition_heads(self.heads, groups, layout.cp_size).most_groups)
         plan = plan_linear(
-            layout.packing, layout, self.kind, **of_kind, conv_width=self.conv_width,
+            layout.packing, layout, self.kind, **named, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
             item_size=self.item_size, head_chunks=chunks, transport=self.transport,
             codec=self.codec if exchanges else "none", hardware=self.hardware,
@@ -171,7 +171,7 @@ Slot = AttentionSpec | LinearSpec
 
 
 def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    """Refuses sizes that are no integers of at least 1, when the slot is made."""
+    """Refuses sizes of a spec that are no integers of at least 1."""
     for name in sizes + tuple(name for name in optional if getattr(slot, name) is not None):
         checked_integer(name, getattr(slot, name), 1)
 
@@ -196,10 +196,11 @@ class BatchPlan:
     """The plans of one microbatch over one layout. Made once, on the host, where the batch is sharded.
 
     Args:
-        layout: who holds which tokens.
-        slots: the kinds of layers in the model. A kind that is not named here is planned when its first layer asks.
-        lengths: of each document, where it ends in pads that are rows of the layout like any token: attention neither
-            looks at those nor gives them anything but zeros. Linear layers are causal, so pads cost them time alone.
+        layout: the assignment of tokens to ranks.
+        slots: the specs of the model's layers. A spec that is missing here is planned when its first layer runs.
+        lengths: the tokens of each document without its pads, if documents end in pads, which are rows of the layout
+            like any token. Attention ignores pads and returns zeros for them. Linear layers are causal, so pads cost
+            them time alone.
 
     Example:
         >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
@@ -219,8 +220,8 @@ class BatchPlan:
             raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
-            Mask.causal(layout.packing).of_tokens(lengths)  # refuses what the documents cannot have
-            lengths = frozen(np.array(lengths, np.int64))  # read again when a layer asks for a plan
+            Mask.causal(layout.packing).of_tokens(lengths)  # refuses lengths that do not fit the documents
+            lengths = frozen(np.array(lengths, np.int64))  # read again when a spec is planned later
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
 
@@ -234,11 +235,11 @@ class BatchPlan:
 
     @property
     def kinds(self) -> list[Slot]:
-        """The kinds of layers that have been planned, as `plans` are."""
+        """The specs of the planned layers, in the order of `plans`."""
         return list(self._plans)
 
     def plan(self, slot: Slot) -> Plan:
-        """The plan of every layer of this kind."""
+        """Returns the plan of every layer with this spec."""
         found = self._plans.get(_checked_slot("slot", slot))
         if found is None:
             found = self._plans[slot] = self._made(slot)
@@ -248,9 +249,9 @@ class BatchPlan:
         return slot.plan(self.layout, self.lengths) if isinstance(slot, AttentionSpec) else slot.plan(self.layout)
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal on two ranks exactly when all their plans are (up to hash collisions)."""
+        """Returns 16 bytes that are equal on two ranks exactly when all their plans are (up to hash collisions)."""
         return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
 
     def describe(self) -> list[str]:
-        """The layout and every plan as lines of text: what two ranks compare when their plans differ."""
+        """Returns the layout and every plan as lines of text, which ranks compare when their plans differ."""
         return [*self.layout.describe(), *(line for plan in self.plans for line in plan.describe())]

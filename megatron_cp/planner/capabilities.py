@@ -1,4 +1,4 @@
-"""What can be planned and what cannot, in one table: refusals and `megatron-cp doctor` both read it."""
+"""The table of supported and unsupported options, which refusals and `megatron-cp doctor` read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES
 
 @dataclass(frozen=True)
 class Capability:
-    """One value of one argument.
+    """A value of an argument.
 
     Attributes:
-        argument: as the planning functions spell it.
-        value: what the user may ask for.
-        works: whether it can be planned.
-        remark: what it does, or what to use instead.
+        argument: the name of the argument in the planning functions.
+        value: the value that a user may ask for.
+        works: it can be planned.
+        remark: a description of the value, or the alternative to use.
     """
 
     argument: str
@@ -37,7 +37,7 @@ _BALANCE = (
 
 CAPABILITIES = (
     *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
-    Capability("scheme", AUTO, True, "the way that is predicted to be fastest"),
+    Capability("scheme", AUTO, True, "the scheme that is predicted to be fastest"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),
     Capability("mask", "window:LEFT,RIGHT", True, "so many tokens before and after itself; -1 for no limit"),
@@ -60,13 +60,13 @@ CAPABILITIES = (
     ),
     *(Capability("kind", kind.name, True, kind.remark) for kind in KINDS.values()),
     *(Capability("mode", mode.name, True, mode.remark) for mode in MODES.values()),
-    Capability("mode", "auto", True, "the way that is predicted to be fastest"),
+    Capability("mode", "auto", True, "the mode that is predicted to be fastest"),
     Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
     Capability("transport", "hierarchical", True, "one message a rank to each other host, and on from there"),
-    Capability("codec", "none", True, "heads change places in their own type"),
+    Capability("codec", "none", True, "heads are exchanged in their own type"),
     Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
-    Capability("codec", "fp8_e5m2", True, "likewise, gradients in E5M2"),
+    Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
     Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),
     Capability("layout", "contiguous", True, "the stream cut into equal ranges"),
     Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
@@ -75,7 +75,7 @@ CAPABILITIES = (
     Capability("layout", AUTO, True, "contiguous, zigzag or balanced: in which all layers are predicted to be fastest"),
     Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
     Capability(
-        "packed_order", "pack", True, "likewise, the whole pack cut in 2 * cp: --dataloader-inter-document-masking"
+        "packed_order", "pack", True, "Megatron's batches, the pack cut in 2 * cp: --dataloader-inter-document-masking"
     ),
     Capability("layer", "attention", True, "softmax attention"),
     *(Capability("layer", kind.name, True, kind.mixer) for kind in KINDS.values()),
@@ -139,25 +139,25 @@ CAPABILITIES = (
 
 
 def remark(argument: str, value: str) -> str:
-    """What the table says about a value."""
+    """Returns the table's remark on a value."""
     return next(entry.remark for entry in CAPABILITIES if (entry.argument, entry.value) == (argument, value))
 
 
 def working(argument: str) -> list[str]:
-    """The values of an argument that can be planned."""
+    """Returns the values of an argument that can be planned."""
     return [entry.value for entry in CAPABILITIES if entry.argument == argument and entry.works]
 
 
 def require(argument: str, value: str, *, name: str | None = None) -> str:
-    """`value`, if it can be planned.
+    """Returns `value` if it can be planned.
 
     Args:
-        argument: as the table has it.
-        value: what the user asked for.
-        name: how the user spells the argument, if not as the table does.
+        argument: the argument's name in the table.
+        value: the value that the user asked for.
+        name: the user's name of the argument, if the table has another one.
 
     Raises:
-        ArgumentError: it cannot, with what to use instead.
+        ArgumentError: the value cannot be planned; the error names the alternatives.
     """
     refuse_unbuilt(argument, value, name=name)
     known = working(argument)
@@ -167,10 +167,10 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
 
 
 def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> None:
-    """Refuses what the table has and nothing can plan yet. Of other values, known or not, it says nothing.
+    """Refuses a value that the table lists as unsupported; accepts all others, known or not.
 
     Raises:
-        ArgumentError: with what to use instead.
+        ArgumentError: the value is unsupported; the error names the alternatives.
     """
     for entry in CAPABILITIES:
         if isinstance(value, str) and (entry.argument, entry.value, entry.works) == (argument, value, False):
@@ -180,7 +180,7 @@ def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> Non
 
 
 def did_you_mean(value: object, known: Iterable[str], alike: float = 0.75) -> str:
-    """A question, where the user may have meant one of the known values, so much alike (of 1); else nothing."""
+    """Returns a question with the most similar known value, if its similarity is at least `alike` (0 to 1), or ""."""
     if not isinstance(value, str):
         return ""
     known = list(known)
@@ -195,10 +195,10 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "+")
 
 
-# As other projects say it, in plain letters.
+# Names of other projects, in plain letters.
 _OTHER_NAMES = {
     "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
     "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
     "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
-    "nodes": "--hosts", "relay": "redistribute",  # the names before
+    "nodes": "--hosts", "relay": "redistribute",  # former names
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What planning functions ask of their arguments, and what they have in common."""
+"""Checks of the planning functions' arguments, and parts that these functions share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_cp.planner.predict.hardware import Machine, Topology
 
 
 def check_layout(packing: Packing, layout: Layout) -> None:
-    """Refuses what is no layout of the packing."""
+    """Refuses anything but a layout of the packing."""
     if not isinstance(packing, Packing):
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
@@ -32,7 +32,7 @@ def check_layout(packing: Packing, layout: Layout) -> None:
 
 
 def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool) -> None:
-    """Refuses what is no mask over the documents, or shows rows that `GraphTables` filled documents up with."""
+    """Refuses anything but a mask over the documents that hides the rows with which `GraphTables` pads them."""
     if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (layout.packing, kv_layout.packing):
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     for side in (layout, kv_layout):
@@ -48,7 +48,7 @@ def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> No
     own = lengths.copy()
     own[: given.size] = given
     first, bands = filled[0], mask.bands.copy()
-    if not is_cross and not is_block_table(mask.name):  # both are placed by a document's filled-up length
+    if not is_cross and not is_block_table(mask.name):  # both depend on a document's padded length
         ends = (layout.packing.cu_seqlens[:-1] + own)[layout.packing.documents_of(bands[:, 0])]
         bands[:, 1] = np.minimum(bands[:, 1], ends)
         seen = band.area(bands)
@@ -60,13 +60,13 @@ def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> No
         allowed = "one of a pack to itself where documents are filled up"
     remedy = (
         f"Document {first} has {given[first]} tokens and is filled up to {lengths[first]}. With a2a, GraphTables of"
-        " align_documents=1 fill up none; p2p wants lengths that are multiples already."
+        " align_documents=1 fill up none; p2p needs lengths that are multiples already."
     )
     raise ArgumentError("mask", mask.name, allowed, remedy)
 
 
 def checked_topology(topology: Topology | None, on: Machine, cp_size: int, transport: Transport) -> Topology:
-    """Where the ranks are: on the hosts that a transport knows of, or full hosts of the machine, unless it is said."""
+    """Returns the given topology, or by default the ranks on the transport's hosts or on full hosts of the machine."""
     if topology is None:
         return on.topology(cp_size, transport.hosts or None)
     if transport.hosts and isinstance(topology, Topology) and topology.hosts != transport.hosts:
@@ -78,7 +78,7 @@ def checked_topology(topology: Topology | None, on: Machine, cp_size: int, trans
 
 
 def checked_heads(**counts: int) -> tuple[int, int]:
-    """Heads and their groups, with errors that name the arguments of the caller: the heads first."""
+    """Returns the numbers of heads and of groups; errors use the names of the two keyword arguments, heads first."""
     (heads_name, heads), (groups_name, groups) = (
         (name, checked_integer(name, count, 1)) for name, count in counts.items()
     )
@@ -88,7 +88,7 @@ def checked_heads(**counts: int) -> tuple[int, int]:
 
 
 def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
-    """Parts of a rank's heads: each at least one of what `group` calls those that heads share."""
+    """Returns the number of parts of a rank's heads; each has at least one group, which errors call `group`."""
     asked, most, ranks = checked_integer("head_chunks", asked, 1), partition.most_groups, len(partition.groups)
     if asked > most:
         count = max(hi for _, hi in partition.groups)
@@ -100,14 +100,14 @@ def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
 
 
 def no_chunks(asked: int, scheme: str, remedy: str) -> int:
-    """The one part in which a scheme without chunks does all of it."""
+    """Returns 1, the only number of chunks of a scheme that has none."""
     if checked_integer("head_chunks", asked, 1) > 1:
         raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
     return 1
 
 
 def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
-    """The codec of that name, or a refusal that says what to do where nothing can be coded."""
+    """Returns the codec of that name; if `remedy` is not empty, refuses any but "none" with it."""
     if require("codec", name) != "none" and remedy:
         raise ArgumentError("codec", name, f"none for {scheme}", remedy)
     return CODECS[name]
@@ -122,9 +122,9 @@ def exchange_of(
     *,
     section_major: bool = True,
 ) -> Exchange:
-    """Of sections made by `partition`, in so many chunks of each rank's heads.
+    """Makes the exchange of sections made by `partition`, in so many chunks of each rank's heads.
 
-    Attention writes its gradients where its inputs stood: those leave row-major.
+    Attention writes its gradients in the form of its inputs, so its inbound exchanges are row-major.
     """
     parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
     return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, section_major)
@@ -133,7 +133,7 @@ def exchange_of(
 def notes_of(
     partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "", stacklevel: int = 3
 ) -> tuple[str, ...]:
-    """What the user should know about a head exchange; `stacklevel` is the caller's caller's, whom it warns."""
+    """Returns notes about idle ranks and shared heads, and warns of the former at `stacklevel`."""
     notes = []
     if partition.idle_ranks:
         idle = partition.idle_ranks * layout.cp_size // len(partition.heads)
@@ -147,25 +147,26 @@ def notes_of(
     return tuple(notes)
 
 
-# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document cut in
-# zigzag has two or three a stage. So many times as many calls as stages is what no such layout comes near.
+# A ring makes a kernel call for each pair of fragments of two ranks that see one another; a document cut in zigzag has
+# two or three such pairs a stage. These layouts stay far below this many calls for each stage.
 _MANY, _AT_LEAST = 8, 1000
 
 
 def many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
-    """A warning where a ring computes token by token what other schemes compute at once."""
+    """Warns where a ring needs very many kernel calls and other schemes need few; returns the warning as a note."""
     if attend.num_stages == 1 or attend.tiled is not None:
         return ()
-    in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
-    if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
+    last_rank = attend.num_kv_ranks - 1  # which sees most in stream order
+    staged_calls, gathered_calls = attend.count_bands(last_rank)
+    if staged_calls < max(_AT_LEAST, _MANY * attend.num_kv_ranks * gathered_calls):
         return ()
     gathering = [
         other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
     ]
     note = (
-        f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"{scheme.name} computes {staged_calls} pieces of attention on a rank, a call of the CPU's kernel each, since "
         f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
-        f"and compute {at_once}"
+        f"and compute {gathered_calls}"
     )
     warnings.warn(note, stacklevel=4)
     return (note,)

@@ -1,4 +1,4 @@
-"""Layouts by name, as flags spell them, and the one in which a model's layers are predicted to be fastest."""
+"""Makes layouts by name, and chooses the one in which a model's layers are predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import checked_topology
+from megatron_cp.planner.choose import VERY_MANY
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.weigh import VERY_MANY
 
-# Among which "auto" chooses, the first one of those that are as fast.
+# The candidates of "auto"; among equally fast ones it takes the first.
 CHOICES = ("contiguous", "zigzag", "balanced")
-# Predictions that are nearer to each other are taken for equal. Far less than predictions are wrong by, and far more
-# than the last bits in which processors of two ranks may differ.
+# Predictions with a smaller ratio count as equal. The ratio is far below the error of predictions, and far above the
+# last bits in which processors of two ranks may differ.
 _EQUAL = 1.001
-_REMEMBERED = 128  # choices; a few kilobytes each
+_REMEMBERED = 128  # choices that are kept; a few kilobytes each
 
 
 def layout_by_name(
     name: str, packing: Packing, cp_size: int, *, align: int = 1, min_rows: int = 0, seed: int = 0,
     mask: Mask | None = None, slots: Iterable[Slot] = (),
 ) -> Layout:  # fmt: skip
-    """The layout of that name.
+    """Makes the layout of that name.
 
     Args:
         name: `contiguous`, `zigzag`, `balanced` for `mask`, `random` fragments drawn from `seed`, or `auto`.
         packing: the documents.
         cp_size: the number of ranks.
         align, min_rows: see `Layout`.
-        seed: of random fragments.
-        mask: of balanced; causal if None.
-        slots: of every layer of the model, for `auto`; see `choose_layout`.
+        seed: the seed of random fragments.
+        mask: the mask that balanced is made for; causal if None.
+        slots: the spec of every layer of the model, for `auto`; see `choose_layout`.
 
     Raises:
-        ArgumentError: another name, or `auto` without layers.
+        ArgumentError: an unknown name, or `auto` without layers.
     """
     match require("layout", name):
         case "auto":
@@ -64,7 +64,7 @@ def layout_by_name(
 
 
 def random_layout(packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0) -> Layout:
-    """Fragments of random sizes in random order on random ranks: uneven, unordered, some ranks perhaps empty."""
+    """Makes a layout of random fragments in random order on random ranks, some of which may be empty."""
     random = np.random.default_rng(seed)
     cuts = random.integers(0, packing.total + 1, size=3 * cp_size)
     edges = np.unique(np.concatenate([[0], cuts, [packing.total]]))
@@ -78,27 +78,27 @@ def random_layout(packing: Packing, cp_size: int, *, align: int = 1, seed: int =
 
 
 class KindPrice(NamedTuple):
-    """What the layers of one kind were predicted to take in a layout.
+    """The predicted time of the layers of one kind in a layout.
 
     Attributes:
-        kind: of the layers.
-        way: their scheme or mode.
-        layers: how many there are.
-        milliseconds: of one of them, forward and backward, its share of a redistribution included.
+        kind: the kind of the layers.
+        scheme: their scheme or mode.
+        layers: the number of layers.
+        milliseconds: the time of a layer, forward and backward, including its share of a redistribution.
     """
 
     kind: str
-    way: str
+    scheme: str
     layers: int
     milliseconds: float
 
 
 class LayoutPrice(NamedTuple):
-    """What all layers were predicted to take in a layout.
+    """The predicted time of all layers in a layout.
 
     Attributes:
-        name: of the layout.
-        kinds: of each kind of layer.
+        name: the name of the layout.
+        kinds: the price of each kind of layer.
     """
 
     name: str
@@ -106,12 +106,12 @@ class LayoutPrice(NamedTuple):
 
     @property
     def milliseconds(self) -> float:
-        """Of all layers, forward and backward."""
+        """The time of all layers, forward and backward."""
         return sum(kind.layers * kind.milliseconds for kind in self.kinds)
 
     def describe(self, which: str) -> str:
-        """A line about it."""
-        kinds = ", ".join(f"{n} x {kind} by {way} {each:.3f} ms" for kind, way, n, each in self.kinds)
+        """Returns a line of text about the layout and its price."""
+        kinds = ", ".join(f"{n} x {kind} by {scheme} {each:.3f} ms" for kind, scheme, n, each in self.kinds)
         return f"{which} layout {self.name:<10} predicted {self.milliseconds:.3f} ms of all layers: {kinds}"
 
 
@@ -120,10 +120,10 @@ class LayoutChoice:
     """The layout of a batch, and why.
 
     Attributes:
-        name: of the layout.
-        layout: who holds which tokens.
-        prices: of the layouts that were weighed, the chosen one first; none where there was nothing to weigh.
-        notes: why a layout was not weighed.
+        name: the name of the layout.
+        layout: the assignment of tokens to ranks.
+        prices: the prices of the layouts that were compared, the chosen one first; empty if there was no choice.
+        notes: the reasons why a layout was not compared.
     """
 
     name: str
@@ -132,7 +132,7 @@ class LayoutChoice:
     notes: tuple[str, ...] = ()
 
     def explain(self) -> str:
-        """A line for each layout that was weighed."""
+        """Returns a line for each layout that was compared."""
         if not self.prices:
             return f"chosen layout {self.name}: {'; '.join(self.notes) or 'nothing to choose'}"
         lines = [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices)]
@@ -146,19 +146,19 @@ def choose_layout(
     packing: Packing, cp_size: int, slots: Iterable[Slot], *, align: int = 1, min_rows: int = 0,
     mask: Mask | None = None,
 ) -> LayoutChoice:  # fmt: skip
-    """The layout in which all layers of a model together are predicted to be fastest: contiguous, zigzag or balanced.
+    """Chooses the layout in which all layers of a model are predicted to be fastest: contiguous, zigzag or balanced.
 
-    Each layer is run as its slot says, by "auto" in the way that is cheapest in that layout; what a run of linear
-    layers redistributes is counted. Products of weights are not: no layout here has more tokens on a rank than another.
-    The choice follows from the arguments alone, so all ranks make the same. It is remembered by their value, for the
-    last 128 batches; with a mask it is not.
+    Each layer runs by the scheme or mode of its spec; "auto" means the cheapest candidate in the layout.
+    Redistributions of runs of linear layers are counted. Products of weights are not: all these layouts give a rank as
+    many tokens. The choice depends on the arguments alone, so all ranks make the same. Choices for the last 128 batches
+    are kept by the value of the arguments, unless a mask is given.
 
     Args:
         packing: the documents.
         cp_size: the number of ranks.
-        slots: of every layer of the model, each as often as it occurs: those of a part would say another layout.
+        slots: the spec of every layer of the model, as often as it occurs; a part of the model may get another layout.
         align, min_rows: see `Layout`.
-        mask: for which balanced is to be even; causal in each document if None. What layers see, their slots say.
+        mask: the mask that balanced is made for; causal in each document if None. The masks of layers are in `slots`.
 
     Raises:
         ArgumentError: no layers, or layers that cannot be planned in any of these layouts.
@@ -183,10 +183,10 @@ def choose_layout(
     if cp_size == 1:
         return LayoutChoice(CHOICES[0], make(CHOICES[0]), notes=("one rank holds all tokens",))
     if mask is not None:
-        prices, notes = _weighed(layers, make, packing, cp_size)
+        prices, notes = _priced_layouts(layers, make, packing, cp_size)
     else:
         key = (packing.lengths.tobytes(), cp_size, align, min_rows, tuple(layers.items()))
-        prices, notes = _CHOSEN.recall(key, lambda: _weighed(layers, make, packing, cp_size))
+        prices, notes = _CHOSEN.recall(key, lambda: _priced_layouts(layers, make, packing, cp_size))
     return LayoutChoice(prices[0].name, make(prices[0].name), prices, notes)
 
 
@@ -203,19 +203,21 @@ def _counted(slots: Iterable[Slot]) -> Counter[Slot]:
     return Counter(given)
 
 
-_Weighed = tuple[tuple[LayoutPrice, ...], tuple[str, ...]]
+_PricedLayouts = tuple[tuple[LayoutPrice, ...], tuple[str, ...]]
 
 
-def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Packing, cp_size: int) -> _Weighed:
-    """The layouts with their prices, the one to take first, and why others have none."""
+def _priced_layouts(
+    layers: Counter[Slot], make: Callable[[str], Layout], packing: Packing, cp_size: int
+) -> _PricedLayouts:
+    """Returns the prices of layouts, the chosen one first, and the reasons why others have none."""
     prices, notes, refused = list[LayoutPrice](), list[str](), None
     for name in CHOICES:
-        # Zigzag alone cuts every document; where that makes tables of a second, no layer is faster for it.
+        # Only zigzag cuts every document; where its tables take a second to make, no layer gains as much.
         if name == "zigzag" and 2 * cp_size * packing.num_documents > VERY_MANY:
-            notes.append(f"layout {name} was not weighed: it would have more than {VERY_MANY} fragments")
+            notes.append(f"layout {name} was not compared: it would have more than {VERY_MANY} fragments")
             continue
         try:
-            prices.append(LayoutPrice(name, tuple(_price(slot, n, make(name)) for slot, n in layers.items())))
+            prices.append(LayoutPrice(name, tuple(_kind_price(slot, n, make(name)) for slot, n in layers.items())))
         except ArgumentError as error:
             refused = refused or error
             notes.append(f"layout {name} was left out: {error}")
@@ -228,30 +230,29 @@ def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Pack
     return (first, *others), tuple(notes)
 
 
-def _price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
-    """Of one layer of a kind."""
+def _kind_price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # said of the layout that is taken
+        warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen layout is planned
         plan = slot.plan(layout)
     if plan.prices:
-        return KindPrice(plan.kind, _way(plan), layers, plan.prices[0].total)
+        return KindPrice(plan.kind, _scheme_name(plan), layers, plan.prices[0].total)
     on = machine(slot.hardware)
     topology = checked_topology(slot.topology, on, layout.cp_size, plan.transport)
-    return KindPrice(plan.kind, _way(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
+    return KindPrice(plan.kind, _scheme_name(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
 
 
-def _way(plan: Plan) -> str:
+def _scheme_name(plan: Plan) -> str:
     return plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
 
 
-class _Recent:
-    """What was made for the last keys, by their value."""
+class _RecentChoices:
+    """A cache of the results for the last keys, by value."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._made, self._lock = most, OrderedDict[Hashable, _Weighed](), threading.Lock()
+        self._most, self._made, self._lock = most, OrderedDict[Hashable, _PricedLayouts](), threading.Lock()
 
-    def recall(self, key: Hashable, make: Callable[[], _Weighed]) -> _Weighed:
-        """What `make` returned for this key, or returns now."""
+    def recall(self, key: Hashable, make: Callable[[], _PricedLayouts]) -> _PricedLayouts:
+        """Returns the cached result for the key, or calls `make` and caches its result."""
         with self._lock:
             if key in self._made:
                 self._made.move_to_end(key)
@@ -267,4 +268,4 @@ class _Recent:
         return len(self._made)
 
 
-_CHOSEN = _Recent(_REMEMBERED)
+_CHOSEN = _RecentChoices(_REMEMBERED)

@@ -1,4 +1,4 @@
-"""`plan_linear`: from a batch and a linear layer to the steps that run it."""
+"""`plan_linear`: plans a linear layer on a batch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer's heads.
+    """The sizes of a linear layer.
 
     Attributes:
-        kind: of the layer.
-        heads: each with a state `[key_dim, value_dim]`; of conv1d its channels.
-        groups: key heads, each read by consecutive heads.
+        kind: the kind of the layer.
+        heads: the number of heads, each with a state `[key_dim, value_dim]`; for conv1d the number of channels.
+        groups: the number of key heads, each read by consecutive heads.
         key_dim, value_dim: features of a key and of a value head.
         conv_width: taps of the convolution.
     """
@@ -53,7 +53,7 @@ class LinearShape:
     conv_width: int
 
     def sections(self, partition: HeadPartition) -> Sections:
-        """What travels, in the order of the operation's features; the first ones are convolved."""
+        """Returns the sections that travel, in the order of the operation's features; the first ones are convolved."""
         return Sections(tuple(self._section(section, partition) for section in self.kind.sections))
 
     def _section(self, section: SectionKind, partition: HeadPartition) -> Section:
@@ -63,12 +63,12 @@ class LinearShape:
 
     @property
     def state_size(self) -> int:
-        """Elements of all heads' states; 0 where there is none."""
+        """The elements of all heads' states; 0 for a kind without states."""
         return self.heads * self.key_dim * self.value_dim if self.kind.has_state else 0
 
     @property
     def channels(self) -> int:
-        """Features that are convolved."""
+        """The number of features that are convolved."""
         convolved = self.sections(partition_heads(self.heads, self.groups, 1)).blocks[: self.kind.convolved]
         return sum(block.width for block in convolved)
 
@@ -96,44 +96,43 @@ def plan_linear(
     transport: Transport | str = COLLECTIVE,
     codec: str = "none",
 ) -> Plan:
-    """How to run a linear layer over a batch.
+    """Plans a linear layer on a batch.
 
         headwise      whole documents on a share of the heads: one exchange in, one out
         chunkwise     all heads on own tokens: a halo for the convolution, one exchange of state maps
         redistribute  chunkwise in a layout of few fragments, to which hidden states move around a run of layers
 
     Args:
-        packing: the documents; the state starts anew with each.
-        layout: who holds which tokens.
+        packing: the documents; the state is reset at the start of each.
+        layout: the assignment of tokens to ranks.
         kind: "gdn" (Gated DeltaNet, arXiv 2412.06464), "kda" (Kimi Delta Attention, arXiv 2510.26692), "mamba"
             (Mamba-2, arXiv 2405.21060), or "conv1d", the causal convolution alone.
-        heads: value heads, each with a state of its own; not of conv1d.
-        key_heads: of gdn and kda, query/key heads, a divisor of `heads`; `heads` if None.
-        groups: of mamba, groups of B and C, a divisor of `heads`; 1 if None.
-        head_dim: features of a query or key head; of mamba, of a head of x.
-        value_head_dim: of gdn and kda, features of a value head; `head_dim` if None.
-        state: of mamba, the size of the state, which are the features of B and C.
-        channels: of conv1d.
-        conv_width: taps of the mixer's convolution; nothing of it concerns the bare rules.
-        mode: one of the above, or "auto", which takes the way that is predicted to be fastest.
-        hidden_size: features of the hidden states, where they can be redistributed; None where not. The plan's `layout`
-            may then be another than the given one, which is its `hidden_layout`; `relayout` moves hidden states
-            between the two.
-        layers: how many linear layers share such a redistribution.
-        hardware: on what it is predicted to be fastest: a preset such as "h100", its file, or a `Machine`; "h100" if
-            None.
-        topology: where the ranks are; full hosts of that machine if None.
+        heads: value heads, each with a state of its own; not for conv1d.
+        key_heads: query/key heads of gdn and kda, a divisor of `heads`; `heads` if None.
+        groups: groups of B and C of mamba, a divisor of `heads`; 1 if None.
+        head_dim: features of a query or key head; for mamba, of a head of x.
+        value_head_dim: features of a value head of gdn and kda; `head_dim` if None.
+        state: the size of mamba's state, the features of B and C.
+        channels: the number of channels of conv1d.
+        conv_width: taps of the mixer's convolution; the bare rules do not use it.
+        mode: one of the above, or "auto", which takes the mode that is predicted to be fastest.
+        hidden_size: features of the hidden states, if they may be redistributed; else None. The plan's `layout` may
+            then differ from the given one, which is its `hidden_layout`; `relayout` moves hidden states between the
+            two.
+        layers: the number of linear layers that share such a redistribution.
+        hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
+        topology: the hosts of the ranks; full hosts of that machine if None.
         item_size: bytes of an activation, for predictions.
         head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
-            rank has key heads, 1 if None. Of no other mode: those refuse more than one.
-        transport: how messages travel; see `plan_attention`.
-        codec: how headwise's heads are coded while they change places; see `plan_attention`. Gates, decays and step
-            sizes travel as they are. Of no other mode: those refuse one.
+            rank has key heads, 1 if None. Other modes refuse more than one.
+        transport: the transport of messages; see `plan_attention`.
+        codec: the codec of headwise's heads in messages; see `plan_attention`. Gates, decays and step sizes are not
+            coded. Other modes refuse a codec.
 
     Where "auto" takes another mode than headwise, head chunks and codec are unused, and a note of the plan says so.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, or that no mode here can run.
+        ArgumentError: an argument that does not fit the others, or that no mode can run.
     """
     record = KINDS[require("kind", kind)]
     require("mode", mode)
@@ -153,7 +152,7 @@ def plan_linear(
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:
-        mode = CHUNKWISE.name  # already there
+        mode = CHUNKWISE.name  # hidden states have that layout already
     makers: dict[LinearMode, Callable[[], Plan]] = {
         HEADWISE: lambda: _headwise(layout, shape, partition, chunks, coding),
         CHUNKWISE: lambda: _chunkwise(layout, shape),
@@ -163,17 +162,17 @@ def plan_linear(
         makers = {MODES[mode]: makers[MODES[mode]]}
     elif hidden_size is None or contiguous_like(layout) == layout:
         del makers[REDISTRIBUTE]
-    weighed = _weighed(makers, on, topology, item_size)
-    chosen = next(plan for _, plan in weighed if plan is not None)
+    candidates = _priced_candidates(makers, on, topology, item_size)
+    chosen = next(plan for _, plan in candidates if plan is not None)
     if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
-    way = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
-    notes = (*chosen.notes, *_notes(chosen), *(() if way.exchanges_heads else unused(way.name, codec, chunks)))
-    return replace(chosen, notes=notes, prices=tuple(price for price, _ in weighed), transport=transport)
+    taken = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
+    notes = (*chosen.notes, *_notes(chosen), *(() if taken.exchanges_heads else unused(taken.name, codec, chunks)))
+    return replace(chosen, notes=notes, prices=tuple(price for price, _ in candidates), transport=transport)
 
 
 def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> str:
-    """The mode, with what a redistribution needs."""
+    """Returns the mode to plan, and refuses arguments that a redistribution lacks or does not use."""
     redistributes = asked != AUTO and MODES[asked].redistributes
     if layout.cp_size == 1 and (asked == AUTO or redistributes):
         return HEADWISE.name  # nothing moves, and a model may be run on one rank with the options of several
@@ -185,9 +184,9 @@ def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> s
 
 
 def _coding(kind: LinearKind, mode: str, codec: str) -> Codec | None:
-    remedy = "" if may_exchange_heads(mode) else "Only heads that change places are coded: use headwise."
+    remedy = "" if may_exchange_heads(mode) else "Only heads of an exchange are coded: use headwise."
     if not kind.takes_codec:
-        remedy = "It has single channels, which are no shorter coded: leave the codec out."
+        remedy = "It has single channels, which coding does not shorten: leave the codec out."
     return checked_codec(codec, mode if kind.takes_codec else kind.name, remedy)
 
 
@@ -195,28 +194,28 @@ def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadParti
     if asked is None:
         return 1
     if not may_exchange_heads(mode):
-        return no_chunks(asked, mode, "Only heads that change places go in chunks: use headwise.")
+        return no_chunks(asked, mode, "Only heads of an exchange travel in chunks: use headwise.")
     chunks = checked_chunks(asked, partition, kind.group)
     return chunks if len(partition.heads) > 1 else 1
 
 
-def _weighed(
+def _priced_candidates(
     makers: dict[LinearMode, Callable[[], Plan]], on: Machine, topology: Topology, item_size: int
 ) -> list[tuple[Price, Plan | None]]:
-    """The ways with their prices, the cheapest first; without a plan where a bound of its price was enough."""
-    weighed: list[tuple[Price, Plan | None]] = []
+    """Returns candidates' prices and plans, the cheapest first; no plan where a bound of the price ruled it out."""
+    found: list[tuple[Price, Plan | None]] = []
     for mode, make in makers.items():
         plan = make()
-        if weighed and mode is CHUNKWISE:
-            best, _ = weighed[0]
+        if found and mode is CHUNKWISE:
+            best, _ = found[0]
             bound = next(
                 (bound for bound in state_bounds(plan, on, topology, item_size) if bound.total > best.total), None
             )
             if bound is not None:
-                weighed.append((bound, None))  # to price it would take longer than it is worth
+                found.append((bound, None))  # a full prediction would take longer and not change the choice
                 continue
-        weighed.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
-    return sorted(weighed, key=lambda pair: pair[0].total)
+        found.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
+    return sorted(found, key=lambda pair: pair[0].total)
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
@@ -226,7 +225,7 @@ def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers:
 
 
 def contiguous_like(layout: Layout) -> Layout:
-    """Contiguous ranges with the rows of `layout` otherwise: where chunkwise has fewest segments."""
+    """Returns contiguous ranges with the padding of `layout`, in which chunkwise has the fewest segments."""
 
     def make() -> Layout:
         contiguous = Layout.contiguous(layout.packing, layout.cp_size, align=layout.align)
@@ -247,7 +246,7 @@ def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chun
         ToTokens(exchange_of(layout, Sections((out,)), partition, chunks, codec)),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # said where the plan is chosen
+        warnings.simplefilter("ignore", UserWarning)  # repeated when the plan is chosen
         notes = notes_of(partition, layout, shape.kind.head, shape.kind.group, "; chunkwise uses them all")
     return Plan(
         shape.kind.name, HEADWISE.name, layout, sections, partition, None, steps, notes=notes,
@@ -277,8 +276,8 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     return (f"hidden states are redistributed to contiguous ranges around {run}, and back after it",)
 
 
-def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
-    """A note about what was asked of a head exchange where the way that was chosen has none."""
+def unused(mode: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
+    """Returns a note on options of a head exchange that the chosen mode does not use."""
     asked = [
         *([f"codec {codec}"] if codec != "none" else []),
         *([f"{head_chunks} head chunks"] if head_chunks and head_chunks > 1 else []),
@@ -286,14 +285,14 @@ def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
     if not asked:
         return ()
     are = "is" if asked[-1].startswith("codec") else "are"
-    return (f"{' and '.join(asked)} {are} unused: {way} was chosen, which exchanges no heads; headwise uses them",)
+    return (f"{' and '.join(asked)} {are} unused: {mode} was chosen, which exchanges no heads; headwise uses them",)
 
 
 def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape:
-    """The sizes of a kind of layer in one vocabulary, from those that `plan_linear` takes.
+    """Converts the sizes that `plan_linear` takes for a kind of layer to a `LinearShape`.
 
     Raises:
-        ArgumentError: a size that the kind has not, or lacks, or that is none.
+        ArgumentError: a size that the kind does not have, a missing one, or one that is no positive integer.
     """
     kind = KINDS[name]
     names = {argument.name: argument for argument in kind.arguments}

@@ -1,4 +1,4 @@
-"""A plan as a picture: whose tokens lie where in the packed documents, and how the work is shared."""
+"""Draws a plan: the owners of the packed tokens, and the shares of the work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
 
 
 def check_picture(name: str, path: str) -> None:
-    """Refuses what is no name for a picture, before anything is planned or drawn.
+    """Refuses a path at which no picture can be saved, before anything is planned or drawn.
 
     Args:
-        name: of the argument.
-        path: of the picture.
+        name: the name of the argument.
+        path: the path of the picture.
 
     Raises:
         ArgumentError: the folder does not exist, or the ending is not known.
@@ -38,10 +38,10 @@ def check_picture(name: str, path: str) -> None:
 
 
 def save_picture(plan: Plan, path: str | Path) -> None:
-    """Draws ownership of the stream (a row for each rank) and each rank's tokens and work, and saves it.
+    """Draws and saves the ownership of the stream, a row for each rank, and each rank's tokens and work.
 
-    Where hidden states are redistributed, two ownerships: the layout that they have outside the run of layers, which is
-    the one that was asked for, and the one that the layers have.
+    Where hidden states are redistributed, two layouts are drawn: the given one, which they have outside the run of
+    layers, and that of the layers.
 
     Raises:
         ArgumentError: the folder does not exist or the file cannot be written there.
@@ -55,14 +55,14 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     whole: Any = Figure(figsize=(11, height * len(streams) + 5.5 * (tiled is not None)), layout="constrained")
     figure = whole
     if tiled is not None:
-        figure, of_tiles = whole.subfigures(2, 1, height_ratios=(height, 5.5))
+        figure, tile_figure = whole.subfigures(2, 1, height_ratios=(height, 5.5))
         directions = (("forward", tiled.forward), ("backward", tiled.backward))
-        for axis, (name, assignment) in zip(of_tiles.subplots(1, 2), directions, strict=True):
-            _draw_tiles(axis, f"{name}: who computes which tile of the mask", assignment)
+        for axis, (name, assignment) in zip(tile_figure.subplots(1, 2), directions, strict=True):
+            _draw_tiles(axis, f"{name}: tiles of the mask by the rank that computes them", assignment)
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
-    way = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
+    scheme = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(
-        f"{plan.kind} by {way} over {plan.cp_size} ranks: "
+        f"{plan.kind} by {scheme} over {plan.cp_size} ranks: "
         f"{counted(plan.packing.num_documents, 'document')}, {counted(plan.packing.total, 'token')}"
     )
     for (stream, shares), (title, layout) in zip(axes, streams, strict=True):
@@ -79,7 +79,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
 
 
 def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
-    """Who holds the tokens, with headings: outside a run of layers and in it, if hidden states are redistributed."""
+    """Returns the layouts to draw, with titles: two if hidden states are redistributed."""
     if plan.hidden_layout is None:
         return [("", plan.layout)]
     return [
@@ -108,7 +108,7 @@ def _draw_ownership(axes: Any, layout: Layout) -> None:
 
 
 def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
-    """The mask, keys to the right and queries down, each tile in the colour of the rank that computes it."""
+    """Draws the mask, keys to the right and queries down, each tile in the colour of the rank that computes it."""
     from matplotlib.collections import PolyCollection
 
     shapes, ranks, count = shapes_by_rank(assignment)
@@ -125,11 +125,11 @@ def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
 
 
 def shapes_by_rank(assignment: TileAssignment) -> tuple[IntArray, IntArray, int]:
-    """What a picture shows of the tiles.
+    """Returns the shapes of the tiles that a picture shows.
 
     Returns:
-        `[n, 6]` shapes, see `shapes_of`: of many the ones with most queries; `[n]` the KV rank that computes each; and
-        how many there are in all.
+        The shapes `[n, 6]`, see `shapes_of`, if there are too many those with most queries; the KV rank that computes
+        each `[n]`; and the number of all shapes.
     """
     shapes = [shapes_of(assignment.rank_bands(rank)) for rank in range(assignment.size)]
     ranks, found = np.repeat(np.arange(assignment.size), [len(own) for own in shapes]), np.concatenate(shapes)
@@ -140,10 +140,10 @@ def shapes_by_rank(assignment: TileAssignment) -> tuple[IntArray, IntArray, int]
 
 
 def shapes_of(bands: IntArray) -> IntArray:
-    """`[n, 6]` what each of the straight pieces of bands covers.
+    """Returns `[n, 6]` the shapes that bands cover, cut into pieces with straight edges.
 
-    A range of queries, the range of keys that its first query sees, and the range that its last one sees; between them
-    both ends follow a line.
+    A shape is a range of queries, the range of keys that its first query sees, and the range that its last one sees;
+    between them both ends of the range follow a line.
     """
     q0, q1, k0, k1, lo, hi = canonical(bands).T
     first, last = [(np.maximum(k0, q + lo), np.minimum(k1, q + hi + 1)) for q in (q0, q1 - 1)]
@@ -151,7 +151,7 @@ def shapes_of(bands: IntArray) -> IntArray:
 
 
 def outlines_of(shapes: IntArray) -> NDArray[np.float64]:
-    """`[n, 4, 2]` the corners of shapes, key and query."""
+    """Returns `[n, 4, 2]` the corners of shapes, as key and query."""
     q0, q1, *ends = shapes.T
     corners = [(ends[0], q0), (ends[1], q0), (ends[3], q1), (ends[2], q1)]
     found: NDArray[np.float64] = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).astype(np.float64)
@@ -159,7 +159,7 @@ def outlines_of(shapes: IntArray) -> NDArray[np.float64]:
 
 
 def _draw_shares(axes: Any, layout: Layout, work: list[int] | None) -> None:
-    """Tokens, and the work of the layers where they run in this layout."""
+    """Draws each rank's share of the tokens and, if given, of the work."""
     ranks = np.arange(layout.cp_size)
     tokens = layout.token_counts / max(layout.packing.total, 1)
     axes.barh(ranks - 0.2 * (work is not None), 100 * tokens, height=0.4, color="0.7", label="tokens")

@@ -1,4 +1,4 @@
-"""`best_rounds`: in how many rounds the rows of assigned tiles come, by what is predicted. No torch in here."""
+"""`best_rounds`: predicts the best number of rounds for the rows of assigned tiles. No torch in here."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megatron_cp.planner.predict.simulate import simulate
 from megatron_cp.planner.predict.walk import program_of
 
 _COUNTS = (1, 2)  # three and four were never 1 % faster in the simulator, and often slower: see docs/tiles.md
-# A schedule that is so near to its bound is not worth another simulation, nor one round more so small a gain: every
-# message has costs of the host, which no prediction for a GPU counts.
+# A schedule within this factor of its bound needs no further simulation, and a smaller gain does not justify another
+# round: every message has costs of the host, which predictions for a GPU do not count.
 _NEAR = 1.005
 
 Rounds = tuple[tuple[int, int], tuple[ScheduleQuality, ScheduleQuality]]
 
 
 def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Rounds:
-    """The number of rounds for each direction, and what is then predicted beside its bound.
+    """Returns the number of rounds for each direction, and the predicted time with its bound.
 
-    The same on every rank, from the same arguments: nothing is sent, and no clock is read.
+    Equal arguments give equal results on every rank: nothing is sent, and no clock is read.
 
     Args:
-        plan: with assigned tiles.
-        on, topology: the machine, and where the ranks are.
+        plan: a plan with assigned tiles.
+        on, topology: the machine, and the hosts of the ranks.
         item_size: bytes of an activation.
     """
     bounds = bounds_of_directions(plan, on, topology, item_size)
@@ -54,11 +54,11 @@ def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> 
 
 
 def plan_in_rounds(plan: Plan, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...] = ()) -> Plan:
-    """The same plan, whose tiles' rows come in so many rounds forward and backward."""
-    steps = tuple(_in_rounds(step, rounds, schedules) if isinstance(step, Attend) else step for step in plan.steps)
+    """Returns the plan with so many rounds of the tiles' rows, forward and backward."""
+    steps = tuple(_step_in_rounds(step, rounds, schedules) if isinstance(step, Attend) else step for step in plan.steps)
     return replace(plan, steps=steps)
 
 
-def _in_rounds(step: Attend, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...]) -> Attend:
+def _step_in_rounds(step: Attend, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...]) -> Attend:
     assert step.tiled is not None
     return step.with_tiles(replace(step.tiled, rounds=rounds, schedules=schedules))

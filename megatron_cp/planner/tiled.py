@@ -1,4 +1,4 @@
-"""`assigned_tiles`: who computes which tile of an attention, forward and backward. No torch in here."""
+"""`assigned_tiles`: assigns the tiles of an attention to ranks, forward and backward. No torch in here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
+from megatron_cp.planner.choose import describe_degree, milliseconds_for_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
@@ -30,7 +31,6 @@ from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.exact import beyond_solver
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 from megatron_cp.planner.tiles.problem import volumes
-from megatron_cp.planner.weigh import milliseconds_for_tiles, words_of_degree
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
 # planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
@@ -38,21 +38,21 @@ from megatron_cp.planner.weigh import milliseconds_for_tiles, words_of_degree
 MOST_RUNS, _FEW_RUNS = 1 << 14, 128
 _TILES_OF_TABLES, _MOVES_OF_TABLES, _LEAST_MOVES = 2048, 1 << 17, 200
 _LONGEST_SEARCH = 86_400  # a day
-_MOST_PAIRS = 1 << 52  # which sums of work hold exactly
-_PAIRS_A_STEP = 1000  # visible pairs for each random move of the search: all moves from 4,000 causal tokens on
-_MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
+_MOST_PAIRS = 1 << 52  # below, sums of work are exact
+_PAIRS_A_STEP = 1000  # visible pairs for each random move; 4,000 causal tokens get all moves
+_MOST_HOST_COST = 64  # the highest cost of a byte between hosts, in bytes within a host
 
 
 _NAMES = ("search_seconds", "search_cache")
 
 
 class TileSearch(NamedTuple):
-    """How long, and for what, tiles are assigned.
+    """The options of a search for tiles.
 
     Attributes:
         item_size: bytes of an element.
-        seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
-        cache: a directory with what searches found before; None for none.
+        seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
+        cache: a directory with results of earlier searches; None for none.
     """
 
     item_size: int = 2
@@ -61,21 +61,20 @@ class TileSearch(NamedTuple):
 
 
 def checked_search(
-    search_seconds: object, search_cache: object, ways: Iterable[str], *, item_size: int = 2,
+    search_seconds: object, search_cache: object, schemes: Iterable[str], *, item_size: int = 2,
     names: tuple[str, str] = _NAMES,
 ) -> TileSearch:  # fmt: skip
-    """How tiles are searched for.
+    """Checks and returns the options of a search for tiles.
 
     Args:
-        search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
-        search_cache: a folder's name; None for none.
-        ways: the schemes of all layers that are given this search, of which one must assign tiles; none of linear
-            layers.
+        search_seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
+        search_cache: the path of a folder; None for none.
+        schemes: the schemes of all attention layers that are given this search; one of them must assign tiles.
         item_size: bytes of an element.
-        names: how the user spells the first two.
+        names: the user's names of the first two arguments.
 
     Raises:
-        ArgumentError: no time, no name of a folder, a search that no layer reads, or one without OR-Tools and without a
+        ArgumentError: an invalid time or path, a search that no layer uses, or one without OR-Tools and without a
             folder of answers.
     """
     seconds = as_number(search_seconds)
@@ -83,39 +82,39 @@ def checked_search(
         raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     folder = checked_directory(search_cache, names[1])
     if seconds or folder is not None:
-        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), ways)
-    # Said here: where "auto" chooses, a scheme that cannot be planned is only left out.
+        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), schemes)
+    # Refused here, since "auto" would only leave out a scheme that cannot be planned.
     if seconds and folder is None and find_spec("ortools") is None:
         remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
         raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
     return TileSearch(item_size, seconds, None if folder is None else str(folder))
 
 
-def _refuse_unread(given: tuple[str, object, str], ways: Iterable[str]) -> None:
-    """Refuses a search, with its name, its value and what is allowed, that no layer reads."""
-    ways = list(dict.fromkeys(ways))
-    if any(map(may_assign_tiles, ways)):
+def _refuse_unread(given: tuple[str, object, str], schemes: Iterable[str]) -> None:
+    """Refuses a search that no layer uses; `given` is its name, its value and the allowed value."""
+    schemes = list(dict.fromkeys(schemes))
+    if any(map(may_assign_tiles, schemes)):
         return
     name, value, none = given
-    takers = " or ".join([*(way.name for way in SCHEMES.values() if way.assigns_tiles), AUTO])
+    takers = " or ".join([*(scheme.name for scheme in SCHEMES.values() if scheme.assigns_tiles), AUTO])
     remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
-    where = f"with {' and '.join(ways)}" if ways else "without attention"
+    where = f"with {' and '.join(schemes)}" if schemes else "without attention"
     raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
 def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
-    """Tiles assigned so that the busiest KV rank sends and receives little under even work.
+    """Assigns tiles so that work is even and the busiest KV rank sends and receives little.
 
-    The same on every rank, from the same arguments: nothing is sent.
+    Equal arguments give equal results on every rank: nothing is sent.
 
     Args:
         step: the attention, whose stages are not read.
-        topology: where ranks are; None for one host.
-        search: how.
+        topology: the hosts of the ranks; None for one host.
+        search: the options of the search.
 
     Raises:
-        ArgumentError: a mask with more pairs than are counted or more runs of blocks than are planned, or that the
-            layouts cut into too many tiles; a search without OR-Tools; a cache that cannot be used.
+        ArgumentError: a mask with too many pairs or runs of blocks, or that the layouts cut into too many tiles; a
+            search without OR-Tools; a cache that cannot be used.
     """
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
@@ -127,7 +126,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         solution = _solved(direction.problem, search, steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
         quality = _quality(direction, solution)
-        # Said in the plan too: a warning is not heard by who reads a plan that auto made.
+        # The plan has the note too: warnings are off while "auto" chooses.
         is_short = search.seconds > 0 and not solution.optimal
         found.append((assignment, replace(quality, note=beyond_solver(direction.problem) if is_short else "")))
     (forward_tiles, first), (backward_tiles, second) = found
@@ -135,17 +134,17 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
 
 
 def notes_of_search(plan: Plan) -> tuple[str, ...]:
-    """What the search for a plan's tiles could not do; nothing of a plan without assigned tiles."""
+    """Returns notes on the limits of the search for a plan's tiles; none for a plan without assigned tiles."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     return tuple(dict.fromkeys(found.note for found in solutions if found.note))
 
 
 class _Direction(NamedTuple):
-    """Who is to compute which tile, forward or backward.
+    """The assignment problem of forward or of backward.
 
     Attributes:
-        problem: that is searched, with a row's bytes of the head rank that has most of each kind.
-        weights: of each head rank, each once. All head ranks of a KV rank have the same tiles.
+        problem: the problem to search, with the largest bytes of a row on any head rank, for each kind of bytes.
+        weights: the different weights of head ranks. All head ranks of a KV rank have the same tiles.
     """
 
     problem: TileProblem
@@ -153,18 +152,18 @@ class _Direction(NamedTuple):
 
 
 def _quality(direction: _Direction, solution: Solution) -> AssignmentQuality:
-    """In bytes, where the search weighs hosts, and of true head ranks: of the one that sends or receives most."""
+    """Measures an answer in true bytes, without weights of hosts, on the head rank that sends or receives most."""
     problem, most, bound = direction.problem, 0, 0
     is_searched = problem.hosts is None and direction.weights == (problem.weights,)
     for weights in direction.weights:
-        alone = problem if is_searched else problem.on_one_host().with_weights(weights)
+        alone = problem if is_searched else problem.single_host().with_weights(weights)
         most = max(most, *(int(each.max(initial=0)) for each in volumes(alone, solution.ranks)))
         bound = max(bound, solution.bound if is_searched else lower_bound(alone))
     return AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
 
 
 def _directions(step: Attend, topology: Topology | None, item_size: int) -> tuple[list[_Direction], int]:
-    """Forward and backward, of the same tiles, and how many random moves their search is worth."""
+    """Returns the problems of forward and backward, over the same tiles, and the most random moves of their search."""
     runs = _checked_runs(step)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
     most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
@@ -184,12 +183,12 @@ def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
     except ArgumentError as error:
         if error.argument != "cache":
             raise
-        # As callers of plans spell it.
+        # The planning functions' name of the argument.
         raise ArgumentError("search_cache", error.given, error.allowed, error.remedy) from None
 
 
 def _checked_runs(step: Attend) -> int:
-    """How many runs of blocks are to be planned, if a loader of batches need not wait for long."""
+    """Returns the number of runs of blocks to plan; refuses so many that a loader of batches would wait for long."""
     count = int(_is_spread(step.mask.bands, step.queries, step.keys).sum())
     if count > MOST_RUNS:
         allowed = f"at most {MOST_RUNS} runs of blocks, or bands of other masks, that no rank holds alone"
@@ -199,7 +198,7 @@ def _checked_runs(step: Attend) -> int:
 
 
 def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.bool_]:
-    """`[n]` whether the ranges of queries and keys that bands lie in are held by several ranks."""
+    """Returns `[n]`: True where several ranks hold the queries and keys of a band."""
     ranks, changes = [], []
     for layout, (begin, end) in ((queries, bands[:, :2].T), (keys, bands[:, 2:4].T)):
         starts = np.sort(layout.starts)
@@ -212,16 +211,16 @@ def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.boo
 
 
 def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int, enough: float) -> tuple[float, float]:
-    """Milliseconds that any assignment of tiles takes at least, forward and backward: of work, and of transfers.
+    """Returns lower bounds on the milliseconds of any assignment of tiles, forward and backward.
 
-    Of the tiles that the mask is cut into, under their load cap, in as many chunks of heads as `alike` has. It takes
-    milliseconds where a search takes seconds: whether a search can be worth it is known before.
+    It takes milliseconds where a search takes seconds, so hopeless searches can be skipped. The bound is for the tiles
+    of the mask under their load cap, in as many chunks of heads as `alike` has.
 
     Args:
-        alike: a plan of the same heads whose keys are fetched.
-        on, topology: the machine, and where the ranks are.
+        alike: a plan with the same heads whose keys are fetched.
+        on, topology: the machine, and the hosts of the ranks.
         item_size: bytes of an activation.
-        enough: milliseconds of both directions from which on no more is asked: then transfers are not looked at.
+        enough: milliseconds of both directions; if work alone takes as long, transfers are not computed.
 
     Raises:
         ArgumentError: a mask that the layouts cut into too many tiles.
@@ -235,64 +234,64 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
         rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
-        # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
-        by_proxies = bool(alike.transport.hosts)
-        for number, (problem, of_head_ranks) in enumerate(_directions(step, topology, item_size)[0]):
-            for weights in of_head_ranks:
-                least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
+        # With two hops, a byte from another host may reach its rank by the links within its host.
+        proxied = bool(alike.transport.hosts)
+        for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
+            for weights in head_rank_weights:
+                least = _least_seconds(problem.with_weights(weights), rates[number], topology, proxied=proxied)
                 found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
 
 
 def hopeless_tiles(
-    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
+    tiled: Sequence[tuple[Scheme, int | None]], candidates: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
     on: Machine, topology: Topology, item_size: int,
 ) -> list[Price]:  # fmt: skip
-    """The ways of tiles that no search makes fast enough to be taken, with what they take at least."""
+    """Returns the candidates with tiles that no search makes fast enough to be chosen, with bounds as prices."""
     found = []
-    for way, degree in of_tiles if others else ():
-        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
+    for scheme, degree in tiled if others else ():
+        alike = next((plan for plan in candidates if _shares_heads(plan, scheme, degree)), None)
         if alike is None:
             continue
         enough = milliseconds_for_tiles(others[0])
         try:
             forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
-        except ArgumentError:  # too many tiles, as planning them says
+        except ArgumentError:  # too many tiles: planning them raises it again
             continue
         if forward + backward >= enough:
-            machine_words, detail = described(on, topology), words_of_degree(way, degree)
-            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
+            machine_words, detail = described(on, topology), describe_degree(scheme, degree)
+            found.append(Price(scheme.name, forward, backward, 0, True, machine_words, detail=detail))
     return found
 
 
-def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
-    """Whether a plan's keys are fetched by ranks that have the heads that they have with tiles."""
+def _shares_heads(plan: Plan, scheme: Scheme, degree: int | None) -> bool:
+    """Tells whether a plan fetches keys and gives each rank the same heads as the scheme with tiles."""
     is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
-    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
+    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == scheme.is_product
 
 
-def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:
-    """Seconds that the busiest rank computes, or that a port of it is busy, whatever the answer.
+def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, proxied: bool) -> float:
+    """Returns a lower bound on the seconds of the busiest rank's work, or of its ports, for any answer.
 
-    A rank's two ports, for its host and for others, work at the same time: in a second they move no more than both
-    rates together, and of weighted bytes no more than both rates, each with its weight.
+    A rank's two ports, for its host and for others, work at the same time: in a second they move at most the sum of
+    both rates, in weighted bytes at most the sum of both weighted rates.
     """
     within, between = topology.within.bandwidth, topology.between.bandwidth
     fastest = within + between if topology.num_hosts > 1 else within
-    alone = problem.on_one_host()
+    alone = problem.single_host()
     bounds = [lower_bound_of_seconds(alone, pairs_per_second=pairs_per_second, bytes_per_second=fastest)]
-    if problem.hosts is not None and not by_proxies:
+    if problem.hosts is not None and not proxied:
         fastest = within + problem.host_cost * between
         bounds.append(lower_bound_of_seconds(problem, pairs_per_second=pairs_per_second, bytes_per_second=fastest))
     return max(max(each.values()) for each in bounds)
 
 
 def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tuple[TileWeights, ...]:
-    """Bytes of a row of each head rank, each once."""
+    """Returns the different bytes of a row on head ranks."""
     remote = (
         (Payload.QUERIES, Payload.PARTIALS) if forward else (Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS)
     )
-    step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
+    step = replace(step, head_chunks=1)  # chunks round rows up, which must not change the assignment
     rows = [
         [step.row_bytes(each, rank, item_size) for each in (*remote, Payload.KEYS)]
         for rank in range(step.num_head_ranks)
@@ -302,14 +301,14 @@ def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tu
 
 
 def _largest(weights: tuple[TileWeights, ...]) -> TileWeights:
-    """What is searched with: the most of each kind of bytes. No head rank need have the most of all kinds."""
+    """Returns the largest bytes of each kind, with which tiles are searched; they may be of different head ranks."""
     return TileWeights(**{name: max(getattr(each, name) for each in weights) for name in vars(weights[0])})
 
 
 def _hosts(step: Attend, topology: Topology) -> tuple[IntArray | None, int]:
-    """The host of each KV rank, and how much dearer a byte between hosts is; none where its ranks are on several."""
-    of_ranks = np.array(topology.hosts).reshape(step.num_kv_ranks, -1)
-    if topology.num_hosts == 1 or (of_ranks != of_ranks[:, :1]).any():
+    """Returns each KV rank's host and the cost of a byte between hosts; None and 1 for one host or split KV ranks."""
+    rank_hosts = np.array(topology.hosts).reshape(step.num_kv_ranks, -1)
+    if topology.num_hosts == 1 or (rank_hosts != rank_hosts[:, :1]).any():
         return None, 1
     ratio = topology.within.bandwidth / topology.between.bandwidth
-    return np.unique(of_ranks[:, 0], return_inverse=True)[1], int(np.clip(round(ratio), 1, _MOST_HOST_COST))
+    return np.unique(rank_hosts[:, 0], return_inverse=True)[1], int(np.clip(round(ratio), 1, _MOST_HOST_COST))

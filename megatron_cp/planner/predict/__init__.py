@@ -1,4 +1,4 @@
-"""What a plan will take: `memory` in bytes, `price` in time, on machines that `hardware` names."""
+"""Predicts the bytes (`memory`) and the time (`price`) that a plan takes on the machines of `hardware`."""
 
 from megatron_cp.planner.predict.hardware import Hardware, Link, Machine, Topology, machine, presets
 

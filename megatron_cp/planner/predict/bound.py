@@ -1,4 +1,4 @@
-"""`bounds_of_directions`: what an attention takes at least, without playing it. No torch in here."""
+"""`bounds_of_directions`: lower bounds on the time of an attention, without simulating it. No torch in here."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate
 from megatron_cp.planner.predict.program import Seconds
 
-# What goes out with remote queries and what comes back, by direction.
+# The payloads that go out for remote queries and those that return, by direction.
 _REMOTE = {
     True: (Payload.QUERIES, Payload.PARTIALS), False: (Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS)
 }  # fmt: skip
 
 
 def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size: int) -> tuple[float, float]:
-    """Milliseconds that an attention takes at least forward, and backward.
+    """Returns lower bounds on the milliseconds of an attention, forward and backward.
 
-    On each rank its work and, one after the other, what of its own transfers nothing hides: a chunk of the heads that
-    it exchanges, of the keys that it fetches, and of their gradients. Or the ports of its keys, where those are busy
-    for longer. So ways that are far from the best are never played.
+    For each rank the bound is its work plus the transfers that nothing can hide: a chunk of the heads that it
+    exchanges, of the keys that it fetches, and of their gradients. Where the ports of its keys are busy for longer,
+    their time counts instead. With these bounds, candidates that are far from the best need no simulation.
 
-    Of assigned tiles it is what any order of them takes: the work of a rank, what its ports move, or the longest way of
-    one tile, whose rows come, are computed and go home.
+    For assigned tiles the bound holds for any order of them: it is the largest of a rank's work, the time of its ports,
+    and the longest path of one tile, whose rows arrive, are computed and return.
     """
     step = plan.attend
     assert step is not None
@@ -42,23 +42,23 @@ def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size:
     for forward in (True, False):
         path = 0.0
         if step.tiled is not None:
-            work = _of_pairs(plan, step, on, item_size, forward=forward)
-            busy = np.maximum(work, _ports_of_tiles(plan, step, topology, item_size, forward=forward))
+            work = _pair_seconds(plan, step, on, item_size, forward=forward)
+            busy = np.maximum(work, _tile_port_seconds(plan, step, topology, item_size, forward=forward))
             path = longest_path(plan, step, on, topology, item_size, forward=forward)
         elif flow is None:
-            busy = _kernels(plan, step, on, item_size, forward=forward)
+            busy = _kernel_seconds(plan, step, on, item_size, forward=forward)
         elif isinstance(flow, PassOn):
-            busy = _ring(plan, step, on, topology, item_size, forward=forward)
+            busy = _ring_seconds(plan, step, on, topology, item_size, forward=forward)
         else:
             assert isinstance(flow, Fetch)
-            busy = _fetched(plan, step, flow, on, topology, item_size, forward=forward)
-        of_ranks = exchanged + busy
-        found.append(1e3 * max(float(of_ranks.max(initial=0.0)), float(exchanged.min(initial=0.0)) + path))
+            busy = _fetch_seconds(plan, step, flow, on, topology, item_size, forward=forward)
+        rank_seconds = exchanged + busy
+        found.append(1e3 * max(float(rank_seconds.max(initial=0.0)), float(exchanged.min(initial=0.0)) + path))
     return found[0], found[1]
 
 
 class _Load(NamedTuple):
-    """`[ranks]` bytes, or rows, that each rank sends to and gets from its own host, and other hosts."""
+    """The bytes, or rows, `[ranks]`, that each rank sends to and receives from its own host, and other hosts."""
 
     sent_near: IntArray | Seconds
     sent_far: IntArray | Seconds
@@ -66,38 +66,38 @@ class _Load(NamedTuple):
     got_far: IntArray | Seconds
 
     def seconds(self, topology: Topology) -> Seconds:
-        """`[ranks]` in which the busiest of a rank's ports is busy; ranks that share a card wait for one another."""
+        """Returns `[ranks]` the time of each rank's busiest port; ranks that share a card wait for one another."""
         near = np.maximum(self.sent_near, self.got_near) / topology.within.bandwidth
         cards = [np.bincount(topology.rail, each)[topology.rail] * (each > 0) for each in (self.sent_far, self.got_far)]
         found: Seconds = np.maximum(near, np.maximum(*cards) / topology.between.bandwidth)
         return found
 
     def times(self, size: IntArray) -> _Load:
-        """As many of `[ranks]` bytes each."""
+        """Returns the load multiplied by `[ranks]` sizes."""
         return _Load(*(each * size for each in self))
 
-    def and_then(self, other: _Load) -> _Load:
-        """Both."""
+    def plus(self, other: _Load) -> _Load:
+        """Returns the sum of two loads."""
         return _Load(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds of the kernels of one stage."""
+def _kernel_seconds(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
+    """Returns `[ranks]` the seconds of one stage's kernels."""
     ranks, degree = np.arange(plan.cp_size), plan.ulysses_degree
     heads = np.array([hi - lo for lo, hi in plan.partition.heads])[ranks % degree]
     found: Seconds = attention_seconds(step, on.hardware, item_size, ranks // degree, heads, forward=forward)[0]
     return found
 
 
-def _of_pairs(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds of all pairs of a rank at once, no tile of them cut."""
+def _pair_seconds(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
+    """Returns `[ranks]` the seconds of all pairs of a rank in one call, with no tile cut by the mask."""
     rate = pair_rate(step, on.hardware, item_size, forward=forward)
     work: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) / rate
     return work
 
 
-def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload, bool]]:
-    """Returns what travels for assigned tiles if every row does so once: rows, their kind, and whether they go back."""
+def _tile_transfers(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload, bool]]:
+    """Returns the fewest transfers of assigned tiles, each row once: the rows, their payload, and if they return."""
     tiles = step.assigned_tiles(forward=forward)
 
     def make() -> tuple[Fetch, Fetch | None] | tuple[()]:
@@ -117,25 +117,25 @@ def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload,
     return found
 
 
-def _ports_of_tiles(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds in which the ports of a rank are busy with the rows of assigned tiles."""
+def _tile_port_seconds(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
+    """Returns `[ranks]` the seconds in which a rank's ports move the rows of assigned tiles."""
     head_ranks = np.arange(plan.cp_size) % plan.ulysses_degree
     load: _Load | None = None
-    for flow, name, back in _rows_of_tiles(step, forward=forward):
+    for flow, name, back in _tile_transfers(step, forward=forward):
         width = np.array([step.row_bytes(name, rank, item_size) for rank in range(plan.ulysses_degree)])[head_ranks]
         more = _fetch_load(plan, flow, topology, back=back).times(width)
-        load = more if load is None else load.and_then(more)
+        load = more if load is None else load.plus(more)
     return np.zeros(plan.cp_size) if load is None else load.seconds(topology)
 
 
 def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> float:
-    """Seconds that one tile takes at least, of one chunk of heads, from when its rows leave until the last is home.
+    """Returns a lower bound on the seconds from sending the rows of the slowest tile to the return of its results.
 
-    The longest of all tiles that need a row of another rank, cut where owners of rows or keys change.
+    Tiles that need a row of another rank count, for one chunk of heads, cut where owners of rows or keys change.
     """
     tiles, size, degree = step.assigned_tiles(forward=forward), step.num_kv_ranks, plan.ulysses_degree
     names = _REMOTE[forward]
-    pieces, owners, readers, visits = _tiles_on_the_way(tiles, step, size)
+    pieces, owners, readers, moves_queries = _remote_tiles(tiles, step, size)
     if not len(pieces):
         return 0.0
     rows, keys = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
@@ -152,7 +152,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
         if not heads:
             continue
 
-        def way(axis: int, nbytes: IntArray, travels: NDArray[np.bool_], rank: int = rank) -> Seconds:
+        def transfer(axis: int, nbytes: IntArray, travels: NDArray[np.bool_], rank: int = rank) -> Seconds:
             far = hosts[owners[:, axis], rank] != hosts[readers, rank]
             near_by, between = topology.within, topology.between
             latency = np.where(far, between.latency, near_by.latency)
@@ -160,46 +160,51 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
             return taken
 
         key_travels = owners[:, 1] != readers
-        there = np.maximum(way(0, rows * widths[names[0]], visits), way(1, keys * widths[Payload.KEYS], key_travels))
-        home = way(0, rows * widths[names[1]], visits)
+        arrival = np.maximum(
+            transfer(0, rows * widths[names[0]], moves_queries), transfer(1, keys * widths[Payload.KEYS], key_travels)
+        )
+        back = transfer(0, rows * widths[names[1]], moves_queries)
         if not forward:
-            home = np.maximum(home, way(1, keys * widths[Payload.KEY_GRADIENTS], key_travels))
-        longest = max(longest, float((there + pairs * heads / rate + home).max()))
+            back = np.maximum(back, transfer(1, keys * widths[Payload.KEY_GRADIENTS], key_travels))
+        longest = max(longest, float((arrival + pairs * heads / rate + back).max()))
     return longest
 
 
-def _tiles_on_the_way(
+def _remote_tiles(
     tiles: AssignedTiles, step: Attend, size: int
 ) -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
-    """The tiles that need a row of another rank.
+    """Finds the tiles that need a row of another rank.
 
     Returns:
-        `[n, 6]` these, `[n, 2]` who holds queries and keys of each, `[n]` who computes it, `[n]` whether queries visit.
+        The tiles `[n, 6]`, the owners of each one's queries and keys `[n, 2]`, the rank that computes it `[n]`, and
+        whether its queries move `[n]`.
     """
 
     def make() -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
-        of_rows, of_keys = (owned_fragments(layout) for layout in (step.queries, step.keys))
-        pieces, owners, readers, visits = [NO_BANDS], [np.empty((0, 2), dtype=np.int64)], [], []
+        row_owners, key_owners = (owned_fragments(layout) for layout in (step.queries, step.keys))
+        pieces, owners, readers, moves_queries = [NO_BANDS], [np.empty((0, 2), dtype=np.int64)], [], []
         for rank in range(size):
-            far, key = cut(tiles.remote_key_tiles(rank), of_keys[0][:-1], of_keys[0][1:], queries=False)
-            visiting, row = cut(tiles.remote_query_tiles(rank), of_rows[0][:-1], of_rows[0][1:], queries=True)
-            visiting, seen, origin = cut_up(visiting, of_keys[0][:-1], of_keys[0][1:], queries=False)
-            pieces += [far, visiting]
-            owners.append(np.stack([np.full(len(far), rank), of_keys[1][key]], axis=1))
-            owners.append(np.stack([of_rows[1][row[origin]], of_keys[1][seen]], axis=1))
-            readers += [rank] * (len(far) + len(visiting))
-            visits += [False] * len(far) + [True] * len(visiting)
+            far, key = cut(tiles.remote_key_tiles(rank), key_owners[0][:-1], key_owners[0][1:], queries=False)
+            moving, row = cut(tiles.remote_query_tiles(rank), row_owners[0][:-1], row_owners[0][1:], queries=True)
+            moving, seen, origin = cut_up(moving, key_owners[0][:-1], key_owners[0][1:], queries=False)
+            pieces += [far, moving]
+            owners.append(np.stack([np.full(len(far), rank), key_owners[1][key]], axis=1))
+            owners.append(np.stack([row_owners[1][row[origin]], key_owners[1][seen]], axis=1))
+            readers += [rank] * (len(far) + len(moving))
+            moves_queries += [False] * len(far) + [True] * len(moving)
         whole = np.concatenate(pieces), np.concatenate(owners), np.array(readers, dtype=np.int64)
-        return (*whole, np.array(visits, dtype=bool))
+        return (*whole, np.array(moves_queries, dtype=bool))
 
-    found: tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]] = tiles.memo(("on the way",), make)
+    found: tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]] = tiles.memo(("remote tiles",), make)
     return found
 
 
-def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds of a ring: of its work, all pairs at once and no tile cut, or of its ports.
+def _ring_seconds(
+    plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool
+) -> Seconds:
+    """Returns `[ranks]` the seconds of a ring: its work, as all pairs in one call with no tile cut, or its ports.
 
-    Of the work nothing hides the gradients that go home last.
+    Nothing hides the gradients that return last: backward's work includes them.
     """
     hardware, ranks, degree = on.hardware, np.arange(plan.cp_size), plan.ulysses_degree
     kv_ranks, later = ranks // degree, step.num_stages - 1
@@ -207,11 +212,11 @@ def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: 
         np.array([hi - lo for lo, hi in each])[ranks % degree] for each in (plan.partition.heads, plan.partition.groups)
     )
     size, value = step.head_dim, step.value_head_dim
-    work = _of_pairs(plan, step, on, item_size, forward=forward)
+    work = _pair_seconds(plan, step, on, item_size, forward=forward)
     merged = step.queries.token_counts[kv_ranks] * heads * (value * 3 if forward else size) * max(item_size, 4)
     work = work + later * copy_seconds(hardware, merged)
     row, tokens, total = groups * (size + value) * item_size, step.keys.token_counts, step.keys.packing.total
-    load = _passed(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
+    load = _ring_load(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
     if forward:
         return np.maximum(work, load.seconds(topology))
     wide = row * max(4 // item_size, 1)
@@ -221,45 +226,47 @@ def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: 
         + copy_seconds(hardware, tokens[kv_ranks] * row)
     )
     all_rows = np.full(ranks.size, total)
-    home = _passed(plan, topology, wide * (plan.head_chunks == 1), tokens[np.roll(kv_ranks, -degree)], tokens[kv_ranks])
-    both = load.and_then(_passed(plan, topology, wide, all_rows, all_rows))
-    found: Seconds = np.maximum(work + home.seconds(topology), both.seconds(topology))
+    last = _ring_load(
+        plan, topology, wide * (plan.head_chunks == 1), tokens[np.roll(kv_ranks, -degree)], tokens[kv_ranks]
+    )
+    both = load.plus(_ring_load(plan, topology, wide, all_rows, all_rows))
+    found: Seconds = np.maximum(work + last.seconds(topology), both.seconds(topology))
     return found
 
 
-def _passed(plan: Plan, topology: Topology, row: IntArray, sent: IntArray, got: IntArray) -> _Load:
-    """What goes round a ring: `[ranks]` rows that each passes on, and gets."""
+def _ring_load(plan: Plan, topology: Topology, row: IntArray, sent: IntArray, got: IntArray) -> _Load:
+    """Returns the load of a ring from `[ranks]` rows that each rank sends to the next and receives."""
     hosts, degree = np.array(topology.hosts), plan.ulysses_degree
-    to_near, from_near = (hosts == np.roll(hosts, by) for by in (-degree, degree))
-    return _Load(sent * row * to_near, sent * row * ~to_near, got * row * from_near, got * row * ~from_near)
+    sends_near, gets_near = (hosts == np.roll(hosts, by) for by in (-degree, degree))
+    return _Load(sent * row * sends_near, sent * row * ~sends_near, got * row * gets_near, got * row * ~gets_near)
 
 
-def _fetched(
+def _fetch_seconds(
     plan: Plan, step: Attend, flow: Fetch, on: Machine, topology: Topology, item_size: int, *, forward: bool
 ) -> Seconds:
-    """`[ranks]` seconds of keys that come in chunks of heads.
+    """Returns `[ranks]` the seconds of an attention whose keys arrive in chunks of heads.
 
-    Their work, the first chunk on its way and in backward the gradients of the last; or all chunks on their way.
+    This is the work plus the transfer of the smallest chunk, in backward also of its gradients; or all transfers.
     """
-    kernels = _kernels(plan, step, on, item_size, forward=forward)
+    kernels = _kernel_seconds(plan, step, on, item_size, forward=forward)
     degree = plan.ulysses_degree
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
     rows = np.array([[min(each), sum(each)] for each in groups]) * (step.head_dim + step.value_head_dim) * item_size
-    few, all_of_it = rows[np.arange(plan.cp_size) % degree].T
+    smallest, whole = rows[np.arange(plan.cp_size) % degree].T
     keys = _fetch_load(plan, flow, topology, back=False)
-    exposed, moved = keys.times(few).seconds(topology), keys.times(all_of_it)
+    exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)
     if not forward:
         back = _fetch_load(plan, flow, topology, back=True)
-        exposed, moved = exposed + back.times(few).seconds(topology), moved.and_then(back.times(all_of_it))
+        exposed, moved = exposed + back.times(smallest).seconds(topology), moved.plus(back.times(whole))
     found: Seconds = np.maximum(kernels + exposed, moved.seconds(topology))
     return found
 
 
 def _fetch_load(plan: Plan, flow: Fetch, topology: Topology, *, back: bool) -> _Load:
-    """Rows of keys that ranks fetch, or of gradients that go back.
+    """Returns the load of key rows that ranks fetch, or of gradients that return.
 
-    Over hosts in two hops, of which only the first is counted, and not even that where all rows are gathered: they
-    travel once for a host.
+    A hierarchical transport needs two hops, of which only the first is counted, and not even that where all rows are
+    gathered: they travel once for a host.
     """
     counts = flow.split_counts.counts
     if flow.equal_shares and not back:
@@ -277,7 +284,7 @@ def _fetch_load(plan: Plan, flow: Fetch, topology: Topology, *, back: bool) -> _
 
 
 def exchange_seconds(plan: Plan, topology: Topology, item_size: int) -> Seconds:
-    """`[ranks]` seconds in which a rank sends the smallest chunk of each head exchange, there and back."""
+    """Returns `[ranks]` the seconds in which a rank sends the smallest chunk of each head exchange, there and back."""
     degree = plan.ulysses_degree
     seconds: Seconds = np.zeros(plan.cp_size)
     hosts = np.array(topology.hosts).reshape(-1, degree)
@@ -290,8 +297,8 @@ def exchange_seconds(plan: Plan, topology: Topology, item_size: int) -> Seconds:
         sizes = [item_size] * len(exchange.sections.blocks)
         rows = np.array([exchange.row_bytes(part, sizes) for part in range(len(exchange.parts))]).min(axis=0)
         tokens = exchange.layout.token_counts.reshape(-1, degree)
-        # Of a sender of tokens to each reader of heads, and of heads to the owner of each token.
+        # Bytes from a holder of tokens to each reader of heads, or from a reader of heads to the owner of each token.
         mine, theirs = (tokens, np.broadcast_to(rows, tokens.shape)) if to_heads else (rows, tokens)
-        to_near, to_far = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
-        seconds = seconds + _Load(to_near, to_far, nothing, nothing).seconds(topology)
+        near_bytes, far_bytes = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
+        seconds = seconds + _Load(near_bytes, far_bytes, nothing, nothing).seconds(topology)
     return seconds

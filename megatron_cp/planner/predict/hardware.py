@@ -1,4 +1,4 @@
-"""`Hardware` and `Topology`: what predictions know of machines. Presets are files, with the source of every number.
+"""`Hardware` and `Topology`: the numbers of a machine for predictions. Presets are files, with each number's source.
 
 No torch in here.
 """
@@ -22,16 +22,16 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 
 _PRESETS = Path(__file__).parent / "presets"
-SAFE = "h100"  # what is taken where nobody says on which machine a plan will run
+SAFE = "h100"  # the default where no machine is named
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a connection.
+    """A connection between two ranks, in one direction.
 
     Attributes:
         latency: seconds from the start of a transfer to its first byte.
-        message: seconds that each message takes beside its bytes.
+        message: seconds of each message in addition to its bytes.
         bandwidth: bytes a second.
     """
 
@@ -45,35 +45,35 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one rank, in bf16 and for kernels with enough to do.
+    """The rates of one rank, in bf16 and for kernels with enough work.
 
     Attributes:
-        name: the preset's.
-        about: what machine that is.
+        name: the name of the preset.
+        about: a description of the machine.
         matrix: floating-point operations a second of large matrix products.
-        matrix_peak: of which the data sheet speaks; what utilisation is measured by.
-        matrix_rows: rows of a product at which half of that rate is reached.
-        attention: for each head size the operations a second of softmax attention's kernel, forward and backward;
-            in between and beyond, the nearest.
-        tile: queries and keys that the kernel takes at once: a tile that a mask cuts is computed as a whole.
-        units: pieces of work, of one head and one tile of queries, at which half of that rate is reached.
+        matrix_peak: the rate in the data sheet, against which utilisation is measured.
+        matrix_rows: rows of a product at which half of `matrix` is reached.
+        attention: for some head sizes the operations a second of softmax attention's kernel, forward and backward;
+            for other sizes, the nearest row counts.
+        tile: queries and keys of one tile of the kernel; a tile that a mask cuts is computed as a whole.
+        units: pairs of a head and a tile of queries at which half of that rate is reached.
         rule: for each kind of linear layer and some head sizes the multiply-adds a second of its chunked kernels,
-            forward and backward, and the seconds that the host takes in a direction beside them: 0 where a device works
-            behind its host. In between and beyond, the nearest size.
-        rule_floor: seconds that such a kernel takes at least.
+            forward and backward, and the additional seconds of the host in a direction: 0 where a device works behind
+            its host. For other sizes, the nearest row counts.
+        rule_floor: the fewest seconds of such a kernel.
         convolution: elements a second of a causal convolution with its activation, forward and backward.
         copy: bytes a second that a copy writes.
-        call: seconds that a call of attention's kernel takes beside its work.
-        launch: seconds that any other operation takes beside its work.
+        call: seconds of a call of attention's kernel in addition to its work.
+        launch: seconds of any other operation in addition to its work.
         memory: bytes of a rank's memory.
-        cores: ranks of a host that compute at a time; 0 where each has a device of its own. Rates are those of a rank
-            that has one of the cores.
+        cores: ranks of a host that compute at the same time; 0 where each has a device of its own. Rates are those of a
+            rank that has one of the cores.
         band: seconds for each band of a mask, forward and backward: kernels of the CPU are called for each.
-        row: seconds for each query and head beside its pairs, forward and backward.
-        collective: seconds that the host takes to start a transfer and to wait for it, behind which nothing hides.
-        transfer: bytes a second that a rank's core takes in or sends out; 0 where a device does so by itself.
-        wider: how many times longer an element of 4 and of 8 bytes takes than one of 2.
-        sources: where each number comes from.
+        row: seconds for each query and head in addition to its pairs, forward and backward.
+        collective: seconds of the host to start a transfer and to wait for it; no work overlaps with them.
+        transfer: bytes a second that a rank's core receives or sends; 0 where a device does so by itself.
+        wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
+        sources: the source of each number.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Hardware:
                 raise ArgumentError(name, getattr(self, name), "a text")
 
     def _check_rule(self) -> None:
-        """Refuses what has not a row of each kind, or two of one kind and head size."""
+        """Refuses rules without a row of each kind, or with two rows of one kind and head size."""
         kinds = sorted({kind.rule for kind in KINDS.values() if kind.has_state})
         for row in self.rule:
             is_row = isinstance(row, tuple) and len(row) == 5 and all(map(_is_number, row[1:]))
@@ -131,36 +131,35 @@ class Hardware:
             raise ArgumentError("rule", [row[:2] for row in self.rule], wanted, remedy)
 
     def rule_rate(self, kind: str, head_dim: int, *, forward: bool) -> float:
-        """Multiply-adds a second of a kind's chunked kernels, by the name that kernels know its recurrence by."""
+        """Returns the multiply-adds a second of chunked kernels; `kind` is the kernels' name of the recurrence."""
         _, _, ahead, back, _ = self._rule_row(kind, head_dim)
         return ahead if forward else back
 
-    def beside_rule(self, kind: str, head_dim: int) -> float:
-        """Seconds that the host takes in a direction of such a layer."""
+    def rule_host_seconds(self, kind: str, head_dim: int) -> float:
+        """Returns the additional seconds of the host in a direction of such a layer."""
         return self._rule_row(kind, head_dim)[4]
 
     def _rule_row(self, kind: str, head_dim: int) -> tuple[str, int, float, float, float]:
-        """That of the nearest head size."""
         return min((row for row in self.rule if row[0] == kind), key=lambda row: abs(math.log(row[1] / head_dim)))
 
     def attention_rate(self, head_dim: int, *, forward: bool) -> float:
-        """Operations a second of heads of this size."""
+        """Returns the operations a second of attention's kernel for heads of this size."""
         nearest = min(self.attention, key=lambda row: abs(math.log(row[0] / head_dim)))
         return nearest[1 if forward else 2]
 
     def slower(self, item_size: int) -> float:
-        """How many times longer than in bf16 everything takes with elements of so many bytes."""
+        """Returns the factor by which elements of so many bytes take longer than bf16."""
         return {1: 1.0, 2: 1.0, 4: self.wider[0], 8: self.wider[1]}.get(item_size, self.wider[1])
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Where ranks are, and the links between them.
+    """The hosts of ranks and the links between them.
 
     Attributes:
         hosts: the host of each rank, numbered from 0.
-        within: between two ranks of a host, for each rank and direction.
-        between: between hosts, for each network card and direction.
+        within: the link between two ranks of a host, for each rank and direction.
+        between: the link between hosts, for each network card and direction.
         rails: network cards of a host, which its ranks share evenly.
         shares_cores: the hosts are emulated on one computer, whose cores all ranks share.
     """
@@ -194,14 +193,14 @@ class Topology:
         hosts = np.array(self.hosts)
         place = np.zeros_like(hosts)
         for host in range(self.num_hosts):
-            of_host = np.flatnonzero(hosts == host)
-            place[of_host] = np.arange(of_host.size) * min(self.rails, of_host.size) // of_host.size
+            members = np.flatnonzero(hosts == host)
+            place[members] = np.arange(members.size) * min(self.rails, members.size) // members.size
         return frozen(hosts * self.rails + place)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A preset: the hardware of a rank, and how as many ranks as one wants would be connected.
+    """A preset: the hardware of a rank, and the connections for any number of ranks.
 
     Attributes:
         hardware: rates of a rank.
@@ -217,11 +216,11 @@ class Machine:
     shares_cores: bool = False
 
     def topology(self, ranks: int, hosts: int | Sequence[int] | None = None) -> Topology:
-        """So many ranks on hosts that are full but for the last one.
+        """Places ranks on hosts: by default on full hosts, except for the last one.
 
         Args:
-            ranks: how many.
-            hosts: the number of hosts, of which neighbours share one evenly, or the host of each rank.
+            ranks: the number of ranks.
+            hosts: the number of hosts, which neighbouring ranks share evenly, or the host of each rank.
 
         Raises:
             ArgumentError: no rank, more hosts than ranks, or the hosts of another number of ranks.
@@ -240,24 +239,24 @@ class Machine:
         return Topology(tuple(numbers), self.within, self.between, self.rails, self.shares_cores)
 
     def describe(self) -> str:
-        """The preset in words."""
+        """Returns the name and the description of the preset."""
         return f"{self.hardware.name}: {self.hardware.about}"
 
 
 def presets() -> list[str]:
-    """The names of the presets that come with the package."""
+    """Returns the names of the presets in the package."""
     return sorted(path.stem for path in _PRESETS.glob("*.toml"))
 
 
 def machine(name: Machine | str | Path | None = None, *, argument: str = "hardware") -> Machine:
-    """A preset by its name or its file.
+    """Loads a preset by its name or its file.
 
     Args:
-        name: one of `presets()`, a file of such a form, a machine as it is, or None for `SAFE`.
-        argument: what errors call it.
+        name: one of `presets()`, a file of the same form, a `Machine`, which is returned, or None for `SAFE`.
+        argument: the name of the argument in errors.
 
     Raises:
-        ArgumentError: another name, or a file that is none or lacks something.
+        ArgumentError: an unknown name, or a file that is missing or incomplete.
 
     Example:
         >>> machine("h100").topology(16).num_hosts
@@ -294,21 +293,21 @@ def _read(path: Path, argument: str) -> Machine:
         raise ArgumentError(
             argument, str(path), "tables [hardware], [topology] and [sources], as the presets have them"
         )
-    of_rank, links, sources = tables
+    rates, links, sources = tables
     wanted = {x.name for x in fields(Hardware) if x.default is MISSING and x.default_factory is MISSING}
     wanted -= {"name", "about"}
-    lacking = [f"hardware.{name}" for name in sorted(wanted - set(of_rank))]
+    lacking = [f"hardware.{name}" for name in sorted(wanted - set(rates))]
     lacking += [f"topology.{name}" for name in ("ranks_per_host", "within", "between", "rails") if name not in links]
-    unknown = sorted(set(of_rank) - {x.name for x in fields(Hardware)})
+    unknown = sorted(set(rates) - {x.name for x in fields(Hardware)})
     if lacking or unknown:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
         pairs = ("convolution", "wider", "band", "row")
-        tuples: dict[str, Any] = {name: tuple(of_rank[name]) for name in pairs if name in of_rank}
-        tuples |= {name: tuple(tuple(row) for row in of_rank[name]) for name in ("attention", "rule")}
+        tuples: dict[str, Any] = {name: tuple(rates[name]) for name in pairs if name in rates}
+        tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in ("attention", "rule")}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
-        hardware = Hardware(**{**of_rank, **tuples, **about}, sources=dict(sources))
+        hardware = Hardware(**{**rates, **tuples, **about}, sources=dict(sources))
         ends = {name: Link(**links[name]) for name in ("within", "between")}
     except (TypeError, ValueError) as error:
         raise ArgumentError(argument, str(path), "numbers as the presets have them", str(error)) from error
@@ -320,7 +319,7 @@ def _read(path: Path, argument: str) -> Machine:
 
 
 def written(found: Machine) -> str:
-    """A machine as the text of a preset's file."""
+    """Formats a machine as the text of a preset's file."""
     hardware, sources = found.hardware, found.hardware.sources
     lines = [f'name = "{hardware.name}"', f'about = "{hardware.about}"', "", "[hardware]"]
     rates = (each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources"))
@@ -350,7 +349,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_numbers(record: Any, *, at_least_zero: Sequence[str]) -> None:
-    """Refuses numbers that are none, or not above zero, or below it where zero is allowed."""
+    """Refuses fields that are not finite numbers above zero; those in `at_least_zero` may be zero."""
     for each in fields(record):
         if each.type not in ("float", "int"):
             continue

@@ -1,4 +1,4 @@
-"""Seconds that the kernels of a layer take on each rank, by `Hardware`'s rates. No torch in here."""
+"""Predicts the seconds of a layer's kernels on each rank, by the rates of `Hardware`. No torch in here."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from megatron_cp.plan.recurrence import Scan
 from megatron_cp.planner.predict.hardware import Hardware
 from megatron_cp.planner.predict.program import Seconds
 
-CHUNK = 64  # tokens that a chunked kernel takes at once
-_MOST_PIECES = 500_000  # of bands between ranks, beyond which a ring's stages are taken to be alike
-_PIECES_AT_ONCE = 2**14  # that stay in a cache while they are counted
+CHUNK = 64  # tokens of one chunk of a chunked kernel
+_MOST_PIECES = 500_000  # of bands between ranks; above, a ring's stages are assumed to be equal
+_PIECES_AT_ONCE = 2**14  # fit in a cache while they are counted
 
 
 class StageShapes(NamedTuple):
-    """What the kernel calls of an attention are like, each `[stages, kv_ranks]`.
+    """The sizes of an attention's kernel calls, each `[stages, kv_ranks]`.
 
     Attributes:
         pairs: visible (query, key) pairs.
-        cut: pairs of tiles that an edge of the mask cuts, which are computed for nothing.
+        cut: invisible pairs in tiles that an edge of the mask cuts; the kernel computes them all the same.
         rows: queries of all bands.
-        bands: how many there are.
+        bands: the number of bands.
     """
 
     pairs: IntArray
@@ -42,7 +42,7 @@ class StageShapes(NamedTuple):
 
 
 def stage_shapes(step: Attend, tile: int) -> StageShapes:
-    """Those of every stage, for a kernel that takes so many queries and keys at once."""
+    """Returns the sizes of every stage's calls, for a kernel with tiles of so many queries and keys."""
     found: StageShapes = step.memo(("stage shapes", tile), lambda: _stage_shapes(step, tile))
     return found
 
@@ -54,11 +54,11 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     bands, ranks = step.bands_of_kv_ranks()
     edges, owners = owned_fragments(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
-    # Only a ring computes the keys of one rank in each stage; rounds of assigned tiles are no such stages.
+    # Only a ring has the keys of one rank in each stage; rounds of assigned tiles do not.
     if stages == 1 or step.tiled is not None or int(met.sum()) > _MOST_PIECES:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
-        at_once = np.array([step.area(rank) for rank in range(size)]), *others
-        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in at_once))
+        whole = np.array([step.area(rank) for rank in range(size)]), *others
+        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in whole))
     found = np.zeros((4, stages * size), dtype=np.int64)
     before = np.cumsum(met) - met
     blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
@@ -72,12 +72,12 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
 
 
 def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
-    """`[size]` the weights at each place, which sum up to less than 2**53."""
+    """Returns `[size]` the sum of the weights at each place, less than 2**53."""
     return np.bincount(place, weights.astype(np.float64), minlength=size).astype(np.int64)
 
 
 def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """`[n]` of each band: see `StageShapes`. Only where an edge runs through a band does it cut tiles: half of each."""
+    """Returns `[n]` each band's fields of `StageShapes`; an edge that runs through a band cuts half of each tile."""
     pairs = areas(bands)
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
     rows = q1 - q0
@@ -89,7 +89,7 @@ def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, I
 def attention_seconds(
     step: Attend, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *, forward: bool
 ) -> NDArray[np.float64]:
-    """`[stages, ranks]` seconds of the kernel.
+    """Returns `[stages, ranks]` the seconds of the kernel.
 
     Args:
         step: the attention.
@@ -103,7 +103,7 @@ def attention_seconds(
 
 
 def shapes_of(calls: Iterable[Iterable[IntArray]], tile: int) -> StageShapes:
-    """Those of kernel calls, from the bands of each KV rank in each."""
+    """Returns the sizes of kernel calls, from the bands of each KV rank in each call."""
     found = [[[part.sum() for part in _shapes(each, tile)] for each in ranks] for ranks in calls]
     return StageShapes(*np.moveaxis(np.array(found, dtype=np.int64), -1, 0))
 
@@ -112,22 +112,23 @@ def seconds_of_calls(
     step: Attend, shapes: StageShapes, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *,
     forward: bool,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """`attention_seconds` of calls of other shapes than the stages'."""
+    """Returns `[calls, ranks]` the seconds of calls of given sizes; see `attention_seconds`."""
     pairs, wasted, rows, bands = shapes
-    computed, way = pairs + wasted, 0 if forward else 1
+    computed, direction = pairs + wasted, 0 if forward else 1
     rate = pair_rate(step, hardware, item_size, forward=forward)
     tiles = -(-rows // hardware.tile)
     work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
     short = 1 + hardware.units / np.maximum(units, 1)
-    calls = hardware.call + hardware.band[way] * bands[:, kv_ranks] + hardware.row[way] * rows[:, kv_ranks] * heads
+    band_seconds, row_seconds = hardware.band[direction], hardware.row[direction]
+    calls = hardware.call + band_seconds * bands[:, kv_ranks] + row_seconds * rows[:, kv_ranks] * heads
     found: NDArray[np.float64] = (work > 0) * (work / rate * short + calls)
     return found
 
 
 def pair_rate(step: Attend, hardware: Hardware, item_size: int, *, forward: bool) -> float:
-    """(query, key) pairs of one head that the kernel computes in a second.
+    """Returns the (query, key) pairs of one head that the kernel computes in a second.
 
-    Two products of the head sizes forward; five backward, which computes scores again.
+    Forward has two products of the head sizes; backward has five, since it computes scores again.
     """
     size, value = step.head_dim, step.value_head_dim
     operations = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
@@ -136,11 +137,11 @@ def pair_rate(step: Attend, hardware: Hardware, item_size: int, *, forward: bool
 
 
 class StageSeconds(NamedTuple):
-    """What the stages of a chunk of heads take on each rank.
+    """The seconds of the stages of a chunk of heads.
 
     Attributes:
-        kernels: `[stages, ranks]` of attention's kernel.
-        merge: `[ranks]` of taking a later stage's part into what there is.
+        kernels: `[stages, ranks]` seconds of attention's kernel.
+        merge: `[ranks]` seconds of merging a later stage's result.
     """
 
     kernels: NDArray[np.float64]
@@ -150,7 +151,7 @@ class StageSeconds(NamedTuple):
 def stage_seconds(
     plan: Plan, step: Attend, chunk: int, hardware: Hardware, item_size: int, *, forward: bool
 ) -> StageSeconds:
-    """Those of one chunk of the heads of an attention of a plan, in one direction."""
+    """Returns the seconds of the stages of one chunk of heads, in one direction."""
     degree, ranks = plan.ulysses_degree, np.arange(plan.cp_size)
     parts = [step.chunks(rank)[chunk] for rank in range(degree)]
     heads, kv_ranks = np.array([part.heads.stop - part.heads.start for part in parts])[ranks % degree], ranks // degree
@@ -162,14 +163,14 @@ def stage_seconds(
 
 
 def copy_seconds(hardware: Hardware, nbytes: IntArray | Seconds, passes: float = 1.0) -> Seconds:
-    """`[ranks]` seconds of work that writes so many bytes, so many times."""
+    """Returns `[ranks]` the seconds to write so many bytes in so many passes."""
     written: Seconds = np.asarray(nbytes, dtype=np.float64)
     found: Seconds = (written > 0) * (written * passes / hardware.copy + hardware.launch)
     return found
 
 
 def rule_products(plan: Plan) -> float:
-    """Multiply-adds of the chunked rule for one token and head, forward."""
+    """Returns the multiply-adds of the chunked rule for one token and head, forward."""
     kind = KINDS[plan.kind]
     if not kind.has_state:
         return float(plan.conv_width)
@@ -181,19 +182,19 @@ def rule_products(plan: Plan) -> float:
 
 
 def _rule_sizes(plan: Plan) -> tuple[int, int]:
-    """The head sizes of keys and values, or what stands for them."""
+    """Returns the head sizes of the sections that serve as keys and values."""
     kind, sizes = KINDS[plan.kind], {block.name: block.head_dim for block in plan.sections.blocks}
     return sizes[kind.keys], sizes[kind.values]
 
 
 def rule_rate(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> float:
-    """Multiply-adds a second of a layer's chunked rule."""
+    """Returns the multiply-adds a second of a layer's chunked rule."""
     rate = hardware.rule_rate(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2, forward=forward)
     return rate / hardware.slower(item_size)
 
 
 def chunked_tokens(plan: Plan) -> IntArray:
-    """`[ranks]` tokens of the chunks that a rank computes: the last one of each piece of a document is filled up."""
+    """Returns `[ranks]` the tokens of a rank's chunks; the last chunk of each piece of a document is padded."""
 
     def found() -> IntArray:
         layout = plan.layout
@@ -208,7 +209,7 @@ def chunked_tokens(plan: Plan) -> IntArray:
 
 
 def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, chunks: int = 1) -> Seconds:
-    """`[ranks]` seconds of the chunked rule for a rank's tokens and heads, or one of several chunks of them.
+    """Returns `[ranks]` the seconds of the chunked rule for a rank's tokens and heads, or one of several head chunks.
 
     Args:
         chunks: parts of the heads, each with a call of its own.
@@ -217,15 +218,15 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
     taken = products / rule_rate(plan, hardware, item_size, forward=forward)
     floor = hardware.rule_floor * (1 if forward else 2)
-    beside = hardware.beside_rule(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
-    found: Seconds = (products > 0) * (np.maximum(taken, floor) + beside)
+    host_seconds = hardware.rule_host_seconds(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
+    found: Seconds = (products > 0) * (np.maximum(taken, floor) + host_seconds)
     return found
 
 
 def convolution_seconds(
     plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
 ) -> Seconds:
-    """`[ranks]` seconds of the causal convolution of so many tokens and a rank's heads, or one of several chunks."""
+    """Returns `[ranks]` the seconds of the causal convolution for so many tokens, or one of several head chunks."""
     convolved = plan.sections.blocks[: KINDS[plan.kind].convolved]
     channels = np.array(
         [sum(block.heads_on(rank) * block.head_dim for block in convolved) for rank in range(plan.ulysses_degree)]
@@ -237,7 +238,7 @@ def convolution_seconds(
 
 
 def scan_products(plan: Plan, step: Scan, *, forward: bool) -> Seconds:
-    """`[ranks]` multiply-adds of the maps of segments that a document goes on before and after."""
+    """Returns `[ranks]` the multiply-adds of the maps of segments whose document continues before and after."""
     kind, segments = KINDS[plan.kind], step.segments
     middle = segments.past & segments.future
     tokens = np.bincount(segments.rank, (segments.end - segments.start) * middle, minlength=plan.cp_size)
@@ -248,7 +249,7 @@ def scan_products(plan: Plan, step: Scan, *, forward: bool) -> Seconds:
 
 
 def scan_seconds(plan: Plan, step: Scan, hardware: Hardware, item_size: int, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds of those maps."""
+    """Returns `[ranks]` the seconds of the maps of `scan_products`."""
     products = scan_products(plan, step, forward=forward)
     found: Seconds = products / rule_rate(plan, hardware, item_size, forward=forward)
     return found

@@ -1,6 +1,6 @@
-"""`peak_bytes`: the most memory that an attention's tensors take at a time on one rank, from its plan alone.
+"""`peak_bytes` and `buffer_bytes`: the peak memory of an attention on one rank, computed from its plan alone.
 
-No torch in here: a plan says it all, so that a batch can be judged before anything is allocated.
+No torch in here: a batch can be judged before anything is allocated.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.stage import Stage
 from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
-MERGING = 3  # log-sum-exps for each query and head while partial results are merged: before, added, the share
-PLACE = 8  # bytes of the place of an element
-LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
+MERGING = 3  # log-sum-exps for each query and head while partial results are merged: old, new, and the weight
+PLACE = 8  # bytes of the index of an element
+LSE = 4  # the fewest bytes of a log-sum-exp and of any sum
 
 
 def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
-    """Bytes of all tensors that `attention` has alive at its worst moment, beyond its inputs q, k and v.
+    """Returns the peak bytes of the tensors that `attention` keeps alive, beyond its inputs q, k and v.
 
-    Counted are outputs, what forward saves for backward, and in backward (beyond the output's gradient) all of that
-    again and the gradients. Not counted are what a kernel or a transport allocates for itself, index tables, which are
-    made once a batch, a learned sink, what coding takes, and the group's buffers, which all layers share: see
-    `buffer_bytes`. With a batch axis all of it is as many times as much.
+    Counts outputs, the tensors that forward saves for backward, and in backward (beyond the output's gradient) all of
+    these and the gradients. Does not count the allocations of kernels and transports, index tables, which are made once
+    a batch, a learned sink, the tensors of a codec, and the group's buffers, which all layers share: see
+    `buffer_bytes`. A batch axis multiplies all of it.
 
     In elements of `item_size` bytes, or of `acc_bytes = max(item_size, 4)` where marked `w`; `t` own rows of queries,
     `s` of keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
 
         out = t h v     lse = h t (w)     dq = t h d     block(n) = n g (d + v)
 
-        at home     forward     out + lse
+        own keys    forward     out + lse
                     backward    out + lse + dq + block(s)
         p2p         forward     out (w) + lse + the stage's part: out (w) + 5 lse of the rows that see a key; at the end
                                 out again if w is wider
@@ -45,66 +45,69 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         gathering   forward     out + lse
                     backward    out + lse + dq + block(s) + block(s) (w) + where w is wider the keys, or the values, of
                                 a chunk that come back from one KV rank (w)
-        tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; likewise what one KV rank
-                                sends home; lse of a chunk's visitors; at the end out again if w is wider
+        tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; the same of the results that
+                                one KV rank returns; lse of a chunk's remote queries; at the end out again if w is
+                                wider
                     backward    out + lse + dq + block(s) + dq (w) if w is wider + t h row sums (w) + block(s) (w) and
-                                most of: a stage's part dq (w); of a chunk's visitors dq (w) if w is wider, out (w)
-                                and lse; where w is wider what one KV rank sends home (w), or keys that come back as
-                                above. Where keys are seen by own queries and by visitors, all of them (w) if w is
-                                wider, and beside the part dq (w) the block of those that own queries see (w)
+                                most of: a stage's part dq (w); of a chunk's remote queries dq (w) if w is wider,
+                                out (w) and lse; where w is wider the results that one KV rank returns (w), or keys
+                                that come back as above. Where keys are seen by own and by remote queries, all of
+                                them (w) if w is wider, and beside the part dq (w) the block of those that own
+                                queries see (w)
         a2a         forward     the rank's q, k, v; the above; and out once more, of own tokens
-                    backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
+                    backward    the same, with out's gradient on its way in, and dq and block(s) on their way back
 
-    Of tiled this is with a kernel of unrounded partials; others want a narrower out of visitors, and no dq beside it.
+    For tiled this assumes a kernel with unrounded partial results; other kernels need a narrower out of remote queries,
+    and no dq beside it.
 
-    Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
-    if they arrive in stream order, and its gradients to the end if they go in place.
+    Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are alive from the beginning
+    if they arrive in stream order, and its gradients until the end if they are sent from where they were written.
     """
     assert plan.attend is not None
     kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
-    chunks = [_Local(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
-    moves = list(_moves(plan, rank, item_size))
+    chunks = [_RankBytes(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
+    moves = list(_exchange_bytes(plan, rank, item_size))
     return _forward(chunks, moves) if forward else _backward(chunks, moves)
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
-    """Bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
+    """Returns the bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
 
-    Other layers share them. What a hierarchical transport stages is not counted. Which message borrows which buffer is
-    followed message by message for softmax attention and head exchanges (within a fifth), and not for what chunkwise
-    linear layers send (within a half). With a batch axis all of it is as many times as much.
+    Other layers share them. The staging of a hierarchical transport is not counted. The reuse of buffers is followed
+    message by message for softmax attention and head exchanges (within a fifth), and not for the messages of chunkwise
+    linear layers (within a half). A batch axis multiplies all of it.
 
-    Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
+    Counts the messages of head exchanges, both ways; besides, in the terms of `peak_bytes`, at the worst moment
 
         p2p         forward     the blocks of two stages
-                    backward    those, and three gradients (w) of blocks: own, on the way here, on the way on
-        gathering   forward     of each of two head chunks: what is sent, what is received and, where it does not arrive
-                                in stream order, the same in order
-                    backward    those, and of two chunks: the gradients of what was received, those in the order in
-                                which they go, and those that come back
-        tiled       forward     as gathering, of keys and of visiting queries; and of two chunks: the visitors' results
-                                (w), those in the order in which they go, and those that come home
-                    backward    likewise, where visitors bring out's gradient, lse (w) and row sums (w), and their
-                                gradients go home
+                    backward    those, and three gradients (w) of blocks: own, on the way in, on the way out
+        gathering   forward     for each of two head chunks: the sent rows, the received rows and, where they do not
+                                arrive in stream order, these in order
+                    backward    those, and for two chunks: the gradients of received rows, these in the order in which
+                                they are sent, and the gradients that return
+        tiled       forward     as gathering, of keys and of remote queries; and for two chunks: the results of remote
+                                queries (w), these in the order in which they are sent, and the results that return
+                    backward    the same, where out's gradient, lse (w) and row sums (w) travel with remote queries,
+                                and their gradients return
 
-    and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
-    as long as the longest share, what is received that times the number of KV ranks.
+    and for a chunkwise linear layer the sent and received parts of its halo and its maps. The sent part of an
+    all-gather is as long as the longest share, the received part that times the number of KV ranks.
     """
-    return _in_pool(plan, rank, item_size) + _along_segments(plan, rank, item_size)
+    return _pool_bytes(plan, rank, item_size) + _segment_bytes(plan, rank, item_size)
 
 
-def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
-    """Of head exchanges and of what travels between them: what `Buffers` makes for one forward and one backward."""
+def _pool_bytes(plan: Plan, rank: int, item_size: int) -> int:
+    """Returns the bytes that `Buffers` makes for head exchanges and attention, in one forward and one backward."""
     pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
         moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
-        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
+        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == leads] for leads in (True, False))
         chunks = list(range(plan.head_chunks) if moves or plan.attend else ())[:: 1 if forward else -1]
         arriving = {
             chunk: [
                 pool.acquire(size)
                 for exchange in leading
-                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=True)
+                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=True)
             ]
             for chunk in chunks
         }
@@ -116,14 +119,16 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
             leaving += [
                 pool.acquire(size)
                 for exchange in trailing
-                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=False)
+                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=False)
             ]
         pool.release(leaving)
     return sum(pool.capacities)
 
 
-def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
-    """Bytes of what a part of an exchange receives and sends in buffers."""
+def _message_bytes(
+    plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool
+) -> list[int]:
+    """Returns the bytes of the buffers that a part of an exchange receives and sends in."""
     kv_rank, head_rank = divmod(rank, exchange.degree)
     layout, blocks = exchange.subgroup(kv_rank).layout, exchange.sections.blocks
     sizes = [item_size] * len(blocks)
@@ -132,15 +137,15 @@ def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: i
     as_it_lies = layout.in_stream_order and not any(exchange.coded(sizes))
     if to_heads:
         return [tokens] if as_it_lies else [heads, tokens]
-    # Attention writes the gradients of what came in one message as one, and a section alone lies like a message
-    # unless that has gaps.
+    # Attention writes the gradients of one message as one tensor, and a single section has the form of a message unless
+    # that has gaps.
     (block, *others) = exchange.parts[part].blocks
     alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
     as_it_lies &= alone or (plan.attend is not None and not exchange.section_major)
     return [tokens] if as_it_lies else [tokens, heads]
 
 
-def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
+def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
     sizes: list[int] = []
     for step in plan.recurrent_steps:
         match step:
@@ -148,26 +153,26 @@ def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
                 tables = step.tables(rank)
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
-                # Maps and their adjoints go to other ranks, and a buffer for the ones may be too small for the others.
-                ways = [step.split_counts(forward=forward) for forward in (True, False)]
+                # Maps and their adjoints go to different ranks; a buffer of the former may be too small for the latter.
+                counts = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
-                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (way.sent_by(rank), way.received_by(rank)))
-                    for way in ways
+                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (each.sent_by(rank), each.received_by(rank)))
+                    for each in counts
                 )
                 sizes += (sent | back).elements()
     return sum(sizes)
 
 
 @dataclass(frozen=True)
-class _Move:
-    """One head exchange on one rank, in bytes.
+class _ExchangeBytes:
+    """The bytes of a head exchange on a rank.
 
     Attributes:
-        to_heads: the direction; the other one goes back by the same sizes.
+        to_heads: the direction; the gradients take the other one, with the same sizes.
         tokens: all heads of the own tokens.
-        summed: what sums of shared heads take beside it.
-        heads: of each chunk, the own heads of all tokens.
-        in_order: heads are used where they arrive, and leave from where they were written.
+        summed: additional bytes for the sums of shared heads.
+        heads: the own heads of all tokens, for each chunk.
+        in_order: heads are used where they arrive, and sent from where they were written.
     """
 
     to_heads: bool
@@ -177,21 +182,20 @@ class _Move:
     in_order: bool
 
 
-def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
-    """The exchanges of a plan, in order."""
+def _exchange_bytes(plan: Plan, rank: int, item_size: int) -> list[_ExchangeBytes]:
     return [
-        _move(exchange, rank, item_size, to_heads=to_heads)
+        _bytes_of_exchange(exchange, rank, item_size, to_heads=to_heads)
         for exchange, to_heads in plan.exchanges(forward=True)
         if not exchange.is_local
     ]
 
 
-def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
+def _bytes_of_exchange(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _ExchangeBytes:
     kv_rank, head_rank = divmod(rank, exchange.degree)
     exchange, blocks = exchange.subgroup(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
     num_tokens, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
-    return _Move(
+    return _ExchangeBytes(
         to_heads=to_heads,
         tokens=int(layout.row_counts[head_rank]) * exchange.sections.width * item_size,
         summed=num_tokens * sum(shared) * LSE if item_size < LSE else 0,
@@ -200,8 +204,8 @@ def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _
     )
 
 
-def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+def _forward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
+    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     live, moments = sum(sum(move.heads) for move in inbound if move.in_order), []
     for number, local in enumerate(chunks):
         live += sum(move.heads[number] for move in inbound if not move.in_order)
@@ -210,15 +214,15 @@ def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
     return max(*moments, *(live + move.tokens + move.summed for move in outbound), 0)
 
 
-def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+def _backward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
+    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
     output, saved = sum(move.tokens for move in outbound), sum(sum(move.heads) for move in inbound)
     live = output + saved + sum(local.out + local.lse for local in chunks)
     live += sum(sum(move.heads) for move in outbound if move.in_order)
     moments = [live]
     for number, local in reversed(list(enumerate(chunks))):
         live += sum(move.heads[number] for move in outbound if not move.in_order)
-        # Gradients lie to each other as their inputs do: where those are one message, so are they, and go as they lie.
+        # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
         gradients = inbound[0].heads[number] if len(inbound) == 1 else local.dq + local.keys
         moments += [live + gradients + moment for moment in local.backward()]
         live -= sum(move.heads[number] for move in moves) + local.out + local.lse
@@ -231,8 +235,8 @@ def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
 
 
 @dataclass(frozen=True)
-class _Local:
-    """The attention of one rank's heads, in bytes."""
+class _RankBytes:
+    """The bytes of the attention of a rank's heads."""
 
     step: Attend
     kv_rank: int
@@ -277,12 +281,12 @@ class _Local:
         return rows * groups * (self.step.head_dim + self.step.value_head_dim) * item
 
     def forward(self) -> list[int]:
-        """Moments of the loop, the output and its lse included."""
+        """Returns the bytes at each moment of forward's loop, including the output and its lse."""
         if self.step.num_stages == 1:
             return [self.out + self.lse]
         base = self.out // self.item * self.acc_bytes + self.lse
-        rows = [*self._later_rows(forward=True), *self._rows_home(forward=True)]
-        parts = [self._merged(count) for count in rows]
+        rows = [*self._later_rows(forward=True), *self._returned_rows(forward=True)]
+        parts = [self._merge_bytes(count) for count in rows]
         parts += [
             sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
             for stage in self.step.stages
@@ -290,26 +294,26 @@ class _Local:
         ]
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
-    def _merged(self, rows: int) -> int:
-        """A part of the results of so many queries, and what merging it takes: heads stand apart by cache lines."""
-        apart = (rows // 16 + 1) * 16 if rows else 0
-        return (rows * (self.step.value_head_dim + 2) + apart * MERGING) * self._most_heads * self.acc_bytes
+    def _merge_bytes(self, rows: int) -> int:
+        """Returns the bytes of so many queries' partial results and their merge, with heads padded to cache lines."""
+        padded = (rows // 16 + 1) * 16 if rows else 0
+        return (rows * (self.step.value_head_dim + 2) + padded * MERGING) * self._most_heads * self.acc_bytes
 
     def backward(self) -> list[int]:
-        """Moments of the loop, beyond the gradients of q, k and v."""
+        """Returns the bytes at each moment of backward's loop, beyond the gradients of q, k and v."""
         stages, row = self.step.backward_stages, self.step.head_dim * self.acc_bytes
         moments, total, parts = [0], 0, self._later_rows(forward=False)
         if len(stages) > 1:
             total = self._own_rows * self.heads * row if self.is_wider else 0
             if self.step.moves_queries(forward=False):
-                # Row sums of own outputs, from the beginning to the end.
+                # Row sums of own outputs are alive during the whole loop.
                 total += self._own_rows * self.heads * self.acc_bytes
                 moments.append(total + _eighth(self._own_rows) * self.heads * self.step.value_head_dim * self.acc_bytes)
-        # What comes back is added to sums of the own keys' gradients, in their type. Where a stage of own keys, as they
-        # stand, comes first, it writes to them.
+        # Returned gradients are added to sums of the own keys' gradients, in the type of the sums. A first stage of own
+        # keys writes to these sums.
         sums = self._block_of(self.kv_rank, self.acc_bytes) if self._returns else 0
-        at_home = stages[0].keys is None
-        before = sums if at_home else 0
+        starts_local = stages[0].keys is None
+        before = sums if starts_local else 0
         moments += [total + before + count * self._most_heads * row for count in parts]
         for stage in stages:
             if isinstance(stage.gradients, Return):
@@ -317,33 +321,34 @@ class _Local:
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
             if stage.remote_queries is not None:
-                moments += [total + sums + most for chunk in self._chunks for most in self._visited(stage, chunk)]
-        if self._returns and not at_home:
-            # The sums are made when the first gradients are back: after the second part, which they never meet.
-            meeting = parts if len(self._chunks) > 1 else parts[1:]
-            moments += [total + sums + _size(chunk.heads) * rows * row for chunk in self._chunks for rows in meeting]
+                remote = (most for chunk in self._chunks for most in self._remote_moments(stage, chunk))
+                moments += [total + sums + most for most in remote]
+        if self._returns and not starts_local:
+            # The sums are made when the first gradients have returned: after the second part, which is freed by then.
+            beside = parts if len(self._chunks) > 1 else parts[1:]
+            moments += [total + sums + _size(chunk.heads) * rows * row for chunk in self._chunks for rows in beside]
         return moments
 
-    def _visited(self, stage: Stage, chunk: HeadChunk) -> list[int]:
-        """Moments of a stage that queries of other ranks visit, in backward."""
+    def _remote_moments(self, stage: Stage, chunk: HeadChunk) -> list[int]:
+        """Returns the bytes at each moment of a stage with remote queries, in backward."""
         assert stage.remote_queries is not None
         assert isinstance(stage.keys, Fetch)
         heads, head_dim, value_head_dim = _size(chunk.heads), self.step.head_dim, self.step.value_head_dim
-        visitors = sum(stage.remote_queries.split_counts.received_by(self.kv_rank))
-        own, visiting = self.step.tiles(self.kv_rank, stage), self.step.remote_tiles(self.kv_rank, stage)
-        both = bool(len(own.bands) and len(visiting.bands))
+        remote_rows = sum(stage.remote_queries.split_counts.received_by(self.kv_rank))
+        own, remote = self.step.tiles(self.kv_rank, stage), self.step.remote_tiles(self.kv_rank, stage)
+        both = bool(len(own.bands) and len(remote.bands))
         rows = sum(stage.keys.split_counts.received_by(self.kv_rank))
         keys = self.block(rows, chunk.num_groups, self.acc_bytes) if both and self.is_wider else 0
-        # Of visitors: their gradients before they are rounded, a stand-in for outputs, and then the log-sum-exp.
+        # For remote queries: gradients before they are rounded, a substitute for outputs, and then the log-sum-exp.
         columns = (head_dim if self.is_wider else 0) + value_head_dim
-        made = keys + visitors * heads * columns * self.acc_bytes
+        made = keys + remote_rows * heads * columns * self.acc_bytes
         moments = [
-            made + visitors * heads * self.acc_bytes,
-            made + _eighth(visitors) * heads * (value_head_dim * self.item + PLACE),
+            made + remote_rows * heads * self.acc_bytes,
+            made + _eighth(remote_rows) * heads * (value_head_dim * self.item + PLACE),
         ]
-        # What comes home is widened.
-        home = max(stage.remote_queries.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
-        moments.append(keys + (home if self.is_wider else 0))
+        # Returned gradients are widened.
+        returned = max(stage.remote_queries.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
+        moments.append(keys + (returned if self.is_wider else 0))
         if both:
             part = self.block(_size(own.key_rows), chunk.num_groups, self.acc_bytes)
             moments.append(keys + part + _size(own.query_rows) * heads * head_dim * self.acc_bytes)
@@ -354,7 +359,7 @@ class _Local:
 
     @property
     def is_wider(self) -> bool:
-        """Whether sums are of a wider type than what is summed."""
+        """Sums have a wider type than their terms."""
         return self.acc_bytes > self.item
 
     @property
@@ -363,7 +368,7 @@ class _Local:
 
     @property
     def _returns(self) -> bool:
-        """Whether gradients of keys come back to their owner, who sums them."""
+        """Gradients of keys return to their owner, which sums them."""
         return any(isinstance(stage.gradients, Return) for stage in self.step.backward_stages)
 
     @property
@@ -372,16 +377,16 @@ class _Local:
 
     @property
     def _most_heads(self) -> int:
-        """Query heads of the chunk that has most."""
+        """The query heads of the largest chunk."""
         return max(_size(chunk.heads) for chunk in self._chunks)
 
     def _later_rows(self, *, forward: bool) -> list[int]:
-        """Queries that see a key of each stage after the first."""
+        """Returns, for each stage after the first, the queries that see a key of it."""
         stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_in(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def _rows_home(self, *, forward: bool) -> list[int]:
-        """The most own queries of which one rank sends results home, for each stage with visitors."""
+    def _returned_rows(self, *, forward: bool) -> list[int]:
+        """Returns, for each stage with remote queries, the most own queries whose results one rank returns."""
         stages = self.step.stages_in(forward=forward)
         flows = (stage.remote_queries for stage in stages if stage.remote_queries is not None)
         return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]

@@ -1,4 +1,4 @@
-"""The buffers that messages take: `Pool` does in numbers what `Buffers` does, and a walk follows a program's buffers.
+"""Predicts the buffers of messages: `Pool` counts as `Buffers` allocates, and a walk follows a program's buffers.
 
 No torch in here.
 """
@@ -15,10 +15,10 @@ from megatron_cp.plan.program import Allocate, Order, Pack, Release, Start
 
 
 class Pool:
-    """What `Buffers` does, in numbers.
+    """The pool of `Buffers`, in numbers.
 
     Attributes:
-        capacities: of the buffers, in the order in which they were made.
+        capacities: the capacity of each buffer, in the order in which they were made.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Pool:
         self._free: list[int] = []
 
     def acquire(self, size: int) -> int:
-        """The number of the buffer that a message of so many bytes takes."""
+        """Returns the number of the buffer that a message of so many bytes takes."""
         capacity = rounded(size)
         fitting = [number for number in self._free if capacity <= self.capacities[number] <= SPARE * capacity]
         if fitting:
@@ -36,18 +36,18 @@ class Pool:
         return len(self.capacities) - 1
 
     def release(self, taken: Iterable[int]) -> None:
-        """Takes buffers back."""
+        """Marks buffers as free."""
         self._free += taken
 
 
 def walk_buffers(step: Attend, kv_rank: int, head_rank: int, item_size: int, pool: Pool, *, forward: bool) -> None:
-    """Takes from a pool, and gives back, the buffers of one direction of an attention on one rank."""
+    """Acquires and releases in a pool the buffers of one direction of an attention on one rank."""
     chunks, taken = step.chunks(head_rank), dict[int, int]()
 
     def acquire(rows: int, payload: Payload, chunk: int) -> int:
         return pool.acquire(rows * step.row_bytes(payload, head_rank, item_size, chunks[chunk]))
 
-    def at_hand(flow: RowFlow | None) -> int:
+    def usable_rows(flow: RowFlow | None) -> int:
         if flow is None:
             return int(step.keys.token_counts[kv_rank])
         rows = flow.message_rows(kv_rank)
@@ -56,15 +56,15 @@ def walk_buffers(step: Attend, kv_rank: int, head_rank: int, item_size: int, poo
     for do in step.program(forward=forward):
         match do:
             case Pack(payload=payload, flow=flow):
-                rows = at_hand(None) if flow is None else flow.message_rows(kv_rank).sent
+                rows = usable_rows(None) if flow is None else flow.message_rows(kv_rank).sent
                 assert rows is not None
                 taken[do.buffer] = acquire(rows, payload, do.part.chunk)
             case Start(payload=payload, flow=flow):
                 taken[do.buffer] = acquire(flow.message_rows(kv_rank).received, payload, do.part.chunk)
             case Allocate(payload=payload, flow=flow):
-                taken[do.buffer] = acquire(at_hand(flow), payload, do.part.chunk)
+                taken[do.buffer] = acquire(usable_rows(flow), payload, do.part.chunk)
             case Order(payload=payload, flow=flow) if flow.order_table(kv_rank) is not None:
-                rows = at_hand(flow) if isinstance(flow, Fetch) else flow.message_rows(kv_rank).sent
+                rows = usable_rows(flow) if isinstance(flow, Fetch) else flow.message_rows(kv_rank).sent
                 assert rows is not None
                 ordered = acquire(rows, payload, do.part.chunk)
                 pool.release([taken[do.buffer]])

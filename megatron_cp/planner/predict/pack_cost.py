@@ -1,4 +1,4 @@
-"""`PackCost`: what a pack takes, from the lengths of its documents alone. No torch in here."""
+"""`PackCost`: predicts the cost of a pack from the lengths of its documents alone. No torch in here."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_cp.layout.packing import IntArray, host_array, is_integral
 from megatron_cp.planner.predict.hardware import Hardware
 
 FLOPS_OF_A_PARAMETER = 6  # a token's multiply-add forward, and two backward (Kaplan et al., arXiv 2001.08361)
-# Of a feature and a pair of tokens: two products of two flops forward, twice that backward, and half of all pairs.
+# For a feature and a pair of tokens: two products of two flops forward, twice that backward, and half of all pairs.
 FLOPS_OF_A_CAUSAL_PAIR = 6
 
 
 @dataclass(frozen=True)
 class PackCost:
-    """Seconds of a pack: `pack + token * tokens + pair * (sum of squared document lengths)`.
+    """The seconds of a pack: `pack + token * tokens + pair * (sum of squared document lengths)`.
 
     GEMMs, norms and linear layers take as long for each token; softmax layers see each pair of tokens of a document.
     The unit cancels where packs are compared with each other: flops do as well as seconds.
 
     Attributes:
-        pack: seconds of any pack, such as launches and the latency of collectives.
+        pack: constant seconds of any pack, such as launches and the latency of collectives.
         token: seconds of a token.
-        pair: seconds of a pair of tokens: of a document of n tokens there are n * n, its mask notwithstanding.
+        pair: seconds of a pair of tokens; a document of n tokens has n * n, whatever its mask.
 
     Raises:
-        ArgumentError: a number that is below 0, not finite or none.
+        ArgumentError: a value that is no finite number of at least 0.
 
     Example:
         >>> cost = PackCost(pack=0.5, token=0.001, pair=1e-6)
@@ -53,22 +53,22 @@ class PackCost:
 
     @classmethod
     def of_flops(cls, *, active_parameters: int, softmax_features: int, token: float = 0.0) -> PackCost:
-        """A pack's flops, forward and backward, from the sizes of a causal model alone.
+        """Computes the cost of a pack in flops, forward and backward, from the sizes of a causal model.
 
-        It knows no hardware: attention and GEMMs count as equally fast, and a pack costs nothing of its own.
+        No hardware is assumed: attention and GEMMs count as equally fast, and a pack has no constant cost.
 
         Args:
-            active_parameters: weights that a token is multiplied with: of all GEMMs, of experts those that it visits.
+            active_parameters: weights that a token is multiplied with: all GEMMs, and of experts the active ones.
             softmax_features: features of the query heads of all softmax layers, `layers * heads * head_dim`. Layers
                 whose window is short belong in `token`.
             token: further flops of a token, such as those of linear layers' recurrences.
 
         Raises:
-            ArgumentError: a number that is below 0, not finite or none.
+            ArgumentError: a value that is no finite number of at least 0.
 
         Example:
             >>> cost = PackCost.of_flops(active_parameters=8_000_000_000, softmax_features=32 * 32 * 128)
-            >>> cost.token / cost.pair  # tokens of a document whose attention costs as much as all else
+            >>> cost.token / cost.pair  # tokens of a document whose attention costs as much as the rest
             61035.15625
         """
         given = {"active_parameters": active_parameters, "softmax_features": softmax_features, "token": token}
@@ -80,10 +80,10 @@ class PackCost:
         )
 
     def at_rates_of(self, hardware: Hardware, head_dim: int) -> PackCost:
-        """The seconds of a cost in flops: pairs at the rate of attention's kernel, tokens at that of matrix products.
+        """Converts flops to seconds: pairs at the rate of attention's kernel, tokens at that of matrix products.
 
-        Kernels of attention do half as many operations a second as products, or fewer, and in backward compute scores
-        once more: so a pair takes about twice as long as its flops alone would say.
+        Kernels of attention do at most half as many operations a second as products, and in backward they compute
+        scores again: a pair takes about twice as long as its flops suggest.
 
         Args:
             hardware: rates of a rank.
@@ -102,13 +102,13 @@ class PackCost:
         if not isinstance(hardware, Hardware):
             raise ArgumentError("hardware", hardware, "a Hardware, such as machine('h100').hardware")
         head_dim = checked_integer("head_dim", head_dim, 1)
-        forward, backward = (hardware.attention_rate(head_dim, forward=way) for way in (True, False))
-        # Of six products of a pair two are forward; backward computes five, of which four are counted.
+        forward, backward = (hardware.attention_rate(head_dim, forward=forward) for forward in (True, False))
+        # Two of six products of a pair are forward; backward computes five, of which four are counted.
         pair = self.pair * (2 / forward + 5 / backward) / 6
         return PackCost(self.pack, self.token / hardware.matrix, pair)
 
     def of(self, lengths: Sequence[int] | IntArray) -> float:
-        """Seconds of one pack.
+        """Returns the seconds of one pack.
 
         Args:
             lengths: `[documents]` tokens of each.
@@ -119,7 +119,7 @@ class PackCost:
         return self.pack + float(self.of_documents(lengths).sum())
 
     def of_documents(self, lengths: Sequence[int] | IntArray) -> NDArray[np.float64]:
-        """`[documents]` seconds that each document adds to its pack.
+        """Returns `[documents]` the seconds that each document adds to its pack.
 
         Args:
             lengths: `[documents]` tokens of each.

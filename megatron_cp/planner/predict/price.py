@@ -1,4 +1,4 @@
-"""`priced`: what a plan takes on a machine, forward and backward, on the rank that is done last. No torch in here."""
+"""`priced`: predicts the time of a plan on a machine, on the rank that finishes last. No torch in here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from megatron_cp.planner.predict.walk import program_of
 def timelines(
     plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2
 ) -> tuple[Timeline, Timeline]:
-    """What each rank does when, forward and backward.
+    """Simulates a plan, forward and backward.
 
     Args:
-        plan: of one layer.
+        plan: the plan of one layer.
         on: the machine.
-        topology: where the ranks are; the machine's own hosts if None.
+        topology: the hosts of the ranks; the machine's own if None.
         item_size: bytes of an activation.
 
     Raises:
@@ -31,17 +31,14 @@ def timelines(
     """
     topology = on.topology(plan.cp_size) if topology is None else topology
     forward, backward = (
-        simulate(program_of(plan, on.hardware, item_size, forward=way), topology, cores=on.hardware.cores)
-        for way in (True, False)
+        simulate(program_of(plan, on.hardware, item_size, forward=is_forward), topology, cores=on.hardware.cores)
+        for is_forward in (True, False)
     )
     return forward, backward
 
 
 def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2) -> Price:
-    """What a plan takes, by `simulate`; a redistribution's share included.
-
-    See `timelines`.
-    """
+    """Predicts the time of a plan by `simulate`, including its share of a redistribution; see `timelines`."""
     topology = on.topology(plan.cp_size) if topology is None else topology
     forward, backward = timelines(plan, on, topology, item_size=item_size)
     moved, seconds = 0, 0.0
@@ -60,13 +57,13 @@ def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_si
 
 
 def described(on: Machine, topology: Topology) -> str:
-    """A machine and how many of its ranks and hosts, in words."""
+    """Describes a machine and the numbers of its ranks and hosts."""
     hosts = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
     return f"{on.describe()}; {topology.size} ranks on {hosts}"
 
 
 def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
-    """Hidden states that are moved to a plan's layout, and back after a run of layers."""
+    """Returns the program that moves hidden states to a plan's layout, and back after a run of layers."""
     assert plan.redistribution is not None
     program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
     ranks = plan.cp_size
@@ -75,28 +72,28 @@ def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program
     np.add.at(counts, (before, after), sizes)
     senders, receivers = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(ranks), indexing="ij"))
     row = plan.redistribution.hidden_size * item_size
-    edges = Edges.of(senders, receivers, counts.ravel() * row)
-    for way in (edges, edges.reversed()):
+    edges = Edges.from_messages(senders, receivers, counts.ravel() * row)
+    for messages in (edges, edges.reversed()):
         for moved in (counts.sum(axis=1), counts.sum(axis=0)):
             program.work("order hidden states", "copy", moved * row / hardware.copy + hardware.launch)
-        program.wait(program.start("hidden states", way))
+        program.wait(program.start("hidden states", messages))
     return program
 
 
 def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Iterator[Price]:
-    """What a chunkwise plan takes at least, in bounds that rise, and take longer to find: its messages alone.
+    """Yields lower bounds on the time of a chunkwise plan from its messages alone; each is higher and slower to find.
 
-    First one state for each token of a document that another rank's token precedes, which takes no table of segments;
-    then the maps that are really sent.
+    The first one counts a state for each token whose predecessor in the document is on another rank, which needs no
+    table of segments; the second one counts the maps that are sent.
     """
     bandwidth = topology.within.bandwidth + (topology.between.bandwidth if topology.num_hosts > 1 else 0.0)
-    words, layout = described(on, topology), plan.layout
+    machine_words, layout = described(on, topology), plan.layout
     scan = next((step for step in plan.recurrent_steps if isinstance(step, Scan)), None)
     if scan is None:
         return
     owners = layout.located(np.sort(layout.starts))[0]
     changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
-    few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # by the rank that sends most: at least the mean
+    few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # the rank that sends most sends at least the mean
     finds: tuple[Callable[[bool], int], ...] = (
         lambda _: few,
         lambda forward: max(plan.bytes_sent(item_size, forward=forward)),
@@ -104,4 +101,4 @@ def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) ->
     for find in finds:
         sent = find(True), find(False)
         forward, backward = (each / bandwidth * 1e3 for each in sent)
-        yield Price(plan.scheme, forward, backward, sent[0], is_bound=True, hardware=words)
+        yield Price(plan.scheme, forward, backward, sent[0], is_bound=True, hardware=machine_words)

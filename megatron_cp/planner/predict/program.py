@@ -1,6 +1,6 @@
-"""`Program`: what every rank of a plan does, in order, as local work, transfers that start, and waits for them.
+"""`Program`: the operations of all ranks of a plan: local work, starts of transfers, and waits for them.
 
-All ranks do the same operations in the same order; how long they take and how much they move differs. No torch in here.
+All ranks do the same operations in the same order; times and bytes differ between ranks. No torch in here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Edges:
     """The messages of one transfer.
 
     Attributes:
-        senders, receivers: `[n]` ranks, never the same one twice in a row: what a rank keeps is no message.
-        nbytes: `[n]` of each, above 0.
+        senders, receivers: `[n]` two different ranks for each message.
+        nbytes: `[n]` the bytes of each message, above 0.
     """
 
     senders: IntArray
@@ -30,19 +30,19 @@ class Edges:
     nbytes: IntArray
 
     @classmethod
-    def of(cls, senders: IntArray, receivers: IntArray, nbytes: IntArray) -> Edges:
-        """Those of given messages that travel: to others, and not empty."""
+    def from_messages(cls, senders: IntArray, receivers: IntArray, nbytes: IntArray) -> Edges:
+        """Makes edges of messages, except empty ones and those from a rank to itself."""
         travels = (senders != receivers) & (nbytes > 0)
-        if travels.all():  # the same arrays, by which `simulate` sees that they go where those before went
+        if travels.all():  # the same arrays, by which `simulate` recognises the route of the transfer before
             return cls(senders, receivers, nbytes)
         return cls(senders[travels], receivers[travels], nbytes[travels])
 
     def sent(self, ranks: int) -> IntArray:
-        """`[ranks]` bytes that each sends."""
+        """Returns `[ranks]` the bytes that each rank sends."""
         return np.bincount(self.senders, self.nbytes, minlength=ranks).astype(np.int64)
 
     def reversed(self) -> Edges:
-        """The way back."""
+        """Returns the same messages in the opposite direction."""
         return Edges(self.receivers, self.senders, self.nbytes)
 
 
@@ -51,9 +51,9 @@ class Work:
     """Local work.
 
     Attributes:
-        name: of the step.
-        kind: "kernel" for the layer's own, "copy" for packing, merging and summing, "product" for weights.
-        seconds: `[ranks]`.
+        name: the name of the step.
+        kind: "kernel" for the layer's own work, "copy" for packing, merging and summing, "product" for weights.
+        seconds: `[ranks]` the time on each rank.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A transfer starts: its messages leave when their sender comes here.
+    """The start of a transfer: messages leave when their sender reaches this operation.
 
     Attributes:
-        name: of what travels.
-        key: by which `Wait` names it.
-        edges: its messages.
-        starts: transfers that the backend starts one after another for it, each with a latency.
-        handling: `[ranks]` seconds that a rank's core takes to send and receive the bytes, while it computes or waits.
+        name: the name of the data.
+        key: the number of the transfer, for `Wait`.
+        edges: the messages.
+        starts: transfers that the backend starts one after another for this one, each with a latency.
+        handling: `[ranks]` seconds of a rank's core to send and receive the bytes, while it computes or waits.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Start:
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """A rank goes on once all messages to it have arrived and its own have left."""
+    """The wait for a transfer: until all messages to the rank have arrived and its own have left."""
 
     key: int
 
@@ -91,12 +91,12 @@ Operation = Work | Start | Wait
 
 
 class Program:
-    """The operations, in order, while they are put together.
+    """A list of operations that grows while a plan is walked over.
 
     Args:
-        ranks: how many.
+        ranks: the number of ranks.
         collective: seconds of a host to start a transfer and to wait for it.
-        transfer: bytes a second that a rank's core sends or receives; 0 where a device does.
+        transfer: bytes a second that a rank's core sends or receives; 0 where a device does so by itself.
     """
 
     def __init__(self, ranks: int, *, collective: float = 0.0, transfer: float = 0.0) -> None:
@@ -105,13 +105,13 @@ class Program:
         self._keys = 0
 
     def work(self, name: str, kind: str, seconds: Seconds | float) -> None:
-        """Adds local work, unless it is none."""
-        of_ranks = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (self.ranks,))
-        if of_ranks.any():
-            self.operations.append(Work(name, kind, of_ranks))
+        """Adds local work, unless all its times are 0."""
+        times = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (self.ranks,))
+        if times.any():
+            self.operations.append(Work(name, kind, times))
 
     def start(self, name: str, edges: Edges, starts: int = 1) -> int:
-        """Adds a transfer; the key to wait for it."""
+        """Adds the start of a transfer; returns the key to wait for it."""
         self._keys += 1
         moved: Seconds = np.zeros(self.ranks)
         for ends in (edges.senders, edges.receivers):
@@ -133,7 +133,7 @@ class Program:
         return (operation for operation in self.operations if isinstance(operation, Start))
 
     def busy(self) -> Seconds:
-        """`[ranks]` seconds of local work."""
+        """Returns `[ranks]` the seconds of local work."""
         total = np.zeros(self.ranks)
         for operation in self.operations:
             if isinstance(operation, Work):

@@ -1,12 +1,12 @@
-"""`simulate`: plays a program on the ranks of a machine, operation by operation, all ranks at a time.
+"""`simulate`: simulates a program on the ranks of a machine, operation by operation, all ranks at a time.
 
 A rank has one stream for computing; what it sends and receives goes over ports that work meanwhile: one a rank and
 direction for its own host, one a network card and direction for others, which several ranks may share. A message
-leaves when its sender has come to it, its receiver too, and the ports are free; a transfer has arrived at a rank when
-all messages to it have. No torch in here.
+leaves when its sender and its receiver have reached the start, and the ports are free; a transfer has arrived at a rank
+when all messages to it have. No torch in here.
 
-Ranks that share cores slow each other down while they compute, and not while they wait. When each waits is known once
-the program was played, so it is played again with what was found, until that changes no more.
+Ranks that share cores slow each other down while they compute, but not while they wait. The times of waiting are known
+after a simulation, so the program is simulated again with them until they do not change.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.predict.program import Edges, Program, Seconds, Start, Wait, Work
 
-_ROUNDS = 12  # of playing a program again; most settle in five
+_ROUNDS = 12  # simulations of a program; most need five
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One operation on all ranks.
+    """An operation on all ranks.
 
     Attributes:
-        name, kind: of the work; of a transfer, kind is "send" or "receive", of a wait "wait".
-        start, end: `[ranks]` seconds; equal where a rank has none of it.
-        edges: a transfer's messages.
+        name, kind: the name and kind of the work; the kind of a transfer is "send" or "receive", of a wait "wait".
+        start, end: `[ranks]` seconds; equal where a rank has no part in the operation.
+        edges: the messages of a transfer.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What each rank did when.
+    """The times of all operations on all ranks.
 
     Attributes:
-        spans: in the order of the program.
-        end: `[ranks]` seconds at which each was done.
-        waited: `[ranks]` seconds of it in which a rank computed nothing.
+        spans: the operations, in the order of the program.
+        end: `[ranks]` seconds at which each rank finished.
+        waited: `[ranks]` seconds in which a rank computed nothing.
     """
 
     spans: list[Span]
@@ -58,32 +58,32 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank was done."""
+        """The time at which the last rank finished."""
         return float(self.end.max(initial=0.0))
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank that is done last computed nothing."""
+        """The seconds in which the rank that finished last computed nothing."""
         return float(self.waited[int(self.end.argmax())]) if self.end.size else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """Where messages go over the ports of one kind, whatever their bytes.
+    """The ports of one kind over which a transfer's messages go, whatever their bytes.
 
     Attributes:
-        chosen: `[messages]` those of a transfer that do; None for all of them.
-        senders, receivers: `[n]` of these.
-        out_of, into: `[n]` their ports.
-        apart: no port has two of them in one direction.
+        chosen: `[messages]` the messages of the transfer that use these ports; None for all of them.
+        senders, receivers: `[n]` the ranks of the chosen messages.
+        send_ports, receive_ports: `[n]` their ports.
+        disjoint: no port has two messages in one direction.
     """
 
     chosen: NDArray[np.bool_] | None
     senders: IntArray
     receivers: IntArray
-    out_of: IntArray
-    into: IntArray
-    apart: bool
+    send_ports: IntArray
+    receive_ports: IntArray
+    disjoint: bool
 
 
 class _Ports:
@@ -95,51 +95,52 @@ class _Ports:
         self.free_out, self.free_in = np.zeros(self.count), np.zeros(self.count)
 
     def route(self, edges: Edges, chosen: NDArray[np.bool_]) -> _Route | None:
-        """That of the chosen messages; None where there are none."""
+        """Returns the route of the chosen messages; None where there are none."""
         if not chosen.any():
             return None
         some = None if chosen.all() else chosen
         senders, receivers = (ends if some is None else ends[some] for ends in (edges.senders, edges.receivers))
-        out_of, into = self.port[senders], self.port[receivers]
-        apart = all(np.bincount(ports).max() == 1 for ports in (out_of, into))
-        return _Route(some, senders, receivers, out_of, into, apart)
+        outgoing, incoming = self.port[senders], self.port[receivers]
+        disjoint = all(np.bincount(ports).max() == 1 for ports in (outgoing, incoming))
+        return _Route(some, senders, receivers, outgoing, incoming, disjoint)
 
     def send(self, route: _Route, nbytes: IntArray, ready: Seconds, latency: float, out: _Ends) -> None:
-        """Notes when the last message of each rank has left, and the last one to each has arrived."""
+        """Writes to `out` the times at which each rank's last message has left, and the last one to it has arrived."""
         link, count = self.link, self.count
-        out_of, into = route.out_of, route.into
+        outgoing, incoming = route.send_ports, route.receive_ports
         took = (nbytes if route.chosen is None else nbytes[route.chosen]) / link.bandwidth + link.message
-        came_from, comes_to = ready[route.senders], ready[route.receivers]
-        if route.apart:
-            begins = np.maximum(came_from, self.free_out[out_of])
+        sender_ready, receiver_ready = ready[route.senders], ready[route.receivers]
+        if route.disjoint:
+            begins = np.maximum(sender_ready, self.free_out[outgoing])
             left = begins + took
-            opens = np.maximum(np.maximum(begins, self.free_in[into]), comes_to)
+            opens = np.maximum(np.maximum(begins, self.free_in[incoming]), receiver_ready)
             came = np.maximum(opens + took, left)
-            self.free_out[out_of], self.free_in[into] = left, came
+            self.free_out[outgoing], self.free_in[incoming] = left, came
         else:
-            # Ports that have none of it stay free from when they were.
-            begins = np.maximum(_latest(out_of, came_from, count), self.free_out)
-            self.free_out = begins + np.bincount(out_of, took, minlength=count)
-            left = self.free_out[out_of]
+            # Ports without a message stay free as they were.
+            begins = np.maximum(_latest(outgoing, sender_ready, count), self.free_out)
+            self.free_out = begins + np.bincount(outgoing, took, minlength=count)
+            left = self.free_out[outgoing]
             first = np.full(count, np.inf)
-            np.minimum.at(first, into, begins[out_of])
+            np.minimum.at(first, incoming, begins[outgoing])
             opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free_in)
-            opens = np.maximum(opens, _latest(into, comes_to, count))
-            self.free_in = np.maximum(opens + np.bincount(into, took, minlength=count), _latest(into, left, count))
-            came = self.free_in[into]
+            opens = np.maximum(opens, _latest(incoming, receiver_ready, count))
+            busy_until = opens + np.bincount(incoming, took, minlength=count)
+            self.free_in = np.maximum(busy_until, _latest(incoming, left, count))
+            came = self.free_in[incoming]
         np.maximum.at(out.left, route.senders, left)
         np.maximum.at(out.arrived, route.receivers, came + latency)
 
 
 class _Ends(NamedTuple):
-    """`[ranks]` when all messages of a rank have left, and when all to it have arrived; -inf for none."""
+    """The times `[ranks]` at which all messages of a rank have left, and all to it have arrived; -inf for none."""
 
     left: Seconds
     arrived: Seconds
 
 
 class _Network:
-    """The ports of all ranks, and which way messages went the last time: those of a ring always go the same."""
+    """The ports of all ranks, and the routes of the last transfer, which a ring uses again."""
 
     def __init__(self, topology: Topology) -> None:
         self.hosts = np.array(topology.hosts)
@@ -147,7 +148,7 @@ class _Network:
         self.last: tuple[Edges, list[tuple[_Ports, _Route]]] | None = None
 
     def send(self, edges: Edges, now: Seconds, starts: int) -> _Ends:
-        """Plays the messages of a transfer, whose ranks come to it at `now`."""
+        """Simulates the messages of a transfer, which its ranks reach at `now`."""
         out = _Ends(np.full(now.size, -np.inf), np.full(now.size, -np.inf))
         for ports, route in self._routes(edges):
             ports.send(route, edges.nbytes, now, ports.link.latency * starts, out)
@@ -172,24 +173,24 @@ def _latest(index: IntArray, values: Seconds, count: int) -> Seconds:
 
 
 class _Cores:
-    """How fast each rank computes over time, on cores that the ranks of a computer share.
+    """The speed of each rank over time, on cores that the ranks of a computer share.
 
     Args:
-        computers: `[ranks]` whose cores a rank has.
-        cores: of a computer; 0 where each rank has a device of its own.
-        busy: for each rank `[n, 2]` the times in which it computes, as far as that is known: always, if None.
+        computers: `[ranks]` the computer of each rank.
+        cores: the cores of a computer; 0 where each rank has a device of its own.
+        busy: for each rank `[n, 2]` the times in which it computes; None for always.
     """
 
     def __init__(self, computers: IntArray, cores: int, busy: list[Seconds] | None = None) -> None:
         self._count = np.bincount(computers)[computers]
         self.shares = bool(cores) and bool((self._count > cores).any())
-        self.handles: Seconds = (self._count >= cores).astype(np.float64)  # with a core to spare, that does it
+        self.handles: Seconds = (self._count >= cores).astype(np.float64)  # 0 where a spare core handles messages
         self._always = np.maximum(self._count / cores, 1.0) if cores else np.ones(computers.size)
-        self._clocks = None if busy is None or not self.shares else self._clocks_of(computers, cores, busy)
+        self._clocks = None if busy is None or not self.shares else self._speed_changes(computers, cores, busy)
 
     @staticmethod
-    def _clocks_of(computers: IntArray, cores: int, busy: list[Seconds]) -> list[tuple[Seconds, Seconds]]:
-        """For each rank the times at which its speed changes, and the work that it could have done by then."""
+    def _speed_changes(computers: IntArray, cores: int, busy: list[Seconds]) -> list[tuple[Seconds, Seconds]]:
+        """Returns for each rank the times at which its speed changes, and the work that it can do until each."""
         clocks = []
         for rank, computer in enumerate(computers.tolist()):
             others = [busy[other] for other in np.flatnonzero(computers == computer) if other != rank]
@@ -202,8 +203,8 @@ class _Cores:
             clocks.append((np.append(times, times[-1] + 1e9), np.append(done, done[-1] + 1e9)))
         return clocks
 
-    def after(self, now: Seconds, seconds: Seconds) -> Seconds:
-        """`[ranks]` when so much work is done that begins now."""
+    def finish(self, now: Seconds, seconds: Seconds) -> Seconds:
+        """Returns `[ranks]` the times at which work that begins now is finished."""
         if self._clocks is None:
             found: Seconds = now + seconds * self._always
             return found
@@ -216,11 +217,11 @@ class _Cores:
 
 
 def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timeline:
-    """Plays a program.
+    """Simulates a program.
 
     Args:
-        program: of as many ranks as the topology has.
-        topology: where they are.
+        program: the program of as many ranks as the topology has.
+        topology: the hosts of the ranks.
         cores: ranks of a host, or of the computer that all hosts share, that compute at a time; 0 for all of them.
 
     Raises:
@@ -230,17 +231,17 @@ def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timelin
         raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
     computers = np.zeros(program.ranks, dtype=np.int64) if topology.shares_cores else np.array(topology.hosts)
     sharing = _Cores(computers, cores)
-    found = _played(program, topology, sharing)
+    found = _simulated(program, topology, sharing)
     for _ in range(_ROUNDS if sharing.shares else 0):
         before = found
-        found = _played(program, topology, _Cores(computers, cores, _busy(before)))
+        found = _simulated(program, topology, _Cores(computers, cores, _busy(before)))
         if np.allclose(found.end, before.end, rtol=1e-3, atol=0.0):
             break
     return found
 
 
 def _busy(timeline: Timeline) -> list[Seconds]:
-    """For each rank `[n, 2]` when it computes."""
+    """Returns for each rank the `[n, 2]` times in which it computes."""
     work = [span for span in timeline.spans if span.kind not in ("send", "receive", "wait")]
     if not work:
         return [np.zeros((0, 2))] * timeline.end.size
@@ -248,25 +249,25 @@ def _busy(timeline: Timeline) -> list[Seconds]:
     return [np.stack([begin, end], axis=1)[end > begin] for begin, end in zip(starts.T, ends.T, strict=True)]
 
 
-def _played(program: Program, topology: Topology, cores: _Cores) -> Timeline:
+def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    under_way: dict[int, tuple[Seconds, Seconds, Start]] = {}
+    pending: dict[int, tuple[Seconds, Seconds, Start]] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
-                begun, now = now, cores.after(now, seconds)
+                begun, now = now, cores.finish(now, seconds)
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
                 left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
-                under_way[key] = left, arrived, operation
+                pending[key] = left, arrived, operation
             case Wait(key):
-                left, arrived, start = under_way.pop(key)
+                left, arrived, start = pending.pop(key)
                 if start.handling.any():
-                    begun, now = now, cores.after(now, start.handling * cores.handles)
+                    begun, now = now, cores.finish(now, start.handling * cores.handles)
                     spans.append(Span(f"handle {start.name}", "copy", begun, now))
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
                 waited = waited + now - begun
@@ -275,16 +276,16 @@ def _played(program: Program, topology: Topology, cores: _Cores) -> Timeline:
 
 
 def bounds(program: Program, topology: Topology) -> tuple[float, float]:
-    """Seconds that a program takes at least and at most, in closed form, where every rank has a device of its own.
+    """Returns a lower and an upper bound on the seconds of a program, where every rank has a device of its own.
 
-    At least: the busiest rank's work, or the busiest port's bytes. At most: the sum over operations of their slowest
-    rank or port, as if all ranks met after each.
+    The lower one is the busiest rank's work, or the busiest port's bytes. The upper one is the sum over operations of
+    their slowest rank or port, as if all ranks waited for one another after each.
     """
     hosts, rail = np.array(topology.hosts), topology.rail
     busiest, most = float(program.busy().max(initial=0.0)), 0.0
     kinds = ((topology.within, np.arange(program.ranks), True), (topology.between, rail, False))
     load = {
-        (kind, way): np.zeros(program.ranks + topology.num_hosts * topology.rails) for kind in (0, 1) for way in (0, 1)
+        (kind, end): np.zeros(program.ranks + topology.num_hosts * topology.rails) for kind in (0, 1) for end in (0, 1)
     }
     for operation in program.operations:
         if isinstance(operation, Work):
@@ -296,10 +297,10 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                 chosen = near if is_near else ~near
                 took = (operation.edges.nbytes / link.bandwidth + link.message) * chosen
                 both = []
-                for way, ends in enumerate((operation.edges.senders, operation.edges.receivers)):
-                    of_port = np.bincount(port[ends], took, minlength=load[kind, way].size)
-                    load[kind, way] += of_port
-                    both.append(float(of_port.max(initial=0.0)))
+                for end, ranks in enumerate((operation.edges.senders, operation.edges.receivers)):
+                    port_seconds = np.bincount(port[ranks], took, minlength=load[kind, end].size)
+                    load[kind, end] += port_seconds
+                    both.append(float(port_seconds.max(initial=0.0)))
                 if chosen.any():
                     longest = max(longest, sum(both) + link.latency * operation.starts)
             most += longest + float(operation.handling.max(initial=0.0))

@@ -1,8 +1,8 @@
-"""`program_of`: what the executor will do for a plan, walked over the same data, as a `Program` of all ranks.
+"""`program_of`: turns a plan into a `Program`: the executor's operations on all ranks, from the same data.
 
-Transfers have the bytes and the order of the executor's own. Times of local work come from `Hardware`'s rates:
-attention by visible pairs and by the tiles that a mask cuts, linear layers by products, everything else by the bytes
-that it writes. No torch in here.
+Transfers have the bytes and the order of the executor. Times of local work come from `Hardware`'s rates:
+attention by visible pairs and by the tiles that a mask cuts, linear layers by products, all else by the bytes that are
+written. No torch in here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_cp.planner.predict.walk_attention import AttentionWalk
 
 
 def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> Program:
-    """One direction of a layer, without its projections.
+    """Returns the program of one direction of a layer, without its projections.
 
     Args:
-        plan: of the layer.
+        plan: the plan of the layer.
         hardware: rates of a rank.
         item_size: bytes of an element.
-        forward: the direction; backward recomputes nothing but what kernels do themselves.
+        forward: the direction; backward recomputes nothing beyond what kernels do themselves.
     """
     walk = _Walk(plan, hardware, item_size, forward=forward)
     return walk.forward() if forward else walk.backward()
@@ -67,7 +67,7 @@ class _Walk(AttentionWalk):
                 self._computed(step, chunk)
             returning.append([self._to_tokens(exchange, chunk) for exchange in reversed(inbound)])
         for number, exchange in enumerate(reversed(inbound)):
-            self._arrived_at_tokens(exchange, [of_chunk[number] for of_chunk in returning])
+            self._arrived_at_tokens(exchange, [chunk_keys[number] for chunk_keys in returning])
         return self.program
 
     def _computed(self, step: object, chunk: int) -> None:
@@ -86,7 +86,7 @@ class _Walk(AttentionWalk):
     # -- head exchanges -----------------------------------------------------------------------------------------------
 
     def _rows(self, exchange: Exchange, part: int) -> IntArray:
-        """`[degree]` bytes of a token in the message to each head rank."""
+        """Returns `[degree]` the bytes of a token in the message to each head rank."""
         sizes = [self.item] * len(exchange.sections.blocks)
         return np.array(exchange.row_bytes(part, sizes), dtype=np.int64)
 
@@ -94,10 +94,10 @@ class _Walk(AttentionWalk):
         rows, tokens = self._rows(exchange, part), exchange.layout.token_counts
         senders = np.repeat(self.ranks, self.degree)
         readers = np.tile(np.arange(self.degree), self.plan.cp_size)
-        return Edges.of(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
+        return Edges.from_messages(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
 
     def _to_heads(self, exchange: Exchange) -> dict[int, int]:
-        """The key of each part, which leave in the order in which they are waited for."""
+        """Starts all parts, in the order in which they are waited for; returns the key of each."""
         keys = {}
         for part in range(len(exchange.parts)) if self.is_forward else reversed(range(len(exchange.parts))):
             self._copy("pack tokens", exchange.layout.token_counts * self._rows(exchange, part).sum(), exchange)
@@ -105,7 +105,7 @@ class _Walk(AttentionWalk):
         return keys
 
     def _head_side(self, exchange: Exchange, part: int) -> IntArray:
-        """`[ranks]` bytes of all tokens of a KV rank and the own heads."""
+        """Returns `[ranks]` the bytes of all tokens of a KV rank and the own heads."""
         tokens = exchange.layout.token_counts.reshape(-1, self.degree).sum(axis=1)
         return tokens[self.kv_ranks] * self._rows(exchange, part)[self.head_ranks]
 
@@ -129,8 +129,8 @@ class _Walk(AttentionWalk):
     # -- linear layers ------------------------------------------------------------------------------------------------
 
     @property
-    def _tokens_at_hand(self) -> IntArray:
-        """`[ranks]` tokens that a rank computes: its own, or all of those with which it exchanged heads."""
+    def _computed_tokens(self) -> IntArray:
+        """`[ranks]` the tokens that a rank computes: its own, or those of all ranks with which it exchanged heads."""
         counts = self.plan.layout.token_counts
         if self.plan.recurrent_steps:
             return counts
@@ -138,7 +138,7 @@ class _Walk(AttentionWalk):
 
     @property
     def _widths(self) -> IntArray:
-        """`[ranks]` features that a rank computes in all head chunks."""
+        """`[ranks]` the features that a rank computes in all head chunks."""
         blocks = self.plan.sections.blocks
         return np.array(
             [sum(block.heads_on(rank) * block.head_dim for block in blocks) for rank in range(self.degree)]
@@ -152,20 +152,20 @@ class _Walk(AttentionWalk):
             return
         if name == "conv":
             seconds = convolution_seconds(
-                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
+                plan, self.hardware, self.item, self._computed_tokens, forward=self.is_forward, chunks=plan.head_chunks
             )
             self.program.work("conv", "kernel", seconds)
             return
         passes = 0.25 * (1 if self.is_forward else 3) / plan.head_chunks
-        self._copy(name, (self._tokens_at_hand * self._widths * self.item).astype(np.float64) * passes)
+        self._copy(name, (self._computed_tokens * self._widths * self.item).astype(np.float64) * passes)
 
     def _halo(self, step: Halo) -> None:
-        if not self.is_forward:  # what a convolution wants of other ranks is known after it
+        if not self.is_forward:  # the gradients of other ranks' rows are known after the convolution
             self._linear_work("conv", 0)
         if step.crosses:
             counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
             self._copy("pack halo", counts.sum(axis=1) * step.channels * self.item)
-            self._wait(self._start("halo", self._of_counts(counts * step.channels * self.item)))
+            self._wait(self._start("halo", self._count_edges(counts * step.channels * self.item)))
         if self.is_forward:
             self._linear_work("conv", 0)
 
@@ -176,7 +176,7 @@ class _Walk(AttentionWalk):
         )
         if step.crosses:
             counts = step.split_counts(forward=self.is_forward).counts
-            key = self._start("states of segments", self._of_counts(counts * max(self.item, 4)))
+            key = self._start("states of segments", self._count_edges(counts * max(self.item, 4)))
             self.program.work("rule, before states", "kernel", local / 2)
             self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
@@ -184,6 +184,6 @@ class _Walk(AttentionWalk):
         else:
             self.program.work("rule", "kernel", local)
 
-    def _of_counts(self, nbytes: IntArray) -> Edges:
+    def _count_edges(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
-        return Edges.of(senders, readers, nbytes[senders, readers])
+        return Edges.from_messages(senders, readers, nbytes[senders, readers])

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 class AttentionWalk(WalkBase):
-    """The softmax of a plan, in the order of its program."""
+    """A walk over the softmax of a plan, in the order of its program."""
 
     def _attend(self, step: Attend) -> None:
         keys = dict[int, int]()
@@ -65,28 +65,30 @@ class AttentionWalk(WalkBase):
         name, widths = _NAMES.get(payload, payload.value), self._widths_of(step, payload, chunk)
         if isinstance(flow, PassOn):
             rows = flow.rows_sent_by_ranks()[self.kv_ranks]
-            return self.program.start(name, Edges.of(self.ranks, self.after, rows * widths[self.head_ranks]))
+            return self.program.start(
+                name, Edges.from_messages(self.ranks, self.next_ranks, rows * widths[self.head_ranks])
+            )
         assert isinstance(flow, Fetch | Return)
         counts, shares = flow.split_counts.counts, isinstance(flow, Fetch) and flow.equal_shares
         if shares:
             assert isinstance(flow, Fetch)
             counts = np.full_like(counts, flow.longest)
-        return self._start(name, self._across(step, counts, widths), shares=shares)
+        return self._start(name, self._row_edges(step, counts, widths), shares=shares)
 
     def _compute_assigned(self, step: Attend, do: Compute) -> None:
         stage = do.part.stage
         if stage.local is not None:
-            self._tiles(step, stage.local.local_tiles, do.part.chunk, "at home")
+            self._tiles(step, stage.local.local_tiles, do.part.chunk, "own keys")
         elif stage.assigned is not None:
             self._tiles(step, stage.assigned.own, do.part.chunk, "far keys", merges=True)
 
     def _merge(self, step: Attend, do: Merge) -> None:
-        """Prices adding what has come back: three passes where partial outputs are merged."""
+        """Prices the addition of returned rows: three passes where partial outputs are merged."""
         tokens, chunk, payload = step.keys.token_counts, do.part.chunk, do.payload
         if do.flow is not None:
             rows, passes = self._message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
             if payload is Payload.KEY_GRADIENTS and do.flow.fetch.equal_shares:
-                rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as machines were calibrated
+                rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as in the calibration of machines
             wider = 1 if payload.is_summed else max(4 // self.item, 1)
             self._copy(f"add {payload.value}", self._bytes(step, rows, payload, chunk) * wider * passes)
         elif do.target is None:
@@ -130,7 +132,7 @@ class AttentionWalk(WalkBase):
         """Returns `[ranks]` bytes of `[kv ranks]` rows."""
         return rows[self.kv_ranks] * self._widths_of(step, payload, chunk)[self.head_ranks]
 
-    def _across(self, step: Attend, counts: IntArray, widths: IntArray) -> Edges:
+    def _row_edges(self, step: Attend, counts: IntArray, widths: IntArray) -> Edges:
         """Returns rows from each KV rank to each as messages between ranks of equal head rank."""
         size, kv_ranks = self.degree, np.arange(step.num_kv_ranks)
         senders, readers = (x.ravel() for x in np.meshgrid(kv_ranks, kv_ranks, indexing="ij"))
@@ -138,4 +140,4 @@ class AttentionWalk(WalkBase):
             (senders * size + head, readers * size + head, counts[senders, readers] * int(widths[head]))
             for head in range(size)
         ]
-        return Edges.of(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        return Edges.from_messages(*(np.concatenate(each) for each in zip(*parts, strict=True)))

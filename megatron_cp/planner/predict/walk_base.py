@@ -1,4 +1,4 @@
-"""`WalkBase`: what every step of a plan is made of: transfers that start, waits for them, and copies.
+"""`WalkBase`: adds the operations that all steps share: starts of transfers, waits for them, and copies.
 
 No torch in here.
 """
@@ -15,14 +15,14 @@ from megatron_cp.planner.predict.hardware import Hardware
 from megatron_cp.planner.predict.kernels import copy_seconds
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
-_AT_A_TIME = 4  # rounds that the pairwise transport has under way
+_AT_A_TIME = 4  # rounds that the pairwise transport has in flight
 
 
 class WalkBase:
-    """A program that grows while a plan's steps are walked over.
+    """A walk over a plan's steps that builds their program.
 
     Args:
-        plan: of the layer.
+        plan: the plan of the layer.
         hardware: rates of a rank.
         item_size: bytes of an element.
         forward: the direction.
@@ -35,17 +35,17 @@ class WalkBase:
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
-        self.after = (self.ranks + self.degree) % plan.cp_size  # in a ring
+        self.next_ranks = (self.ranks + self.degree) % plan.cp_size  # the next rank of a ring
 
     def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
-        """By the plan's transport.
+        """Starts a transfer by the plan's transport; returns the key to wait for it.
 
         Args:
-            shares: every receiver gets the same bytes of a sender.
+            shares: every receiver gets the same bytes from a sender.
         """
         transport = self.plan.transport
         if transport.hosts:
-            first, second = _by_hosts(edges, np.array(transport.hosts), shares=shares)
+            first, second = _host_hops(edges, np.array(transport.hosts), shares=shares)
             key = self.program.start(name, first)
             self.second_hops[key] = name, second
             return key
@@ -53,44 +53,46 @@ class WalkBase:
         return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
 
     def _wait(self, key: int) -> None:
-        """Until a transfer has arrived; over hosts, the second hop begins when the first has been waited for."""
+        """Waits for a transfer; a hierarchical transport starts its second hop after the first has arrived."""
         self.program.wait(key)
         if key in self.second_hops:
             name, edges = self.second_hops.pop(key)
             self.program.wait(self.program.start(f"{name}, within hosts", edges))
 
     def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
-        """Work that writes so many bytes: coding reads and writes once more."""
+        """Adds work that writes so many bytes; a codec reads and writes once more."""
         passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
         self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
 
 
-def _by_hosts(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
-    """One message to each other host, to the rank of the same place there, and from it to whom it is for.
+def _host_hops(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
+    """Splits messages into the two hops of a hierarchical transport.
+
+    The first hop is a message to each other host, to the rank of the same place there, which forwards it in the second.
 
     Args:
-        hosts: of each rank.
+        hosts: the host of each rank.
         shares: receivers of a host get the same bytes, which travel once.
     """
-    of_host = [np.flatnonzero(hosts == host) for host in range(int(hosts.max()) + 1)]
+    members = [np.flatnonzero(hosts == host) for host in range(int(hosts.max()) + 1)]
     place = np.zeros(hosts.size, dtype=np.int64)
-    for ranks in of_host:
+    for ranks in members:
         place[ranks] = np.arange(ranks.size)
     far = hosts[edges.senders] != hosts[edges.receivers]
     senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
     proxy = np.array(
         [
-            of_host[hosts[to]][place[rank] % of_host[hosts[to]].size]
+            members[hosts[to]][place[rank] % members[hosts[to]].size]
             for rank, to in zip(senders, receivers, strict=True)
         ],
         dtype=np.int64,
     )
-    pairs, of_pair = np.unique(senders * hosts.size + proxy, return_inverse=True)
+    pairs, pair_of_edge = np.unique(senders * hosts.size + proxy, return_inverse=True)
     together = np.zeros(pairs.size, dtype=np.int64)
-    (np.maximum if shares else np.add).at(together, of_pair, nbytes)
+    (np.maximum if shares else np.add).at(together, pair_of_edge, nbytes)
     first = Edges(
         np.concatenate([edges.senders[~far], pairs // hosts.size]),
         np.concatenate([edges.receivers[~far], pairs % hosts.size]),
         np.concatenate([edges.nbytes[~far], together]),
     )
-    return first, Edges.of(proxy, receivers, nbytes)
+    return first, Edges.from_messages(proxy, receivers, nbytes)

@@ -1,9 +1,9 @@
-"""Planned tiles: which rank computes which tile of a mask, so that the busiest sends and receives the least.
+"""Assigns the tiles of a mask to ranks, so that the busiest rank sends and receives the least.
 
 Queries travel too. `tiles_of` cuts a mask into tiles, `solve` gives each to a rank under a cap on a rank's work, and
-`bands_by_rank` says it in the mask's bands. `problem` is the model, `cuts` the tiles, `fast` the search without a
-solver (`starts` and `anneal`), `exact` the one with a solver, `bounds` what no answer can be below, `cache` answers on
-disk. Numpy and integers: no torch in here.
+`bands_by_rank` turns an answer into bands of the mask. `problem` is the model, `cuts` makes the tiles, `fast` is the
+search without a solver (`starts` and `anneal`), `exact` the one with a solver, `bounds` finds lower bounds and `cache`
+keeps answers on disk. Numpy and integers: no torch in here.
 """
 
 from megatron_cp.planner.tiles.cuts import bands_by_rank, tiles_of

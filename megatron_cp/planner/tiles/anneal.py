@@ -1,6 +1,6 @@
-"""Many answers improved side by side by random moves, in numpy: the local moves of the fast stage.
+"""Improves many answers side by side by random moves, in numpy: the local moves of the fast stage.
 
-Each *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
+A *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
 column, go to another rank. It is kept if the chain's energy falls, or does not rise by more than a random threshold
 that falls from step to step. Energy is the sum of fourth, later eighth, powers of what ranks send and receive,
 which the busiest dominate, and of work above the load cap.
@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 from megatron_cp.layout.packing import IntArray
 
 FloatArray = NDArray[np.float64]
-# Found by trying, on tables of six masks: a higher price of too much work, a higher power from the start, or more
-# chains of fewer steps leave the busiest rank with an eighth more.
-_OVERLOAD = 5.0  # energy of a rank that has a whole load cap too much
-_BITS, _DRAWS = 31, 6  # of random numbers; how many a chain takes in a step
-_SEGMENTS = 12  # after each, the worst chains go on from the best answer
-_STEEP = 9  # from this segment on, powers are eighth ones
-_HOT, _COOLING = 0.5, 0.628  # the threshold's scale at the beginning, and from segment to segment: 0.003 at the end
+# Chosen by experiments on tables of six masks: a higher price of overload, a higher power from the start, or more
+# chains with fewer steps leave the busiest rank with an eighth more.
+_OVERLOAD = 5.0  # energy of a rank with twice the load cap
+_BITS, _DRAWS = 31, 6  # bits of a random number; random numbers of a chain in a step
+_SEGMENTS = 12  # after each, the worst chains restart from the best answer
+_STEEP = 9  # from this segment on, energy uses eighth powers
+_HOT, _COOLING = 0.5, 0.628  # the first scale of the threshold, and its factor from segment to segment: ends at 0.003
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """Rows, or columns, for moves.
+    """The rows or the columns of a problem, as moves read them.
 
     Attributes:
-        line_of_tile: `[tiles]`
-        owners: `[lines]` the rank of each.
-        out, back: `[lines]` what each line costs on its way to a rank and back, as floats.
+        line_of_tile: `[tiles]` the line of each tile.
+        owners: `[lines]` the rank that holds each line.
+        out, back: `[lines]` the cost of sending each line to a rank, and of its return, as floats.
     """
 
     line_of_tile: IntArray
@@ -47,7 +47,7 @@ class Axis:
 
     @cached_property
     def tiles_of_lines(self) -> IntArray:
-        """`[longest, lines]` the tiles of each line, filled up with a number that is none, the number of tiles."""
+        """`[longest, lines]` the tiles of each line, padded with the number of tiles, which is no tile."""
         order = np.argsort(self.line_of_tile, kind="stable")
         lines = self.line_of_tile[order]
         counts = np.bincount(lines, minlength=self.owners.size)
@@ -59,14 +59,14 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What moves need to know of a problem.
+    """A problem in the arrays that moves read.
 
     Attributes:
         num_ranks: ranks that tiles may go to.
         axes: rows and columns.
-        work: `[tiles]`
-        load_cap: work that one rank may have.
-        pair_cost: `[num_ranks, num_ranks]` what a byte between two costs.
+        work: `[tiles]` visible pairs of each tile.
+        load_cap: the most work of one rank.
+        pair_cost: `[num_ranks, num_ranks]` the cost of a byte between two ranks.
     """
 
     num_ranks: int
@@ -77,12 +77,12 @@ class Moves:
 
 
 class Chains:
-    """Answers side by side, with all that is counted of them.
+    """Several answers side by side, with the loads and volumes of their ranks.
 
     Args:
         moves: the problem.
         answers: `[tiles, chains]` the rank of each tile.
-        seed: of the random moves.
+        seed: the seed of random moves.
     """
 
     def __init__(self, moves: Moves, answers: IntArray, seed: int) -> None:
@@ -98,10 +98,10 @@ class Chains:
         self._keep_best()
 
     def _count(self) -> None:
-        """Everything anew from the answers."""
+        """Counts tiles, volumes and loads of all answers from scratch."""
         moves, size = self.moves, self.moves.num_ranks
         held = self.ranks[:-1]
-        self.tiles_at = []  # for each axis [lines, ranks, chains], how many tiles of a line a rank has
+        self.tiles_at = []  # for each axis [lines, ranks, chains] the number of tiles of a line on a rank
         self.volumes = np.zeros((2, size, self.count))  # sent, received
         for axis in moves.axes:
             count = np.zeros((axis.owners.size, size, self.count), dtype=np.int32)
@@ -115,7 +115,7 @@ class Chains:
     def _move_lines(
         self, into: FloatArray, axis: Axis, line: IntArray, rank: IntArray, chain: IntArray, sign: FloatArray
     ) -> None:
-        """Adds what lines cost that come to ranks, or with a negative sign that leave them."""
+        """Adds the costs of lines that ranks gain or, with a negative sign, lose."""
         owner = axis.owners[line]
         factor = sign * self.moves.pair_cost[owner, rank]
         out, back = axis.out[line] * factor, axis.back[line] * factor
@@ -125,25 +125,25 @@ class Chains:
             into[number] += np.bincount(place, np.concatenate(costs), shape[0] * shape[1]).reshape(shape)
 
     def costs(self) -> FloatArray:
-        """`[chains]` the most that a rank sends or receives; infinite where a rank has too much work."""
+        """Returns `[chains]` the largest volume of a rank; infinite where a rank has too much work."""
         most = self.volumes.max(axis=(0, 1))
         return np.where(self.loads.max(axis=0) <= self.moves.load_cap, most, np.inf)
 
     def energy(self, volumes: FloatArray, loads: FloatArray) -> FloatArray:
-        """`[chains]`"""
+        """Returns `[chains]` the energy of such volumes and loads."""
         share = volumes.reshape(-1, self.count) * (1 / self.scale)
         for _ in range(self.squarings):
             share *= share
         above = np.maximum(loads * (1 / max(self.moves.load_cap, 1)) - 1.0, 0.0)
-        # As far as work is above the cap, and once more that it is, so that little is not better than nothing.
+        # The excess of work, plus a constant where there is any, so that a small excess is not free.
         return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
 
     def energies(self) -> FloatArray:
-        """`[chains]` of the answers as they are."""
+        """Returns `[chains]` the energy of the present answers."""
         return self.energy(self.volumes, self.loads)
 
     def run(self, steps: int, enough: int = 0) -> None:
-        """Draws moves, hot at first, and ends early once an answer costs no more than `enough`."""
+        """Draws moves, with a threshold that falls, until `steps` are made or an answer costs no more than `enough`."""
         each, heat = max(steps // _SEGMENTS, 1), _HOT
         for segment in range(_SEGMENTS):
             if self.best_cost <= enough:
@@ -163,13 +163,13 @@ class Chains:
         return max(float(self.volumes.max(axis=(0, 1)).min()), 1.0)
 
     def _step(self, number: int, heat: float, numbers: IntArray, *, single: bool) -> None:
-        """One move for each chain: of one tile, or of a rank's tiles of one line.
+        """Draws a move for each chain, of one tile or of all tiles that a rank has of a line, and keeps the good ones.
 
         Args:
-            number: of the axis.
-            heat: the threshold's scale.
+            number: the axis of the line.
+            heat: the scale of the threshold.
             numbers: `[_DRAWS, chains]` random numbers of `_BITS` bits.
-            single: of one tile.
+            single: move one tile only.
         """
         axis, tiles = self.moves.axes[number], self.work.size - 1
         tile = _below(numbers[0], tiles)
@@ -181,7 +181,7 @@ class Chains:
         place, chain = np.nonzero(chosen)
         moved = members[place, chain]
         volumes, loads = self.volumes.copy(), self.loads.copy()
-        self._weigh(volumes, number, line, source, target, chosen.sum(axis=0), moved, chain)
+        self._update_volumes(volumes, number, line, source, target, chosen.sum(axis=0), moved, chain)
         work = (self.work[members] * chosen).sum(axis=0)
         loads[source, self.all] -= work
         loads[target, self.all] += work
@@ -196,7 +196,7 @@ class Chains:
         self._keep_best()
 
     def _targets(self, tile: IntArray, numbers: IntArray) -> IntArray:
-        """Where tiles might go: to an owner, to a rank that has other tiles of the line, or anywhere."""
+        """Draws a target rank for each tile: an owner, a rank with other tiles of the line, or any rank."""
         draw, target = _below(numbers[0], 8), _below(numbers[1], self.moves.num_ranks)
         for number, axis in enumerate(self.moves.axes):
             lines, table = axis.line_of_tile[tile], axis.tiles_of_lines
@@ -206,11 +206,11 @@ class Chains:
             target = np.where((draw // 2 == number + 1) & (other >= 0), other, target)
         return target
 
-    def _weigh(
+    def _update_volumes(
         self, volumes: FloatArray, number: int, line: IntArray, source: IntArray, target: IntArray,
         count: IntArray, moved: IntArray, chain: IntArray,
     ) -> None:  # fmt: skip
-        """Adds to volumes what a move changes: lines that ranks have no more, and lines that they have now."""
+        """Updates volumes by the lines that the ranks of a move lose and gain."""
         own, cross = self.tiles_at[number], self.tiles_at[1 - number]
         axis, other = self.moves.axes[number], self.moves.axes[1 - number]
         leaves = (own[line, source, self.all] == count) & (count > 0)
@@ -234,7 +234,7 @@ class Chains:
         self, kept: NDArray[np.bool_], number: int, line: IntArray, source: IntArray, target: IntArray,
         moved: IntArray, chain: IntArray,
     ) -> None:  # fmt: skip
-        """Moves the tiles of the chains that keep their moves."""
+        """Moves the tiles of the chains that accept their move."""
         taken = kept[chain]
         moved, chain = moved[taken], chain[taken]
         begin, end = source[chain], target[chain]
@@ -254,7 +254,7 @@ class Chains:
             self.best, self.best_cost = self.ranks[:-1, least].copy(), float(costs[least])
 
     def _replace_worst(self) -> None:
-        """The quarter of chains with the most energy go on from the best answer so far."""
+        """Restarts the quarter of chains with the most energy from the best answer so far."""
         worst = np.argsort(-self.now, kind="stable")[: self.count // 4]
         if worst.size and np.isfinite(self.best_cost):
             self.ranks[:-1, worst] = self.best[:, None]
@@ -262,5 +262,5 @@ class Chains:
 
 
 def _below(numbers: IntArray, limit: int) -> IntArray:
-    """Random numbers of `_BITS` bits as ones from 0 up to but not including a limit."""
+    """Scales random numbers of `_BITS` bits to the range from 0 up to, but not including, `limit`."""
     return numbers * limit >> _BITS

@@ -1,9 +1,9 @@
-"""What no answer can be below: bytes of the busiest rank, and time. docs/tiles.md has the argument in words.
+"""Lower bounds on the bytes of the busiest rank, and on time, for any answer. docs/tiles.md has the argument in words.
 
-For each rank, *options* (q, p): it has tiles of q foreign rows and p foreign columns. An option limits from above the
-work that it can do, and from below the bytes that it receives and sends. The bound is the least z for which there are
-options that cost no rank more than z and all ranks together no more than n * z each way, and whose work adds up to all
-of it, no rank's counting above the load cap.
+An *option* (q, p) of a rank is to have tiles of q foreign rows and p foreign columns. It bounds from above the work of
+the rank, and from below the bytes that it receives and sends. The bound is the least z for which there are options that
+cost no rank more than z and all n ranks together no more than n * z each way, and whose work, at most the load cap for
+a rank, adds up to all of it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem
 
-_DENSE, _SPARSE = 24, 24  # counts of foreign lines that are told apart: so many small ones, so many in all
-_PRICES = 60  # of work, that are tried for the cheapest options
+_DENSE, _SPARSE = 24, 24  # numbers of foreign lines that are told apart: all up to the first, and so many in all
+_PRICES = 60  # prices of work that are tried
 
 
 def lower_bound(problem: TileProblem) -> int:
-    """Bytes that the busiest rank sends or receives at least, in any answer to the problem.
+    """Returns a lower bound on the bytes that the busiest rank sends or receives, in any answer to the problem.
 
-    Bytes between hosts are weighted. Of the whole problem, and of hosts as if each was one rank.
+    Bytes between hosts are weighted. The bound is the larger one of two: ranks as they are, and each host as one rank.
     """
     found = _bound(problem, problem.load_cap)
     if problem.hosts is not None and problem.hosts.max(initial=0) > 0:
         hosts = np.unique(problem.hosts, return_inverse=True)[1]
         if (np.bincount(hosts) == np.bincount(hosts)[0]).all():
             members = int(np.bincount(hosts)[0])
-            between = _bound(_of_hosts(problem, hosts), problem.load_cap * members)
+            between = _bound(_host_problem(problem, hosts), problem.load_cap * members)
             found = max(found, -(-between * problem.host_cost // members))
     return found
 
@@ -39,12 +39,12 @@ def lower_bound(problem: TileProblem) -> int:
 def lower_bound_of_seconds(
     problem: TileProblem, *, pairs_per_second: float, bytes_per_second: float
 ) -> dict[str, float]:
-    """Seconds that any answer takes at least, by what they are spent on; the largest of them is the bound.
+    """Returns lower bounds on the seconds of any answer: of work, and of transfers. The larger one bounds the answer.
 
     Args:
         problem: the tiles, on one host or with bytes between hosts weighted.
-        pairs_per_second: of a rank's attention.
-        bytes_per_second: that a rank sends, and as many that it receives at the same time, within a host.
+        pairs_per_second: the rate of attention on a rank.
+        bytes_per_second: the rate at which a rank sends, and at the same time receives, within a host.
 
     Raises:
         ArgumentError: rates that are not positive numbers.
@@ -56,8 +56,8 @@ def lower_bound_of_seconds(
     return {"work": share / pairs_per_second, "transfers": lower_bound(problem) / bytes_per_second}
 
 
-def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
-    """Hosts as ranks: what a host has of a line comes to it at least once."""
+def _host_problem(problem: TileProblem, hosts: IntArray) -> TileProblem:
+    """Returns the problem with each host as one rank: a line that a host needs is sent to it at least once."""
     rows, columns = (
         Chunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
         for chunks in (problem.rows, problem.columns)
@@ -69,7 +69,13 @@ def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
 
 
 class _Options(NamedTuple):
-    """Of all ranks, `[ranks, options]`: work at most; bytes received and sent at least; bytes that it makes move."""
+    """The options of all ranks, each array `[ranks, options]`.
+
+    Attributes:
+        work: the most work of the option.
+        received, sent: the fewest bytes that the rank receives and sends.
+        moved: bytes of the option's foreign lines, both ways.
+    """
 
     work: IntArray
     received: IntArray
@@ -80,28 +86,28 @@ class _Options(NamedTuple):
 def _bound(problem: TileProblem, cap: int) -> int:
     if problem.num_tiles == 0 or problem.num_ranks == 1:
         return 0
-    returned, fetched = _fan_out(problem, cap)
+    returned, fetched = _owner_bytes(problem, cap)
     options = _all_options(problem, returned, fetched, cap)
     unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
     low, high = 0, -(-int(problem.num_ranks * max(sum(each.sum() for each in problem.line_costs), 1)) // unit)
     high *= problem.host_cost
     while low < high:
         middle = (low + high) // 2
-        if _possible(options, middle * unit, problem.total, problem.num_ranks):
+        if _is_possible(options, middle * unit, problem.total, problem.num_ranks):
             high = middle
         else:
             low = middle + 1
     return low * unit
 
 
-def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
-    """Whether options could be found with which no rank has more than `most`; True where that is not refuted."""
+def _is_possible(options: _Options, most: int, total: int, ranks: int) -> bool:
+    """Tells whether every rank may have an option of at most `most` bytes; True where that is not refuted."""
     allowed = (options.received <= most) & (options.sent <= most)
     work = np.where(allowed, options.work, -1)
     if (work.max(axis=1) < 0).any() or int(work.max(axis=1).sum()) < total:
         return False
-    # At a price of work, every rank takes the option that is cheapest: no choice that has all of the work moves less
-    # than what they cost together and the price of all work, whatever the price is.
+    # At any price of work, let every rank take the option with the least bytes minus the price of its work. The sum of
+    # these, plus the price of all work, is a lower bound on the bytes of any choice that has all of the work.
     moved = np.where(allowed, options.moved, np.inf)
     low, high = 0.0, float(options.moved.max()) + 1.0
     for _ in range(_PRICES):
@@ -118,11 +124,11 @@ def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
     return True
 
 
-def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
-    """`[ranks]` what each receives and what it sends at least, as the owner of lines that others must have.
+def _owner_bytes(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
+    """Returns `[ranks]` the fewest bytes that each receives, and sends, as the owner of lines that others must have.
 
-    A line with more work than the cap goes to several ranks, all of them others but for one. Of lines that a rank owns
-    on one axis, it can keep no more than the cap's work wholly to itself; each other one goes to a rank at least.
+    A line with more work than the cap goes to several ranks, at most one of which is the owner. A rank can keep lines
+    of an axis to itself up to the cap's work; any other line that it owns goes to at least one other rank.
     """
     size = problem.num_ranks
     received, sent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -138,15 +144,12 @@ def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
             np.add.at(into, owners, others * cost)
             for rank in range(size):
                 own = (owners == rank) & (work > 0) & (others == 0)
-                into[rank] += _left_out(work[own], cost[own], cap)
+                into[rank] += _excess_cost(work[own], cost[own], cap)
     return received, sent
 
 
-def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
-    """What the cheapest lines cost that must go away if those that stay have no more than the cap.
-
-    Parts of lines count, which is no more than whole lines cost.
-    """
+def _excess_cost(work: IntArray, cost: IntArray, cap: int) -> int:
+    """Returns a lower bound on the cost of the lines that exceed the cap: sums the cheapest ones, the last in part."""
     too_much = int(work.sum()) - cap
     if too_much <= 0:
         return 0
@@ -154,18 +157,18 @@ def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
     work, cost = work[order], cost[order]
     before = np.cumsum(work) - work
     part = np.clip(too_much - before, 0, work)
-    # The work of one line at most is taken in part; in Python's integers, which have no end.
+    # At most one line counts in part; Python's integers do not overflow.
     return sum(-(-int(c) * int(p) // int(w)) if p < w else int(c) for c, p, w in zip(cost, part, work, strict=True))
 
 
 def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: int) -> _Options:
-    """The options of every rank, with what it receives and sends as an owner."""
+    """Returns the options of every rank, including what it receives and sends as an owner."""
     table = np.zeros((problem.rows.owners.size, problem.columns.owners.size), dtype=np.int64)
     table[problem.tile_rows, problem.tile_columns] = problem.work
     found = []
     for rank in range(problem.num_ranks):
         work, own_received, own_sent = _options(problem, table, rank)
-        # A byte is received once: of all ranks together, as many as their tiles' foreign lines take both ways.
+        # Every byte is received once: all ranks together receive the bytes of their foreign lines, both ways.
         moved = own_received + own_sent
         found.append((np.minimum(work, cap), own_received + received[rank], own_sent + sent[rank], moved))
     most = max(each[0].size for each in found)
@@ -175,30 +178,30 @@ def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: 
 
 
 def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray, IntArray, IntArray]:
-    """For each (q, p), as one list: work at most, and bytes received and sent at least."""
+    """Returns a rank's most work, and fewest bytes received and sent, for each option (q, p) as a flat array."""
     own_rows, own_columns = problem.rows.owners == rank, problem.columns.owners == rank
     rows, columns = _counts(int((~own_rows).sum())), _counts(int((~own_columns).sum()))
-    # The same limit from both sides: rows have some of their tiles, and columns have.
+    # Two limits on the same work: by the tiles of rows, and by the tiles of columns.
     work = np.minimum(
         _work_of_counts(table, own_rows, own_columns, rows, columns),
         _work_of_counts(table.T, own_columns, own_rows, columns, rows).T,
     )
     costs = problem.line_costs
     received, sent = (
-        _least(of_rows, problem, problem.rows, rank, rows)[:, None]
-        + _least(of_columns, problem, problem.columns, rank, columns)
-        for of_rows, of_columns in ((costs[0], costs[2]), (costs[1], costs[3]))
+        _least(row_costs, problem, problem.rows, rank, rows)[:, None]
+        + _least(column_costs, problem, problem.columns, rank, columns)
+        for row_costs, column_costs in ((costs[0], costs[2]), (costs[1], costs[3]))
     )
     return work.ravel(), received.ravel(), sent.ravel()
 
 
 def _counts(foreign: int) -> IntArray:
-    """How many foreign lines options have: all numbers up to 24, above that some, each for itself and those below."""
+    """Returns numbers of foreign lines to tell apart: all up to 24, above that some, which stand for those below."""
     return np.unique(np.append(np.arange(min(foreign, _DENSE) + 1), np.linspace(0, foreign, _SPARSE).astype(np.int64)))
 
 
 def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, counts: IntArray) -> IntArray:
-    """`[counts]` what the cheapest foreign lines cost, of the fewest that each count stands for."""
+    """Returns `[counts]` the cost of the cheapest foreign lines, as few as each count may stand for."""
     foreign = chunks.owners != rank
     weighted = np.sort((costs * problem.pair_cost[chunks.owners, rank])[foreign])
     return np.append(0, np.cumsum(weighted))[np.append(0, counts[:-1] + 1)]
@@ -207,9 +210,9 @@ def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, cou
 def _work_of_counts(
     table: IntArray, own_rows: IntArray, own_columns: IntArray, rows: IntArray, columns: IntArray
 ) -> IntArray:
-    """`[rows, columns]` work at most with so many foreign rows and columns.
+    """Returns `[rows, columns]` the most work with so many foreign rows and columns.
 
-    A row has at most its tiles in own columns and the largest so many of the others; of foreign rows, the best so many.
+    A row counts its tiles in own columns and its largest tiles in foreign ones; of foreign rows the best ones count.
     """
     foreign = -np.sort(-table[:, ~own_columns], axis=1)
     reach = np.concatenate([np.zeros((len(table), 1), dtype=np.int64), np.cumsum(foreign, axis=1)], axis=1)

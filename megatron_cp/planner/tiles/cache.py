@@ -1,4 +1,4 @@
-"""Answers on disk, by the value of their problem: JSON in one file each, checked when it is read.
+"""Keeps answers on disk, by the value of their problem: a JSON file for each, checked when it is read.
 
 A file that does not fit its problem is refused, not passed over: a search may take minutes, during which other ranks
 wait, and whoever damaged or edited the file should learn of it.
@@ -20,18 +20,18 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import TileProblem, check, cost
 
 _FORMAT = 1
-_MOST_BYTES = 1 << 23  # of a file: eight times what `MOST_TILES` ranks take
+_MOST_BYTES = 1 << 23  # limit of a file: eight times the bytes of `MOST_TILES` ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What is kept of a search.
+    """The result of a search, as a file keeps it.
 
     Attributes:
-        ranks: `[tiles]` who computes each.
-        bound: that no answer costs less than, as was found.
-        search_seconds: that the search was allowed.
-        steps: random moves that the fast stage was allowed.
+        ranks: `[tiles]` the rank that computes each tile.
+        bound: the best lower bound that was found on the cost of any answer.
+        search_seconds: the time limit of the search.
+        steps: the random moves that the fast stage was allowed.
     """
 
     ranks: IntArray
@@ -41,14 +41,14 @@ class Answer:
 
 
 def checked_directory(cache: object, argument: str = "cache") -> Path | None:
-    """The directory, which need not exist yet.
+    """Returns the directory as a path; it need not exist yet.
 
     Args:
         cache: its path; None for none.
-        argument: how the user spells it.
+        argument: the user's name of the argument.
 
     Raises:
-        ArgumentError: no path, or one of something else than a directory.
+        ArgumentError: no path, or the path of something other than a directory.
     """
     if cache is None:
         return None
@@ -65,7 +65,7 @@ def checked_directory(cache: object, argument: str = "cache") -> Path | None:
 
 
 def read(directory: Path, problem: TileProblem) -> Answer | None:
-    """The answer that was kept of a problem, or None.
+    """Reads the answer to a problem; None if no file has one.
 
     Raises:
         ArgumentError: a file that is no answer to the problem.
@@ -87,7 +87,7 @@ def read(directory: Path, problem: TileProblem) -> Answer | None:
 
 
 def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
-    """Keeps an answer. Whoever reads meanwhile has the old file or the new one, whole.
+    """Writes an answer to a file. A concurrent reader gets the old file or the new one, never a part.
 
     Raises:
         ArgumentError: the directory cannot be written to.
@@ -100,7 +100,7 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         part = directory / f"{secrets.token_hex(8)}.part"
         try:
-            # With the rights of any other file, since others may share the folder: `tempfile` would keep them out.
+            # With the usual permissions, since others may share the folder: `tempfile` would exclude them.
             with part.open("x") as file:
                 json.dump(content, file)
             part.replace(directory / f"{problem.digest}.json")
@@ -112,7 +112,7 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
 
 
 def _checked(content: Any, problem: TileProblem) -> Answer:
-    """The answer in a file's content; any error says what is wrong with it."""
+    """Returns the answer in a file's content; raises an error that describes what is wrong with it."""
     if not isinstance(content, dict) or content["format"] != _FORMAT or content["problem"] != problem.digest:
         raise ValueError("it is of another problem or another version")
     given = content["ranks"]

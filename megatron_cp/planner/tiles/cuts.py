@@ -1,4 +1,4 @@
-"""Tiles of a mask: where its axes are cut into chunks, and the bands that each rank then computes."""
+"""Cuts a mask into tiles, and turns an assignment of tiles into the bands that each rank computes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem, TileWeights, check, default_load_cap
 
-MOST_PIECES = 1 << 22  # of bands, cut at all chunks: seconds of numpy
+MOST_PIECES = 1 << 22  # pieces of bands cut at all chunks; numpy takes seconds for them
 USUAL_TILES = 1 << 14  # above, chunks of one owner are merged
-# No tile has more than this part of the mean work, as far as cutting helps. With 4, causal receives 15 % more; with 8,
-# strided and global_local are cut finer than moves make use of.
+# Tiles are cut, if that helps, until none has more than 1 / _SHARE of the mean work. With 4, causal receives 15 % more;
+# with 8, strided and global_local are cut finer than moves can use.
 _SHARE = 5
-_RANGES_A_RANK = 16  # to which chunks are cut at most, on average
+_RANGES_A_RANK = 16  # limit on the mean number of ranges that cutting makes
 
 
 class _Pieces(NamedTuple):
-    """Bands cut at the ranges of both axes: `[n]` each."""
+    """Bands cut at the ranges of both axes, `[n]` each: the band, the range of rows and of columns, visible pairs."""
 
     band: IntArray
     row: IntArray
@@ -42,20 +42,20 @@ def tiles_of(
     host_cost: int = 1,
     usual_tiles: int = USUAL_TILES,
 ) -> TileProblem:
-    """The tiles of a mask.
+    """Cuts a mask into tiles.
 
     Chunks begin where a rank's fragment does, where a document does and where a band of the mask does. A chunk of a
     tile with more than a fifth of the mean work is halved, up to 16 ranges a rank. Where there are more tiles than
     `usual_tiles`, and where documents lie on one rank only, chunks of one owner are merged.
 
     Args:
-        mask: what is visible.
-        queries, keys: who holds the rows of queries and of keys; None for the same.
+        mask: the visible pairs.
+        queries, keys: the layouts of query and key rows; None for the same layout.
         weights: bytes of a token.
         imbalance: the busiest rank's work over the mean, as far as tiles allow that.
-        load_cap: the most pairs of one rank, instead.
+        load_cap: the most pairs of one rank; replaces `imbalance`.
         hosts, host_cost: as in `TileProblem`.
-        usual_tiles: above so many, chunks of one owner are merged, as far as to one chunk of rows and one of columns.
+        usual_tiles: above so many, chunks of one owner are merged, down to one chunk of rows and one of columns.
 
     Raises:
         ArgumentError: layouts of other documents or numbers of ranks than the mask's, or of so many fragments that
@@ -76,7 +76,7 @@ def tiles_of(
     row_starts, column_starts, pieces = _halved(mask, row_starts, column_starts, size)
     owners = queries.located(row_starts)[0], keys.located(column_starts)[0]
     for groups in (_RANGES_A_RANK, 8, 4, 2, 1):
-        row_chunks, column_chunks = _merged(pieces, owners, size, groups)
+        row_chunks, column_chunks = _merge(pieces, owners, size, groups)
         tile, work = _tiles(row_chunks[pieces.row], column_chunks[pieces.column], pieces.work, column_chunks)
         if work.size <= usual_tiles:
             break
@@ -90,12 +90,12 @@ def tiles_of(
 
 
 def bands_by_rank(mask: Mask, problem: TileProblem, ranks_of_tiles: IntArray) -> tuple[IntArray, IntArray]:
-    """The mask in bands by the rank that computes them.
+    """Splits the mask into bands by the rank that computes them.
 
     Args:
-        mask: what the problem was made of.
+        mask: the mask from which the problem was made.
         problem: the tiles.
-        ranks_of_tiles: `[tiles]` who computes each.
+        ranks_of_tiles: `[tiles]` the rank that computes each tile.
 
     Returns:
         `[n, 6]` disjoint bands over the streams (see `layout/bands.py`), rank after rank and each rank's in the order
@@ -126,7 +126,7 @@ def bands_by_rank(mask: Mask, problem: TileProblem, ranks_of_tiles: IntArray) ->
 
 
 def _runs_of_columns(mask: Mask, pieces: _Pieces, rank: IntArray, problem: TileProblem) -> tuple[IntArray, IntArray]:
-    """Pieces of one band, range of rows and rank that follow one another along the keys, as one band each; by rank."""
+    """Joins pieces of one band, range of rows and rank that are adjacent along the keys; returns bands and ranks."""
     order = np.lexsort((pieces.column, pieces.row, pieces.band, rank))
     number, row, column, rank = pieces.band[order], pieces.row[order], pieces.column[order], rank[order]
     first = np.ones(order.size, dtype=bool)
@@ -147,13 +147,13 @@ def _runs_of_columns(mask: Mask, pieces: _Pieces, rank: IntArray, problem: TileP
 
 
 def _edges(ranges: IntArray, layout: Layout) -> IntArray:
-    """Where fragments and bands begin or end, but for the end of the stream."""
+    """Returns the sorted places where fragments or bands begin or end, without the end of the stream."""
     found = np.unique(np.concatenate([[0], layout.starts, ranges.ravel()]))
     return found[found < layout.packing.total]
 
 
 def _halved(mask: Mask, rows: IntArray, columns: IntArray, size: int) -> tuple[IntArray, IntArray, _Pieces]:
-    """The edges, with more of them where a tile has too much work; and the mask cut there."""
+    """Returns the edges, halving ranges of tiles with too much work, and the mask cut at them."""
     limit, most = mask.area // (_SHARE * size), _RANGES_A_RANK * size
     while True:
         pieces = _cut(mask, rows, columns)
@@ -168,21 +168,20 @@ def _halved(mask: Mask, rows: IntArray, columns: IntArray, size: int) -> tuple[I
 
 
 def _middles(starts: IntArray, total: int, numbers: IntArray) -> IntArray:
-    """The middle of each of some ranges that has two tokens or more."""
+    """Returns the middles of the numbered ranges that have two tokens or more."""
     numbers = np.unique(numbers)
     begin, end = starts[numbers], np.append(starts[1:], total)[numbers]
     return ((begin + end) // 2)[end - begin > 1]
 
 
 def _cut(mask: Mask, rows: IntArray, columns: IntArray) -> _Pieces:
-    """The bands cut to every range of rows and every range of columns."""
-    number, row, pieces = _met(mask.bands, np.arange(len(mask.bands)), rows, mask.packing.total, axis=0)
-    inner, column, pieces = _met(pieces, np.arange(len(pieces)), columns, mask.kv_packing.total, axis=2)
+    number, row, pieces = _cut_axis(mask.bands, np.arange(len(mask.bands)), rows, mask.packing.total, axis=0)
+    inner, column, pieces = _cut_axis(pieces, np.arange(len(pieces)), columns, mask.kv_packing.total, axis=2)
     return _Pieces(number[inner], row[inner], column, band.areas(pieces))
 
 
-def _met(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: int) -> tuple[IntArray, ...]:
-    """Bands cut to the ranges that they meet along one axis: whose each is, the range, and the tight pieces."""
+def _cut_axis(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: int) -> tuple[IntArray, ...]:
+    """Cuts bands at the ranges of one axis; returns the band's id, the range and the tight box of each piece."""
     ends = np.append(starts[1:], total)
     lowest = np.searchsorted(ends, bands[:, axis], side="right")
     count = np.maximum(np.searchsorted(starts, bands[:, axis + 1], side="left") - lowest, 0)
@@ -202,29 +201,29 @@ def _met(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: 
 # -- chunks of several ranges ------------------------------------------------------------------------------------------
 
 
-def _merged(pieces: _Pieces, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
-    """For each range of rows and of columns its chunk.
+def _merge(pieces: _Pieces, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
+    """Returns the chunk of each range of rows, and of columns.
 
-    Ranges whose tiles are all between one owner's own rows and columns are merged as far as a chunk stays a small part
-    of the work: nothing of them travels unless work must move. Of the others, each owner has at most `groups` chunks.
+    Ranges whose tiles all lie between one owner's own rows and columns are merged as far as a chunk stays a small part
+    of the work: they travel only if work must move. Of the other ranges, each owner has at most `groups` chunks.
     """
     limit = max(int(pieces.work.sum()) // (_SHARE * size), 1)
-    home = owners[0][pieces.row] == owners[1][pieces.column]
+    is_local = owners[0][pieces.row] == owners[1][pieces.column]
     found = []
     for lines, own in ((pieces.row, owners[0]), (pieces.column, owners[1])):
-        work, away = np.zeros(own.size, dtype=np.int64), np.zeros(own.size, dtype=bool)
+        work, travels = np.zeros(own.size, dtype=np.int64), np.zeros(own.size, dtype=bool)
         np.add.at(work, lines, pieces.work)
-        away[lines[~home]] = True
-        found.append(_groups(own, away, work, limit, groups))
+        travels[lines[~is_local]] = True
+        found.append(_groups(own, travels, work, limit, groups))
     return found[0], found[1]
 
 
-def _groups(owners: IntArray, away: IntArray, work: IntArray, limit: int, groups: int) -> IntArray:
-    """`[ranges]` chunks, numbered in the order of their first ranges."""
+def _groups(owners: IntArray, travels: IntArray, work: IntArray, limit: int, groups: int) -> IntArray:
+    """Returns `[ranges]` the chunk of each range, numbered in the order of first ranges."""
     chunk = np.arange(owners.size)
     for owner in np.unique(owners):
         own = owners == owner
-        local, others = np.flatnonzero(own & ~away), np.flatnonzero(own & away)
+        local, others = np.flatnonzero(own & ~travels), np.flatnonzero(own & travels)
         chunk[local] = local[_runs(work[local], limit)]
         if others.size > groups:
             share = max(-(-int(work[others].sum()) // groups), 1)
@@ -235,7 +234,7 @@ def _groups(owners: IntArray, away: IntArray, work: IntArray, limit: int, groups
 
 
 def _runs(work: IntArray, limit: int) -> IntArray:
-    """`[n]` where the run begins that each is in: runs of neighbours, as long as they have no more than the limit."""
+    """Groups neighbours into runs of at most `limit` work; returns `[n]` where the run of each begins."""
     first, found, held = 0, [], 0
     for place, each in enumerate(work.tolist()):
         if held + each > limit:
@@ -246,7 +245,7 @@ def _runs(work: IntArray, limit: int) -> IntArray:
 
 
 def _tiles(rows: IntArray, columns: IntArray, work: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
-    """The pairs of chunks that have visible pairs, as one number each in rising order; and how many."""
+    """Returns the tiles with visible pairs, as `row * columns + column` in rising order, and the pairs of each."""
     number, inverse = np.unique(rows * (int(chunks.max(initial=0)) + 1) + columns, return_inverse=True)
     total = np.zeros(number.size, dtype=np.int64)
     np.add.at(total, inverse, work)

@@ -1,12 +1,12 @@
-"""The exact stage: the problem as an integer program for OR-Tools' CP-SAT, the extra `solver`.
+"""The exact stage: solves the problem as an integer program, by OR-Tools' CP-SAT (the extra `solver`).
 
     x[tile, rank]     the rank computes the tile; one rank a tile
-    row[i, rank]      the rank has a tile of row i: implied by x; columns likewise
+    row[i, rank]      the rank has a tile of row i: implied by x; column[j, rank] is its counterpart
     load              the sum of work * x of each rank is at most the load cap
     z                 is least, and at least what each rank sends and what it receives, sums of costs * row, * column
 
 A line that its owner computes a tile of costs nothing there, so there are variables for foreign ranks alone. Ranks
-that own nothing may change places: of such answers one is searched. The solver finds other symmetries by itself.
+that own nothing are interchangeable, so only one order of them is searched. The solver finds other symmetries itself.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron_cp.planner.tiles import fast
 from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
-MOST_CHOICES = 1 << 16  # of a tile and a rank: the program of more takes minutes to write down
+MOST_CHOICES = 1 << 16  # pairs of a tile and a rank; with more, the program takes minutes to build
 _SEED = 7
-_UNITS_A_SECOND = 0.5  # of CP-SAT's deterministic time: measured on a core of two that were busy
-_MOVES_A_SECOND = 1500  # of each answer of the fast stage, where ranks are many: measured on one core, 64 ranks
+_UNITS_A_SECOND = 0.5  # CP-SAT's deterministic time in a second: measured on one of two busy cores
+_MOVES_A_SECOND = 1500  # random moves of an answer in a second, for many ranks: measured on one core, 64 ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """What the solver found.
+    """The result of the exact stage.
 
     Attributes:
         ranks: `[tiles]` the best answer.
-        optimal: whether it is proven that none costs less.
-        bound: that no answer costs less than.
+        optimal: no answer costs less, which is proven.
+        bound: the lower bound on the cost of any answer.
     """
 
     ranks: IntArray
@@ -48,14 +48,14 @@ class Exact:
 
 
 def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int = 0) -> Exact:
-    """Improves an answer until it is proven best or time is up. The same answer for the same arguments.
+    """Improves an answer until it is proven best or time is up. Equal arguments give equal answers.
 
     Args:
         problem: the tiles.
         start: `[tiles]` an answer that keeps the load cap.
-        seconds: about how long; counted in what the solver does, not by a clock, so that every rank and every run
-            ends with the same answer.
-        bound: a cost that no answer is below.
+        seconds: the approximate time limit; counted in the solver's deterministic time, not by a clock, so that every
+            rank and every run ends with the same answer.
+        bound: a lower bound on the cost of any answer.
 
     Raises:
         ArgumentError: OR-Tools is not installed.
@@ -69,7 +69,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
         return Exact(longer if cost(problem, longer) < reached else start, False, bound)
     budget = seconds * _UNITS_A_SECOND
-    # At most half of the time is for the bound; what that leaves is for answers.
+    # The bound gets at most half of the time; the search for answers gets the rest.
     lagrangian, left = lagrangian_bound(problem, start, budget=budget / 2)
     bound = max(bound, lagrangian)
     if reached <= bound:
@@ -79,17 +79,17 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     model.hint(_ordered(problem, start))
     solver = model_of.CpSolver()
     solver.parameters.num_workers = 8
-    solver.parameters.interleave_search = True  # several strategies in turns, in one thread: so that the order is fixed
+    solver.parameters.interleave_search = True  # strategies take turns in one thread, in a fixed order
     solver.parameters.random_seed = _SEED
     solver.parameters.max_deterministic_time = budget / 2 + left
     solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
     if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:
-        # A clock, which would end ranks at different answers.
+        # The clock ended the search, which may give ranks different answers.
         remedy = "Search for less time, or once alone into a cache that all ranks read."
         raise ArgumentError("search_seconds", seconds, f"what ends within {60 * seconds + 60:g} s by the clock", remedy)
     if status not in (model_of.OPTIMAL, model_of.FEASIBLE):
-        # The start is an answer, so none was found only because time was up.
+        # The start is an answer, so the solver found none only because time was up.
         assert status == model_of.UNKNOWN, solver.status_name(status)
         return Exact(start, False, bound)
     ranks = model.answer(solver)
@@ -101,7 +101,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
 
 
 def beyond_solver(problem: TileProblem) -> str:
-    """Why a problem is too large for the solver, and what a search does instead; empty where it is not."""
+    """Explains why a problem is too large for the solver, and what a search does instead; empty where it is not."""
     if problem.num_tiles * problem.num_ranks <= MOST_CHOICES:
         return ""
     text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
@@ -119,7 +119,7 @@ def _solver() -> Any:
 
 
 def _interchangeable(problem: TileProblem) -> list[list[int]]:
-    """Sets of ranks of one host that own nothing."""
+    """Returns, for each host, the ranks that own nothing."""
     host = np.zeros(problem.num_ranks, dtype=np.int64) if problem.hosts is None else problem.hosts
     owning = np.union1d(problem.rows.owners, problem.columns.owners)
     free = np.setdiff1d(np.arange(problem.num_ranks), owning)
@@ -127,7 +127,7 @@ def _interchangeable(problem: TileProblem) -> list[list[int]]:
 
 
 def _ordered(problem: TileProblem, ranks: IntArray) -> IntArray:
-    """The answer with interchangeable ranks in the order of their work, as the program wants them."""
+    """Returns the answer with interchangeable ranks in falling order of work, as the program requires."""
     name, work = np.arange(problem.num_ranks), loads(problem, ranks)
     for same in _interchangeable(problem):
         name[np.array(same)[np.argsort(-work[same], kind="stable")]] = same
@@ -164,7 +164,7 @@ class _Model:
         self, lines: IntArray, owners: IntArray, out: list[int], back: list[int], sent: list[list[Any]],
         received: list[list[Any]],
     ) -> None:  # fmt: skip
-        """Which foreign ranks have tiles of a row or column, and what that costs them and its owner."""
+        """Adds a variable for each line and foreign rank, and its cost to the rank and to the owner."""
         problem, model, size = self.problem, self.model, self.problem.num_ranks
         for line, owner in enumerate(owners.tolist()):
             tiles = np.flatnonzero(lines == line).tolist()
@@ -181,7 +181,7 @@ class _Model:
                 received[owner].append(back[line] * factor * has)
 
     def _break_symmetry(self) -> None:
-        """Of ranks that own nothing and share a host, each has no less work than the next."""
+        """Orders interchangeable ranks by falling work."""
         problem, model = self.problem, self.model
         for same in _interchangeable(problem):
             loads = [
@@ -191,11 +191,11 @@ class _Model:
                 model.add(first >= second)
 
     def hint(self, ranks: IntArray) -> None:
-        """Begins the search at an answer."""
+        """Starts the search at an answer."""
         for line, chosen in zip(self.tile, ranks.tolist(), strict=True):
             for rank, variable in enumerate(line):
                 self.model.add_hint(variable, rank == chosen)
 
     def answer(self, solver: Any) -> IntArray:
-        """`[tiles]` of what the solver holds."""
+        """Returns `[tiles]` the ranks in the solver's solution."""
         return np.array([[solver.value(each) for each in line] for line in self.tile]).argmax(axis=1)

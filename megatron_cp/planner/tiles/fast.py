@@ -14,17 +14,17 @@ from megatron_cp.planner.tiles.problem import TileProblem, loads, longest_first
 from megatron_cp.planner.tiles.starts import repaired, starts
 
 _CHAINS, USUAL_STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
-_STEPS_A_TILE = 200  # at most, so that small problems take milliseconds
-_ENTRIES = 1 << 18  # of the tables of counts: fewer chains where there are many lines and ranks
+_STEPS_A_TILE = 200  # a limit, so that small problems take milliseconds
+_ENTRIES = 1 << 18  # limit on a table of counts: fewer chains where there are many lines and ranks
 _FEW_RANKS = 16  # above, twice as many steps
 
 
 def search(problem: TileProblem, bound: int = 0, steps: int = USUAL_STEPS) -> IntArray:
-    """`[tiles]` who computes each.
+    """Returns `[tiles]` the rank that computes each tile.
 
     Args:
         problem: the tiles.
-        bound: a cost that is good enough to stop at.
+        bound: a cost at which the search stops.
         steps: random moves of each answer.
 
     Raises:
@@ -53,7 +53,7 @@ def _too_tight(problem: TileProblem) -> ArgumentError:
 
 
 def _feasible(problem: TileProblem, answers: IntArray) -> IntArray:
-    """The answers, and the first few of them repaired."""
+    """Adds repaired copies of the first few answers, and of longest-first assignment."""
     mended = [repaired(problem, answers[:, number]) for number in range(min(answers.shape[1], 4))]
     mended.append(repaired(problem, longest_first(problem.work, problem.num_ranks)))
     kept = [answer for answer in mended if answer is not None]
@@ -61,14 +61,13 @@ def _feasible(problem: TileProblem, answers: IntArray) -> IntArray:
 
 
 def _best(moves: Moves, answers: IntArray, count: int) -> IntArray:
-    """The answers with the least energy, work above the load cap included."""
+    """Returns the `count` answers with the least energy, which includes work above the load cap."""
     chains = Chains(moves, answers, seed=0)
     chains.scale = max(float(chains.volumes.max(axis=(0, 1)).min()), 1.0)
     return answers[:, np.argsort(chains.energies(), kind="stable")[:count]]
 
 
 def _moves(problem: TileProblem) -> Moves:
-    """The whole problem, for moves."""
     costs = [each.astype(np.float64) for each in problem.line_costs]
     axes = (
         Axis(problem.tile_rows, problem.rows.owners, costs[0], costs[1]),

@@ -1,4 +1,4 @@
-"""A bound on bytes by Lagrangian relaxation, with OR-Tools (the extra `solver`). docs/tiles.md has the argument.
+"""Bounds bytes by Lagrangian relaxation, with OR-Tools (the extra `solver`). docs/tiles.md has the argument.
 
 A *pattern* is a set of tiles that one rank may compute. At prices of tiles, of bytes received and of bytes sent, each
 rank takes by itself the pattern that earns the most; what all of them earn bounds the bytes of every answer. Prices
@@ -21,17 +21,17 @@ from megatron_cp.planner.tiles.problem import TileProblem, cost
 FloatArray = NDArray[np.float64]
 _SCALE = 10**4  # prices are whole multiples of 1 / _SCALE, so that the bound is of integers
 _EXACT = 2**53  # below, doubles hold every whole number
-_HIGHEST = 8  # of the prices of all tiles, in what all ranks send if each sends as much as the start's busiest
+_HIGHEST = 8  # limit on the sum of tile prices, in units of all ranks if each sends as much as the start's busiest
 _SEED = 7
 _FIRST_ROUNDS, _MOST_ROUNDS = 7, 1000
-_LONGEST, _SHORTEST = 0.3, 0.005  # of one rank's pattern, in CP-SAT's deterministic time: at most; counted at least
-_BOX, _SMALLEST_BOX, _LARGEST_BOX = 0.3, 1e-4, 5.0  # how far prices may go, in mean prices
-_CONVERGED = 0.005  # of the bound: less than the linear program promises is not worth a round
+_LONGEST, _SHORTEST = 0.3, 0.005  # time of one rank's pattern (CP-SAT's deterministic): limit; least that is counted
+_BOX, _SMALLEST_BOX, _LARGEST_BOX = 0.3, 1e-4, 5.0  # largest change of prices, in mean prices
+_CONVERGED = 0.005  # share of the bound; a smaller promise of the linear program is not worth a round
 
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
-    """Of each tile, `[tiles]`; of a unit that each rank receives, and of one that it sends, `[ranks]`."""
+    """The prices of tiles, `[tiles]`, and of a unit that each rank receives, and sends, `[ranks]`."""
 
     tiles: FloatArray
     received: FloatArray
@@ -42,25 +42,25 @@ class _Prices:
 
 
 class _Lines:
-    """Rows, then columns: what each costs, in units that divide all costs."""
+    """All rows, then all columns, with their costs in units of the greatest common divisor."""
 
     def __init__(self, problem: TileProblem) -> None:
         self.problem = problem
         self.unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
         costs = [each // self.unit for each in problem.line_costs]
-        self.of_tiles = np.stack([problem.tile_rows, problem.tile_columns + problem.rows.owners.size])
+        self.tile_lines = np.stack([problem.tile_rows, problem.tile_columns + problem.rows.owners.size])
         self.owners = np.concatenate([problem.rows.owners, problem.columns.owners])
         self.out, self.back = np.concatenate([costs[0], costs[2]]), np.concatenate([costs[1], costs[3]])
 
     def costs(self, rank: int, received: IntArray, sent: IntArray) -> IntArray:
-        """`[lines]` what it costs, at prices, that a rank has each line: it and the owner send and receive."""
+        """Returns `[lines]` the price that a rank pays for each line, for what it and the owner send and receive."""
         factor = self.problem.pair_cost[self.owners, rank]
         out = self.out * (sent[self.owners] + received[rank])
         return factor * (out + self.back * (sent[rank] + received[self.owners]))
 
     def volumes(self, number: int, tiles: IntArray) -> tuple[IntArray, IntArray]:
-        """`[ranks]` units received and sent because the rank of this number has these tiles."""
-        lines = np.unique(self.of_tiles[:, tiles])
+        """Returns `[ranks]` the units that each receives, and sends, if rank `number` has these tiles."""
+        lines = np.unique(self.tile_lines[:, tiles])
         owners, received = self.owners[lines], np.zeros(self.problem.num_ranks, dtype=np.int64)
         sent, rank = received.copy(), np.full_like(owners, number)
         factor = self.problem.pair_cost[owners, rank]
@@ -78,8 +78,8 @@ class _Pricing:
     Args:
         solver: OR-Tools' `cp_model`.
         lines: rows and columns.
-        rank: whose patterns.
-        most: units that the rank may receive, and send, for the lines of others.
+        rank: the rank that takes the pattern.
+        most: the most units that the rank may receive, and send, for foreign lines.
     """
 
     def __init__(self, solver: Any, lines: _Lines, rank: int, most: int) -> None:
@@ -90,8 +90,8 @@ class _Pricing:
         self.foreign = np.flatnonzero(lines.owners != rank)
         has = {line: model.new_bool_var("") for line in self.foreign.tolist()}
         self.has = list(has.values())
-        for of_tiles in lines.of_tiles.tolist():
-            for tile, line in zip(self.tiles, of_tiles, strict=True):
+        for tile_lines in lines.tile_lines.tolist():
+            for tile, line in zip(self.tiles, tile_lines, strict=True):
                 if line in has:
                     model.add_implication(tile, has[line])
         model.add(weighted_sum(self.tiles, problem.work.tolist()) <= problem.load_cap)
@@ -101,13 +101,13 @@ class _Pricing:
         self.solver = solver.CpSolver()
         parameters = self.solver.parameters
         parameters.num_workers, parameters.random_seed = 1, _SEED
-        # Of all that was tried, linear relaxations of everything are what counts (30 times as fast on `star`); presolve
-        # takes longer than it saves.
+        # Full linear relaxation helped most in experiments (30 times as fast on `star`); presolve takes longer than it
+        # saves.
         parameters.linearization_level, parameters.cp_model_presolve = 2, False
         parameters.max_deterministic_time = _LONGEST
 
     def best(self, prices: IntArray, costs: IntArray) -> tuple[int, IntArray, float]:
-        """What a pattern earns at most, a good pattern, and the solver's deterministic time."""
+        """Returns an upper bound on what a pattern earns, a good pattern, and the solver's deterministic time."""
         values = np.concatenate([prices, -costs[self.foreign]])
         self.model.maximize(self.solver_module.LinearExpr.weighted_sum(self.tiles + self.has, values.tolist()))
         status = self.solver.solve(self.model)
@@ -119,13 +119,13 @@ class _Pricing:
 
 
 class _Master:
-    """The restricted master: parts of patterns seen so far that cover all tiles, with the least most of any rank."""
+    """The restricted master program: covers all tiles by shares of known patterns, with the least maximal volume."""
 
     def __init__(self, solver: Any, lines: _Lines) -> None:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
         program, size = self.program, lines.problem.num_ranks
         program.SuppressOutput()
-        self.from_scratch = solver.MPSolverParameters()  # from the last basis, with other costs, GLOP often gives up
+        self.from_scratch = solver.MPSolverParameters()  # GLOP often fails from the last basis with other costs
         self.from_scratch.SetIntegerParam(self.from_scratch.INCREMENTALITY, self.from_scratch.INCREMENTALITY_OFF)
         self.infinity = program.infinity()
         self.objective = program.Objective()
@@ -138,7 +138,7 @@ class _Master:
         for constraint in self.received + self.sent:
             constraint.SetCoefficient(most, 1)
         for constraint in self.tiles + self.received + self.sent:
-            above, below = self._variable(), self._variable()  # whose costs limit the constraint's price
+            above, below = self._variable(), self._variable()  # their costs limit the constraint's price
             constraint.SetCoefficient(above, 1)
             constraint.SetCoefficient(below, -1)
             self.box.append((above, below))
@@ -147,7 +147,7 @@ class _Master:
         return self.program.NumVar(0, self.infinity, "")
 
     def add(self, rank: int, tiles: IntArray) -> None:
-        """A pattern of a rank."""
+        """Adds a pattern of a rank, unless it is known."""
         if (rank, tiles.tobytes()) in self.known:
             return
         self.known.add((rank, tiles.tobytes()))
@@ -160,9 +160,9 @@ class _Master:
                 constraints[each].SetCoefficient(part, -float(units[each]))
 
     def prices(self, center: _Prices, reach: FloatArray) -> tuple[float, _Prices] | None:
-        """The bound that these patterns promise, and the prices for it, no further from the center than `reach`.
+        """Returns the bound that these patterns promise, and its prices, no further from the center than `reach`.
 
-        None where GLOP finds no optimum: numbers are too far apart for floats.
+        None where GLOP finds no optimum, because numbers are too far apart for floats.
         """
         around = center.all()
         for (above, below), most, least in zip(self.box, around + reach, np.maximum(around - reach, 0), strict=True):
@@ -178,12 +178,12 @@ class _Master:
 
 
 class _Bound:
-    """The best bound so far, and what it took."""
+    """The search for prices: the best bound so far, and the time that is left."""
 
     def __init__(self, problem: TileProblem, start: IntArray, budget: float) -> None:
         cp_model = importlib.import_module("ortools.sat.python.cp_model")
         self.lines, self.budget = _Lines(problem), budget
-        self.most = cost(problem, start) // self.lines.unit - 1  # an answer that is better has no more
+        self.most = cost(problem, start) // self.lines.unit - 1  # a better answer has at most this
         self.master = _Master(importlib.import_module("ortools.linear_solver.pywraplp"), self.lines)
         self.pricing = [_Pricing(cp_model, self.lines, rank, self.most) for rank in range(problem.num_ranks)]
         self.highest = _HIGHEST * problem.num_ranks * (self.most + 1)
@@ -192,11 +192,11 @@ class _Bound:
             self.master.add(rank, np.flatnonzero(start == rank))
 
     def ended(self) -> bool:
-        """Whether the start is proven best, or time is up."""
+        """Tells whether the start is proven best or time is up."""
         return self.least > self.most or self.budget <= 0
 
     def round(self, prices: _Prices) -> tuple[float, int]:
-        """The bound at prices, as a share of units, and the work of the patterns that earn the most."""
+        """Returns the bound at these prices, in units, and the work of the patterns that earn the most."""
         tiles, received, sent = (
             np.round(each * _SCALE).astype(np.int64) for each in (prices.tiles, prices.received, prices.sent)
         )
@@ -212,10 +212,10 @@ class _Bound:
         return earned / weight, work
 
     def first_prices(self) -> _Prices:
-        """Prices by work, as high as makes ranks take about all of it: the best of a few."""
+        """Returns prices in proportion to work, at which ranks take about all of it: the best of a few."""
         problem = self.lines.problem
         even = np.full(problem.num_ranks, 0.5 / problem.num_ranks)
-        # Tiles of one price have many best patterns, which take the solver long.
+        # Equal prices have many best patterns, which slow the solver down.
         uneven = problem.work * np.random.Generator(np.random.PCG64(_SEED)).uniform(0.9, 1.1, problem.num_tiles)
         low, high = 0.0, 4.0 * max(self.most, 1) * problem.num_ranks / problem.total
         center = _Prices(high / 2 * uneven, even, even)
@@ -253,14 +253,14 @@ class _Bound:
 
 
 def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) -> tuple[int, float]:
-    """Bytes, weighted, that the busiest rank sends or receives at least, in any answer; at most what the start costs.
+    """Returns a lower bound on the busiest rank's weighted bytes, at most the start's cost, and the budget left.
 
-    And the part of the budget that is left. The bound is 0 where integers of 64 bits or doubles would not hold it.
+    The bound is 0 where integers of 64 bits or doubles would not hold it.
 
     Args:
         problem: the tiles.
         start: `[tiles]` an answer that keeps the load cap.
-        budget: of CP-SAT's deterministic time, so that the same call finds the same bound.
+        budget: the limit in CP-SAT's deterministic time, so that equal calls find equal bounds.
     """
     found = _Bound(problem, start, budget)
     lines = 2 * problem.host_cost * int(found.lines.out.sum() + found.lines.back.sum())

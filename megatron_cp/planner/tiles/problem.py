@@ -1,13 +1,12 @@
-"""`TileProblem`: which rank is to compute which tile of a mask, as arrays; and what an answer makes ranks send.
+"""`TileProblem`: the assignment of a mask's tiles to ranks, as arrays, and the bytes that ranks send for an answer.
 
 The stream of queries and the stream of keys are cut into *chunks* of one owner each. A *tile* is a chunk of queries (a
 row) and a chunk of keys (a column) with visible pairs between them. An answer gives every tile to one rank. A rank that
-computes a tile of a row that it does not own receives that row, once however many tiles of it, and sends a result
-back; likewise for columns.
+computes tiles of a row that it does not own receives the row once and sends a result back; columns work the same way.
 
     in     foreign rows * row_in + foreign columns * col_in
-           + own rows, once for each other rank that has tiles of them, * row_back, + own columns likewise * col_back
-    out    its mirror image: what is "in" at one end of a transfer is "out" at the other
+           + own rows, once for each other rank that has tiles of them, * row_back, + own columns so counted * col_back
+    out    the same with the two ends of each transfer exchanged
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
-MOST_TILES = 1 << 16  # of a problem: full attention on 256 ranks
-_IMBALANCE = 1.05  # of the busiest rank's work over the mean, unless told otherwise
-_MOST_BYTES = 1 << 53  # in all: sums of costs are exact, in numpy's integers and in floats of 64 bits
+MOST_TILES = 1 << 16  # tiles of a problem: full attention on 256 ranks
+_IMBALANCE = 1.05  # the default of the busiest rank's work over the mean
+_MOST_BYTES = 1 << 53  # below, sums of costs are exact in integers and floats of 64 bits
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class TileWeights:
     """Bytes that one token of a row, or of a column, takes on its way to a rank that does not own it, and back.
 
     Attributes:
-        row_in, row_back: of a query: what a tile needs of it, and what a tile makes of it.
-        col_in, col_back: of a key.
+        row_in, row_back: the inputs of a query that a tile needs, and its results.
+        col_in, col_back: the same for a key.
 
     Example:
         >>> TileWeights.forward(heads=2, kv_heads=1, head_dim=64, item_size=2)
@@ -54,10 +53,10 @@ class TileWeights:
     def forward(
         cls, *, heads: int, kv_heads: int, head_dim: int, value_head_dim: int | None = None, item_size: int = 2
     ) -> TileWeights:
-        """Queries go out, outputs and log-sum-exps come back in at least fp32; keys and values go out.
+        """Returns forward's weights: queries, keys and values go out; outputs and log-sum-exps return in at least fp32.
 
         Args:
-            heads, kv_heads: of queries, and of keys.
+            heads, kv_heads: heads of queries, and of keys.
             head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
             item_size: bytes of an element.
         """
@@ -69,10 +68,12 @@ class TileWeights:
     def backward(
         cls, *, heads: int, kv_heads: int, head_dim: int, value_head_dim: int | None = None, item_size: int = 2
     ) -> TileWeights:
-        """Queries, outputs' gradients, log-sum-exps and row sums go out; gradients of queries, keys and values return.
+        """Returns backward's weights.
+
+        Queries, outputs' gradients, log-sum-exps, row sums, keys and values go out; gradients of q, k and v return.
 
         Args:
-            heads, kv_heads: of queries, and of keys.
+            heads, kv_heads: heads of queries, and of keys.
             head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
             item_size: bytes of an element.
         """
@@ -84,10 +85,10 @@ class TileWeights:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """One axis of a mask in chunks: each is one range of the stream or several, all of one owner.
+    """The chunks of one axis of a mask: each has one range of the stream or several, all of one owner.
 
     Attributes:
-        starts: `[ranges]` where each range begins, rising from 0; it ends where the next one begins.
+        starts: `[ranges]` the start of each range, rising from 0; a range ends at the start of the next.
         total: tokens of the stream.
         chunk_of_range: `[ranges]` the chunk that each range belongs to.
         owners: `[chunks]` the rank that holds each chunk's tokens.
@@ -100,22 +101,22 @@ class Chunks:
 
     @cached_property
     def sizes(self) -> IntArray:
-        """`[chunks]` tokens of each."""
+        """`[chunks]` the tokens of each chunk."""
         found = np.zeros(self.owners.size, dtype=np.int64)
         np.add.at(found, self.chunk_of_range, np.diff(self.starts, append=self.total))
         return frozen(found)
 
     @classmethod
-    def of_equal_size(cls, owners: IntArray, size: int = 1) -> Chunks:
-        """One range a chunk, of `size` tokens each."""
+    def equal_sized(cls, owners: IntArray, size: int = 1) -> Chunks:
+        """Makes chunks of one range of `size` tokens each."""
         count = owners.size
         return cls(np.arange(count) * size, count * size, np.arange(count), owners)
 
 
 class TileProblem:
-    """Tiles, owners of chunks, what a token weighs, and how much work one rank may have.
+    """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one of a mask and layouts, `of_table` of a table of work.
+    Immutable. `tiles_of` makes one from a mask and layouts, `from_table` from a table of work.
 
     Args:
         num_ranks: ranks that compute.
@@ -125,7 +126,7 @@ class TileProblem:
         weights: bytes of a token.
         load_cap: work that one rank may have at most; None for `default_load_cap`.
         hosts: `[num_ranks]` the host of each rank, numbered from 0; None for one host.
-        host_cost: what a byte between hosts costs, in bytes within a host. It counts in the answer's cost, not in the
+        host_cost: the cost of a byte between hosts, in bytes within a host. It counts in the answer's cost, not in the
             bytes that are reported.
 
     Raises:
@@ -172,7 +173,7 @@ class TileProblem:
         self.load_cap = self._checked_cap(load_cap)
 
     @classmethod
-    def of_table(
+    def from_table(
         cls,
         work: IntArray,
         row_owners: IntArray,
@@ -182,10 +183,10 @@ class TileProblem:
         *,
         load_cap: int | None = None,
     ) -> TileProblem:
-        """Chunks of one token each: a byte of `weights` is then the unit of volume.
+        """Makes a problem with chunks of one token each: a byte of `weights` is then the unit of volume.
 
         Args:
-            work: `[rows, columns]` of every tile; 0 where nothing is visible.
+            work: `[rows, columns]` visible pairs of every tile; 0 where nothing is visible.
             row_owners, column_owners: the rank of each row and column.
             num_ranks, weights, load_cap: as in `TileProblem`.
         """
@@ -194,8 +195,9 @@ class TileProblem:
         if table.shape != shape or not is_integral(table) or (table < 0).any():
             raise ArgumentError("work", f"{table.dtype} {table.shape}", f"integers of at least 0, of shape {shape}")
         rows, columns = np.nonzero(table)
-        of_rows, of_columns = (Chunks.of_equal_size(np.asarray(owners)) for owners in (row_owners, column_owners))
-        return cls(num_ranks, of_rows, of_columns, rows, columns, table[rows, columns], weights, load_cap=load_cap)
+        row_chunks, column_chunks = (Chunks.equal_sized(np.asarray(owners)) for owners in (row_owners, column_owners))
+        work = table[rows, columns]
+        return cls(num_ranks, row_chunks, column_chunks, rows, columns, work, weights, load_cap=load_cap)
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -205,12 +207,12 @@ class TileProblem:
 
     @cached_property
     def total(self) -> int:
-        """Work of all tiles."""
+        """The work of all tiles."""
         return int(self.work.sum())
 
     @cached_property
     def pair_cost(self) -> IntArray:
-        """`[num_ranks, num_ranks]` what a byte from one rank to another costs: nothing to itself."""
+        """`[num_ranks, num_ranks]` the cost of a byte from one rank to another; 0 to itself."""
         if self.hosts is None:
             return frozen(1 - np.eye(self.num_ranks, dtype=np.int64))
         apart = self.hosts[:, None] != self.hosts
@@ -218,17 +220,17 @@ class TileProblem:
 
     @cached_property
     def line_costs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Bytes of each row on its way in and back, `[rows]`, and of each column, `[columns]`."""
+        """The bytes of each row on its way in and back, `[rows]`, and of each column, `[columns]`."""
         weights, rows, columns = self.weights, self.rows.sizes, self.columns.sizes
         costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
         return tuple(map(frozen, costs))  # type: ignore[return-value]
 
     def with_weights(self, weights: TileWeights) -> TileProblem:
-        """The same tiles, tokens of other bytes."""
+        """Returns the same tiles with other bytes of a token."""
         return self._but(load_cap=self.load_cap, weights=weights)
 
-    def on_one_host(self) -> TileProblem:
-        """The same problem, bytes between hosts as cheap as others."""
+    def single_host(self) -> TileProblem:
+        """Returns the same problem with all ranks on one host."""
         return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
 
     def _but(self, **changed: object) -> TileProblem:
@@ -237,7 +239,7 @@ class TileProblem:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all that an answer depends on, the same in every process."""
+        """The hash of all that an answer depends on, equal in every process."""
         found = hashlib.sha256(b"tiles 1")
         numbers = [self.num_ranks, self.load_cap, self.host_cost, *vars(self.weights).values()]
         hosts = np.zeros(self.num_ranks, dtype=np.int64) if self.hosts is None else self.hosts
@@ -261,19 +263,19 @@ _FIELDS = ("num_ranks", "rows", "columns", "tile_rows", "tile_columns", "work", 
 
 
 def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = _IMBALANCE) -> int:
-    """`imbalance` times the mean, or what longest-first assignment of the tiles reaches where that is more.
+    """Returns `imbalance` times the mean work, or the most work of longest-first assignment where that is more.
 
-    So that there always is an answer, and one that is found.
+    So there is always an answer, and one that the search finds.
 
     Args:
-        work: `[tiles]`.
-        num_ranks: that share it.
-        imbalance: of the busiest rank's work over the mean, at least 1.
+        work: `[tiles]` visible pairs of each tile.
+        num_ranks: the number of ranks that share the work.
+        imbalance: the busiest rank's work over the mean, at least 1.
 
     Raises:
         ArgumentError: an imbalance below 1.
     """
-    most = max(num_ranks, _IMBALANCE)  # one rank has all the work, whatever the default allows
+    most = max(num_ranks, _IMBALANCE)  # a single rank has all the work, and the default is always allowed
     if not 1 <= as_number(imbalance) <= most:
         raise ArgumentError("imbalance", imbalance, f"a number from 1 to {most} for {num_ranks} ranks")
     loads = np.bincount(longest_first(work, num_ranks), weights=work, minlength=num_ranks)
@@ -281,7 +283,7 @@ def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = _IMBALAN
 
 
 def longest_first(work: IntArray, num_ranks: int) -> IntArray:
-    """`[tiles]` each tile, the largest first, to the rank that has the least work so far.
+    """Assigns each tile, the largest first, to the rank with the least work so far; returns `[tiles]` ranks.
 
     In rounds of one tile a rank, so that thousands take milliseconds.
     """
@@ -296,11 +298,11 @@ def longest_first(work: IntArray, num_ranks: int) -> IntArray:
 
 
 def volumes(problem: TileProblem, ranks_of_tiles: IntArray, *, weighted: bool = False) -> tuple[IntArray, IntArray]:
-    """What an answer makes ranks send and receive.
+    """Counts the bytes that each rank sends and receives for an answer.
 
     Args:
         problem: the tiles.
-        ranks_of_tiles: `[tiles]` who computes each.
+        ranks_of_tiles: `[tiles]` the rank that computes each tile.
         weighted: bytes between hosts count `host_cost` times.
 
     Returns:
@@ -323,22 +325,22 @@ def volumes(problem: TileProblem, ranks_of_tiles: IntArray, *, weighted: bool = 
 
 
 def cost(problem: TileProblem, ranks_of_tiles: IntArray) -> int:
-    """What is to be least: the most that a rank sends or receives, bytes between hosts weighted."""
+    """Returns the quantity to minimise: the most bytes that a rank sends or receives, those between hosts weighted."""
     return max(int(each.max()) for each in volumes(problem, ranks_of_tiles, weighted=True))
 
 
 def loads(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray:
-    """`[num_ranks]` work of each."""
+    """Returns `[num_ranks]` the work of each rank."""
     found = np.zeros(problem.num_ranks, dtype=np.int64)
     np.add.at(found, ranks_of_tiles, problem.work)
     return found
 
 
 def check(problem: TileProblem, ranks_of_tiles: IntArray, argument: str = "ranks_of_tiles") -> IntArray:
-    """The answer, if it is one.
+    """Returns the answer as integers after checking that it fits the problem.
 
     Raises:
-        ArgumentError: another number of tiles, ranks that there are not, or a rank with more work than `load_cap`.
+        ArgumentError: another number of tiles, unknown ranks, or a rank with more work than `load_cap`.
     """
     ranks = _checked_numbers(argument, ranks_of_tiles, problem.num_tiles, 0, problem.num_ranks - 1)
     most = int(loads(problem, ranks).max(initial=0))

@@ -1,4 +1,4 @@
-"""`solve`: an answer to a tile problem, and how good it is."""
+"""`solve`: finds an answer to a tile problem and measures it against a bound."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatron_cp.planner.tiles.problem import TileProblem, cost, volumes
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Who computes which tile.
+    """An assignment of tiles to ranks.
 
     Attributes:
-        ranks: `[tiles]` the rank of each.
-        sent, received: `[num_ranks]` bytes to and from others.
-        optimal: whether no answer to the problem has a busiest rank with less, which is proven.
-        bound: bytes that the busiest rank sends or receives in any answer at least, those between hosts weighted.
-        load_cap: the most work of a rank that was allowed.
-        seconds: that it took.
+        ranks: `[tiles]` the rank that computes each tile.
+        sent, received: `[num_ranks]` bytes to and from other ranks.
+        optimal: no answer has a busiest rank with less, which is proven.
+        bound: a lower bound on the busiest rank's bytes in any answer, those between hosts weighted.
+        load_cap: the most work that a rank was allowed.
+        seconds: the time that the search took.
     """
 
     ranks: IntArray
@@ -43,17 +43,17 @@ def solve(
     problem: TileProblem, *, search_seconds: float = 0.0, cache: str | os.PathLike[str] | None = None,
     steps: int = fast.USUAL_STEPS,
 ) -> Solution:  # fmt: skip
-    """Gives every tile to a rank so that the busiest sends and receives little.
+    """Assigns every tile to a rank so that the busiest rank sends and receives little.
 
-    The same answer for the same arguments, on every rank and in every process, as long as a cache has the same files.
+    Equal arguments give equal answers on every rank and in every process, as long as a cache has the same files.
 
     Args:
         problem: the tiles.
-        search_seconds: about how long the exact stage may search, on a core of its own; 0 for the fast stage alone. It
+        search_seconds: the approximate time of the exact stage, on a core of its own; 0 for the fast stage alone. It
             needs OR-Tools, the extra `solver`.
-        cache: a directory with answers to problems that were solved before, which is made where there is none. An
-            answer is taken from it if it was allowed as long a search, and as many steps.
-        steps: random moves of the fast stage: fewer for a problem that is not worth a second.
+        cache: a directory with answers to problems that were solved before; it is created if it does not exist. An
+            answer is taken from it if its search was allowed as many seconds and steps.
+        steps: random moves of the fast stage; fewer for a problem that is not worth a second.
 
     Raises:
         ArgumentError: no answer is found under the load cap, OR-Tools is not installed, or the cache has an answer that
@@ -82,7 +82,7 @@ def solve(
 
 
 def _searched(problem: TileProblem, seconds: float, known: Answer | None, steps: int) -> Answer:
-    """Both stages, the second where there is time for it; from the answer of a shorter search, if there is one."""
+    """Runs the fast stage, unless an answer is known, and the exact stage if it has time."""
     bound = max(lower_bound(problem), 0 if known is None else known.bound)
     start = fast.search(problem, bound, steps) if known is None else known.ranks
     if seconds == 0:

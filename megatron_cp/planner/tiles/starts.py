@@ -1,4 +1,4 @@
-"""Answers that the fast stage begins with: grids of ranks, and assignment tile by tile."""
+"""The first answers of the fast stage: grids of ranks, and assignment tile by tile."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from numpy.typing import NDArray
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import TileProblem, longest_first
 
-_SHUFFLES = 12  # random orders of ranks for each shape of a grid
+_SHUFFLES = 12  # random orders of ranks for each grid
 
 
 def starts(rows: IntArray, columns: IntArray, work: IntArray, size: int) -> IntArray:
-    """Answers, of which some have too much work on a rank.
+    """Returns first answers, some of which have too much work on a rank.
 
     A grid of R x C ranks has groups of rows and groups of columns: a tile goes to the rank in the group of its row's
-    owner and in that of its column's. One of n x 1 leaves every query at home, one of 1 x n every key; those between
-    receive less where the mask is dense.
+    owner and in that of its column's. A grid of n x 1 moves no query, one of 1 x n no key; ranks of a grid between the
+    two receive less where the mask is dense.
 
     Args:
-        rows, columns: `[tiles]` the owner of each tile's row and column, or the rank that stands for it.
-        work: `[tiles]`
-        size: ranks.
+        rows, columns: `[tiles]` the owner of each tile's row and column.
+        work: `[tiles]` visible pairs of each tile.
+        size: the number of ranks.
 
     Returns:
-        `[tiles, answers]`, the first by longest work first, which keeps the default load cap.
+        `[tiles, answers]`; the first is the longest-first assignment, which keeps the default load cap.
     """
     random = np.random.Generator(np.random.PCG64(5))
     natural = np.arange(size)
-    orders = [natural, _by_component(rows, columns, size)]
+    orders = [natural, _component_order(rows, columns, size)]
     found = [longest_first(work, size)]
     for count in range(1, size + 1):
         if size % count:
             continue
         turns = [natural.reshape(count, -1).T.ravel(), natural.reshape(-1, count).T.ravel()]
         shuffles = [random.permutation(size) for _ in range(_SHUFFLES if 1 < count < size else 0)]
-        found += [_on_grid(order, count, rows, columns) for order in (*orders, *turns, *shuffles)]
+        found += [_grid_assignment(order, count, rows, columns) for order in (*orders, *turns, *shuffles)]
     answers = np.stack(found, axis=1)
     _, first = np.unique(answers, axis=1, return_index=True)
     return answers[:, np.sort(first)]
 
 
-def _on_grid(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) -> IntArray:
-    """Each tile to the cell of its owners; `order` says which rank has each cell of `num_rows` rows of cells."""
+def _grid_assignment(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) -> IntArray:
+    """Assigns each tile to the cell of its owners; `order` lists the ranks of the cells in `num_rows` rows."""
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
     width = order.size // num_rows
     return order[place[rows] // width * width + place[columns] % width]
 
 
-def _by_component(rows: IntArray, columns: IntArray, size: int) -> IntArray:
-    """The ranks in an order in which those whose queries see each other's keys, directly or not, stand together."""
+def _component_order(rows: IntArray, columns: IntArray, size: int) -> IntArray:
+    """Orders ranks so that those whose queries see each other's keys, directly or not, are adjacent."""
     label = np.arange(size)
     while True:
         lowest = label.copy()
@@ -62,10 +62,10 @@ def _by_component(rows: IntArray, columns: IntArray, size: int) -> IntArray:
 
 
 def repaired(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray | None:
-    """The answer with tiles moved from ranks that have too much work to others, each time the cheapest move.
+    """Moves tiles from ranks with too much work to others, by the cheapest move each time.
 
     Returns:
-        None where a rank keeps too much, since no tile fits anywhere.
+        The new answer; None where a rank keeps too much because no tile fits elsewhere.
     """
     size, ranks = problem.num_ranks, ranks_of_tiles.copy()
     load = np.zeros(size, dtype=np.int64)
@@ -91,7 +91,7 @@ def repaired(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray | None:
 
 
 def _axes(problem: TileProblem) -> list[tuple[IntArray, IntArray, IntArray]]:
-    """Of rows and of columns: the line of each tile, the lines' owners, what a line costs both ways."""
+    """Returns, for rows and for columns, the line of each tile, the lines' owners and their costs both ways."""
     costs = problem.line_costs
     return [
         (problem.tile_rows, problem.rows.owners, costs[0] + costs[1]),
@@ -103,7 +103,7 @@ def _cheapest(
     problem: TileProblem, axes: list[tuple[IntArray, IntArray, IntArray]], at: list[IntArray], tiles: IntArray,
     source: int, fits: NDArray[np.bool_],
 ) -> tuple[int, int]:  # fmt: skip
-    """The tile and the rank whose move adds the fewest bytes for the work that it moves."""
+    """Returns the tile and the target rank of the move that adds the fewest bytes for each unit of work."""
     added = np.zeros(fits.shape)
     for count, (lines, owners, costs) in zip(at, axes, strict=True):
         own = lines[tiles]

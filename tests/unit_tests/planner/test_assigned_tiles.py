@@ -78,7 +78,7 @@ def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
         assert (problem.hosts.tolist(), problem.host_cost) == ([0, 0, 1, 1], 6)
         assert known.busiest_bytes == max(max(each) for each in volumes(problem, solution.ranks))
         assert 0 < known.bound < solution.bound  # which is weighted
-        assert known.bound == lower_bound(problem.on_one_host()) <= known.busiest_bytes
+        assert known.bound == lower_bound(problem.single_host()) <= known.busiest_bytes
         assert known.is_optimal == (known.busiest_bytes == known.bound)
 
 

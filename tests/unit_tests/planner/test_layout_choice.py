@@ -22,7 +22,7 @@ LINEAR = cp.LinearSpec("gdn", 32, 16, 128, 128, mode="chunkwise")
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(layouts, "_CHOSEN", layouts._Recent(4))
+    monkeypatch.setattr(layouts, "_CHOSEN", layouts._RecentChoices(4))
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "llama3-8b", "nemotron-h"])
@@ -70,7 +70,7 @@ def test_named_schemes_are_priced_too():
     (price, *_) = choose_layout(LONG, 4, [GATHERED]).prices
     plan = GATHERED.plan(layout_by_name(price.name, LONG, 4))
     assert not plan.prices
-    assert price.kinds[0].way == "all_gather"
+    assert price.kinds[0].scheme == "all_gather"
     assert price.milliseconds > 0
 
 
@@ -87,7 +87,7 @@ def test_the_chosen_layout_has_what_shard_batch_asks_for():
 def test_a_choice_is_remembered_by_value_and_few_are(monkeypatch):
     first = choose_layout(LONG, 4, [GATHERED, GATHERED])
     with monkeypatch.context() as patched:
-        patched.setattr(layouts, "_weighed", lambda *given: pytest.fail("weighed again"))
+        patched.setattr(layouts, "_priced_layouts", lambda *given: pytest.fail("priced again"))
         again = choose_layout(cp.Packing([60000, 5000]), 4, [dataclasses.replace(GATHERED)] * 2)
         assert (again.name, again.prices) == (first.name, first.prices)
         assert again.layout == first.layout
@@ -141,11 +141,11 @@ def test_layouts_that_a_layer_cannot_run_in_are_left_out(monkeypatch):
         choose_layout(cp.Packing([61000, 5000]), 4, [slot])
 
 
-def test_zigzag_of_very_many_documents_is_not_weighed(monkeypatch):
+def test_zigzag_of_very_many_documents_is_not_compared(monkeypatch):
     monkeypatch.setattr(layouts, "VERY_MANY", 100)
     choice = choose_layout(MANY, 4, [EXCHANGED])
     assert [price.name for price in choice.prices if price.name == "zigzag"] == []
-    assert "layout zigzag was not weighed" in choice.explain()
+    assert "layout zigzag was not compared" in choice.explain()
 
 
 def test_by_name_it_takes_layers():
@@ -171,7 +171,7 @@ def test_tiles_are_assigned_in_each_layout():
     layer = cp.AttentionSpec(1, 1, 128, 128, mask="global_local", scheme="tiled", hardware=H100)
     choice = choose_layout(cp.Packing([1024]), 4, [layer])
     assert {price.name for price in choice.prices} == set(CHOICES)
-    assert {kind.way for price in choice.prices for kind in price.kinds} == {"tiled"}
+    assert {kind.scheme for price in choice.prices for kind in price.kinds} == {"tiled"}
     for price in choice.prices:
         layout = layout_by_name(price.name, cp.Packing([1024]), 4)
         assert price.milliseconds == pytest.approx(priced(layer.plan(layout), H100, H100.topology(4)).total)

@@ -149,7 +149,7 @@ def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
 
 
 def test_auto_finds_the_fastest_of_all_ways():
-    """But for what is gained by another preferred way; see `weigh`. Tiles are not among them without a search."""
+    """But for what is gained by another preferred way; see `choose`. Tiles are not among them without a search."""
     untiled = [name for name in SCHEMES if name not in TILED]
     for seed, size in ((0, 8), (1, 16), (2, 32)):
         lengths = np.maximum(np.random.default_rng(seed).lognormal(6, 1.5, 12).astype(int), 1)

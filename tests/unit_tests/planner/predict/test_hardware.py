@@ -112,7 +112,7 @@ def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
     hardware = dataclasses.replace(machine("h100").hardware, rule=rows)
     assert [hardware.rule_rate("kda", 80, forward=way) for way in (True, False)] == [4.0, 5.0]
     assert [hardware.rule_rate("kda", 100, forward=way) for way in (True, False)] == [10.0, 11.0]
-    assert [hardware.beside_rule(kind, 256) for kind in ("gdn", "kda", "mamba")] == [3.0, 12.0, 9.0]
+    assert [hardware.rule_host_seconds(kind, 256) for kind in ("gdn", "kda", "mamba")] == [3.0, 12.0, 9.0]
 
 
 def test_emulated_hosts_share_their_cores():

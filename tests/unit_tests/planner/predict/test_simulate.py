@@ -17,7 +17,7 @@ TWO_HOSTS = Topology((0, 0, 1, 1), FAST, SLOW, rails=1)
 
 
 def edges(*messages):
-    return Edges.of(*(np.array(each) for each in zip(*messages, strict=True)))
+    return Edges.from_messages(*(np.array(each) for each in zip(*messages, strict=True)))
 
 
 def test_a_transfer_waits_for_its_sender_and_takes_its_bytes():

@@ -55,7 +55,7 @@ def test_forward(monkeypatch):
     merged = 4 * 2 * 4 * 3  # rows, elements and bytes, three times
     assert operations(monkeypatch, forward=True) == [
         *started(1, 1),
-        ("attend at home", [16, 0]), ("attend at home", [32, 0]),
+        ("attend own keys", [16, 0]), ("attend own keys", [32, 0]),
         ("wait 1", None), *started(2, 3),
         ("wait 2", None), ("attend remote queries", [32, 0]), ("start 5", [(0, 1, one)]),
         ("attend far keys", [16, 0]), ("merge", [merged, 0]),

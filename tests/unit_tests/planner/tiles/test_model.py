@@ -18,7 +18,7 @@ def drawn(seed, rows=5, columns=4, ranks=3):
     """A table of random work and owners."""
     random = np.random.default_rng(seed)
     work = random.integers(1, 9, (rows, columns)) * (random.random((rows, columns)) < 0.7)
-    return TileProblem.of_table(
+    return TileProblem.from_table(
         work, random.integers(0, ranks, rows), random.integers(0, ranks, columns), ranks, WEIGHTS
     )
 
@@ -52,14 +52,14 @@ def test_volumes_are_those_of_transfers_one_by_one(seed):
 
 def test_bytes_between_hosts_cost_more_and_are_reported_as_they_are():
     work = np.ones((2, 2), dtype=int)
-    problem = TileProblem.of_table(work, [0, 1], [0, 1], 2, TileWeights(1, 0, 10, 0))
+    problem = TileProblem.from_table(work, [0, 1], [0, 1], 2, TileWeights(1, 0, 10, 0))
     chunks = problem.rows, problem.columns
     apart = TileProblem(
         2, *chunks, problem.tile_rows, problem.tile_columns, problem.work, problem.weights, hosts=[0, 1], host_cost=8
     )
     ranks = np.array([0, 0, 1, 1])  # each computes its own row, and receives a column
     assert [each.tolist() for each in volumes(apart, ranks)] == [[10, 10], [10, 10]]
-    assert (cost(problem, ranks), cost(apart, ranks), cost(apart.on_one_host(), ranks)) == (10, 80, 10)
+    assert (cost(problem, ranks), cost(apart, ranks), cost(apart.single_host(), ranks)) == (10, 80, 10)
 
 
 def test_weights_of_a_direction():
@@ -249,12 +249,12 @@ def test_rejects_shapes_that_are_none(make, name):
 
 
 def test_rejects_arrays_that_do_not_fit():
-    chunks = Chunks.of_equal_size(np.array([0, 1]))
+    chunks = Chunks.equal_sized(np.array([0, 1]))
     good = {"num_ranks": 2, "rows": chunks, "columns": chunks, "tile_rows": [0, 1], "tile_columns": [0, 1],
             "work": [1, 1], "weights": WEIGHTS}  # fmt: skip
     TileProblem(**good)
     for argument, value in (
-        ("num_ranks", 0), ("rows", None), ("columns", "x"), ("rows.owners", Chunks.of_equal_size(np.array([0, 2]))),
+        ("num_ranks", 0), ("rows", None), ("columns", "x"), ("rows.owners", Chunks.equal_sized(np.array([0, 2]))),
         ("rows", Chunks(np.array([0, 1]), 1, np.array([0, 1]), np.array([0, 1]))), ("tile_rows", [0, 2]),
         ("tile_columns", [0]), ("tile_columns", [0, -1]), ("work", [1, 0]), ("work", [1.0, 1.0]), ("weights", 5),
     ):  # fmt: skip

@@ -55,7 +55,7 @@ def least(problem):
 def of_bits(bits, blocks, ranks, weights, cap=None):
     table = np.array([bits >> place & 1 for place in range(blocks * blocks)]).reshape(blocks, blocks)
     owners = np.arange(blocks) * ranks // blocks
-    return TileProblem.of_table(table, owners, owners, ranks, weights, load_cap=cap)
+    return TileProblem.from_table(table, owners, owners, ranks, weights, load_cap=cap)
 
 
 @pytest.mark.parametrize("weights", [FORWARD, BACKWARD], ids=["forward", "backward"])
@@ -173,7 +173,7 @@ def test_the_lagrangian_bound_of_no_time_is_a_bound():
 @needs_solver
 def test_there_is_no_lagrangian_bound_of_numbers_that_doubles_do_not_hold():
     table = np.array([[1, 1], [1, 1]])
-    large = TileProblem.of_table(table, [0, 1], [0, 1], 2, TileWeights(2**38 - 1, 2**38, 2**38, 0))
+    large = TileProblem.from_table(table, [0, 1], [0, 1], 2, TileWeights(2**38 - 1, 2**38, 2**38, 0))
     assert lagrangian_bound(large, longest_first(large.work, 2), budget=1.0) == (0, 1.0)
 
 
@@ -185,7 +185,7 @@ def problem_grid(problem, width):
 def test_hosts_bound_what_travels_between_them():
     work = np.ones((8, 8), dtype=int)
     owners = np.arange(8)
-    flat = TileProblem.of_table(work, owners, owners, 8, FORWARD)
+    flat = TileProblem.from_table(work, owners, owners, 8, FORWARD)
     apart = TileProblem(
         8, flat.rows, flat.columns, flat.tile_rows, flat.tile_columns, flat.work, FORWARD, hosts=owners % 2,
         host_cost=8,
@@ -304,7 +304,7 @@ def test_a_search_that_ends_early_has_a_gap():
 def test_a_problem_too_large_to_write_down_is_said_so():
     problem = drawn(1)
     start = fast.search(problem)
-    large = TileProblem.of_table(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
+    large = TileProblem.from_table(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
     at_query_owners = np.repeat(np.arange(64), 64)
     with pytest.warns(UserWarning, match="4096 tiles on 64 ranks .* makes random moves alone"):
         found = exact_stage.search(large, at_query_owners, seconds=0.01)
@@ -319,7 +319,7 @@ def test_a_problem_too_large_to_write_down_is_said_so():
 @needs_solver
 def test_ranks_that_own_nothing_are_interchangeable():
     table = np.array([[3, 2, 1], [1, 3, 2]])
-    problem = TileProblem.of_table(table, [0, 0], [0, 0, 1], 4, FORWARD)
+    problem = TileProblem.from_table(table, [0, 0], [0, 0, 1], 4, FORWARD)
     found = solve(problem, search_seconds=20)
     assert found.optimal
     assert found.bound == least(problem)
@@ -337,7 +337,7 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
 def test_rejects_a_load_cap_that_tiles_do_not_keep():
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
-        solve(TileProblem.of_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
+        solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
 
 
 # -- answers on disk ---------------------------------------------------------------------------------------------------
@@ -446,23 +446,23 @@ def test_problems_that_differ_have_other_names():
     moved = replace(problem.rows, owners=problem.rows.owners * 0)
     others = [
         problem._but(load_cap=problem.total), problem._but(load_cap=problem.load_cap, rows=moved), drawn(5), drawn(7),
-        TileProblem.of_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, FORWARD),
-        TileProblem.of_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, BACKWARD),
+        TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, FORWARD),
+        TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, BACKWARD),
     ]  # fmt: skip
     assert len({each.digest for each in (problem, *others)}) == 1 + len(others)
     assert problem.digest == drawn(4).digest == problem._but(load_cap=problem.load_cap).digest
 
 
 def test_a_problem_that_differs_in_one_thing_alone_has_another_name():
-    chunks = Chunks.of_equal_size(np.array([0, 1]))
+    chunks = Chunks.equal_sized(np.array([0, 1]))
     given = {
         "num_ranks": 2, "rows": chunks, "columns": chunks, "tile_rows": [0, 0, 1], "tile_columns": [0, 1, 1],
         "work": [1, 1, 1], "weights": FORWARD, "load_cap": 8, "hosts": [0, 1], "host_cost": 3,
     }  # fmt: skip
     changes = [
-        {"num_ranks": 3, "hosts": [0, 1, 0]}, {"rows": Chunks.of_equal_size(chunks.owners, 2)},
-        {"columns": Chunks.of_equal_size(chunks.owners, 2)}, {"columns": Chunks.of_equal_size(np.array([1, 1]))},
-        {"rows": Chunks.of_equal_size(np.array([1, 1]))}, {"tile_rows": [0, 0, 1], "tile_columns": [0, 1, 0]},
+        {"num_ranks": 3, "hosts": [0, 1, 0]}, {"rows": Chunks.equal_sized(chunks.owners, 2)},
+        {"columns": Chunks.equal_sized(chunks.owners, 2)}, {"columns": Chunks.equal_sized(np.array([1, 1]))},
+        {"rows": Chunks.equal_sized(np.array([1, 1]))}, {"tile_rows": [0, 0, 1], "tile_columns": [0, 1, 0]},
         {"tile_rows": [0, 1, 1], "tile_columns": [1, 0, 1]}, {"work": [1, 1, 2]}, {"weights": BACKWARD},
         {"load_cap": 9}, {"hosts": [0, 0]}, {"host_cost": 4},
     ]  # fmt: skip
