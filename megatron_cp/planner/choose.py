@@ -22,6 +22,7 @@ _REASONS = {
     _TILES_BIAS: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
+_NEAR = 1.1  # of the first candidate's cost: slower ones gain too little by head chunks
 _CHUNKS_BIAS = 0.05  # milliseconds
 # With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
 # ranks fetch ranges of keys are left out, since their tables would have as many ranges.
@@ -69,10 +70,12 @@ def best_chunks(
 ) -> list[tuple[Price, Plan]]:  # fmt: skip
     """Returns the candidates again, the first one in as many head chunks as are predicted to be fastest.
 
-    Another candidate replaces it if head chunks make that one faster by more than `_CHUNKS_BIAS`.
+    Another candidate that is nearly as fast replaces it if it gains more than `_CHUNKS_BIAS` by head chunks.
     """
-    chunked = [with_chunks(plan, chunks) for _, plan in found for chunks in CHUNKS]
-    others = [plan for plan in chunked if plan is not None and all(plan != known for _, known in found)]
+    most = _NEAR * _biased_cost(found[0][0].total, found[0][1])
+    near = [plan for price, plan in found if _biased_cost(price.total, plan) <= most]
+    chunked = [with_chunks(plan, chunks) for plan in near for chunks in CHUNKS if chunks != _num_chunks(plan)]
+    others = [plan for plan in chunked if plan is not None]
     by_cost = priced_candidates(others, on, topology, item_size, found)
     name = _name_of(found[0])
     first, best = next(pair for pair in by_cost if _name_of(pair) == name), by_cost[0]
@@ -80,6 +83,11 @@ def best_chunks(
     if gain <= _CHUNKS_BIAS:
         return [first, *found[1:]]
     return [best, first, *(pair for pair in found[1:] if _name_of(pair) != _name_of(best))]
+
+
+def _num_chunks(plan: Plan) -> int:
+    assert plan.attend is not None
+    return max(plan.head_chunks, plan.attend.head_chunks)
 
 
 def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int]:
@@ -105,7 +113,7 @@ def detail_of(plan: Plan) -> str:
     """Describes the degree and the chunks of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
     degree = describe_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
-    chunks = max(plan.head_chunks, plan.attend.head_chunks)
+    chunks = _num_chunks(plan)
     return degree + (f", {chunks} chunks" if chunks > 1 else "")
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.recurrence import Halo
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.linear import plan_linear
 from tools.plan_times import make_tables
@@ -36,20 +35,6 @@ WAYS = {
     "headwise": lambda layout: linear(layout, "headwise"),
     "chunkwise": lambda layout: linear(layout, "chunkwise"),
 }
-
-
-def make_all(plan, rank):
-    """Makes the tables that a rank needs to run a plan, and the sums that a choice between plans needs."""
-    make_tables(plan, rank)
-    for step in plan.recurrent_steps:
-        if isinstance(step, Halo):
-            _ = step.tables(rank), step.split_counts
-        else:
-            for forward in (True, False):
-                _ = step.split_counts(forward=forward), step.segments.needed(rank, forward=forward)
-    for forward in (True, False):
-        plan.bytes_sent(2, forward=forward)
-    plan.work_per_rank()
 
 
 def calls_of(work):
@@ -83,7 +68,7 @@ def test_calls_grow_no_faster_than_ranks(way, name):
     counts = {}
     for cp_size in (16, 64, 256):  # the first one of a process also imports what only some plans need
         layout = getattr(Layout, name)(Packing(LENGTHS), cp_size)
-        counts[cp_size] = calls_of(lambda layout=layout: make_all(WAYS[way](layout), RANK))
+        counts[cp_size] = calls_of(lambda layout=layout: make_tables(WAYS[way](layout), RANK))
     assert counts[64] <= MOST_CALLS[way]
     assert counts[256] <= 4 * counts[64]
 
