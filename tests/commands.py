@@ -18,7 +18,7 @@ def command(*arguments, ranks=None, seconds=120, status=0):
     """Runs a command, under torchrun if a number of ranks is given, and asserts its exit code."""
     launcher = () if ranks is None else ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m")
     run = subprocess.run(
-        [sys.executable, "-m", *launcher, "megatron_cp.cli.main", *arguments],
+        [sys.executable, "-m", *launcher, "megatron_cp", *arguments],
         capture_output=True, text=True, timeout=limit(seconds), cwd=ROOT, check=False,
     )  # fmt: skip
     assert run.returncode == status, run.stderr

@@ -283,11 +283,6 @@ _SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
 
 
-def _shared_by_heads(layer: str) -> str | None:
-    """Returns the name of the option that counts the groups of heads of a layer."""
-    return KINDS[layer].argument("groups") if layer in KINDS else "kv_heads"
-
-
 def _not_of(layer: str) -> tuple[str, ...]:
     """Returns the names of the options that do not apply to a layer."""
     if layer not in KINDS:

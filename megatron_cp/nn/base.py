@@ -35,6 +35,22 @@ class Layer(nn.Module):
         if not isinstance(kernel, Kernel) and not (isinstance(kernel, str) and kernel in names):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
 
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
+        """Computes the layer within each document.
+
+        Args:
+            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
+            batch: the result of `shard_batch`, or its plans.
+            group: the context-parallel ranks; None for one.
+
+        Returns:
+            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
+
+        Raises:
+            ArgumentError: hidden states, a batch or a group that do not fit one another.
+        """
+        raise NotImplementedError
+
     @no_compile
     def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
         """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""

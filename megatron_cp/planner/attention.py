@@ -36,7 +36,6 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
-from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
@@ -63,7 +62,6 @@ def plan_attention(
     item_size: int = 2,
     search_seconds: float = 0.0,
     search_cache: str | os.PathLike[str] | None = None,
-    memory_limit: int | None = None,
 ) -> Plan:
     """Plans a softmax attention layer on a batch.
 
@@ -101,18 +99,14 @@ def plan_attention(
             or "int8", each with a scale for each token and head.
         hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: the hosts of the ranks; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions, for the limit, and for the bytes of tiles.
+        item_size: bytes of an activation, for predictions and for the bytes of tiles.
         search_seconds: the time limit, for each of forward and backward, of a further search for better tiles in tiled
             and a2a+tiled, with OR-Tools (the extra `solver`). All ranks find the same. "auto" compares these two
             schemes only if this is above 0, since they take seconds to plan; other schemes refuse a search.
         search_cache: a folder with results of earlier searches, the same for all ranks; None for none.
-        memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
-            `buffer_bytes` counts them; None for no limit. "auto" takes no candidate that needs more, and uses more head
-            chunks if that helps; any other scheme that needs more is refused.
 
     Raises:
-        ArgumentError: an argument that does not fit the others or that no scheme can run, or a memory limit below the
-            needs of all candidates; the error names the one that needs least.
+        ArgumentError: an argument that does not fit the others or that no scheme can run.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
@@ -124,7 +118,7 @@ def plan_attention(
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree, "memory_limit": memory_limit}
+    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}
     for name, value in given.items():
         if value is not None:
             checked_integer(name, value, 1)
@@ -138,13 +132,10 @@ def plan_attention(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on,
     )  # fmt: skip
-    limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
-        plan = request.plan(scheme_named(scheme), ulysses_degree)
-        limit.check(plan)
-        return plan
-    key, planned = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, planned))
+        return request.plan(scheme_named(scheme), ulysses_degree)
+    key, planned = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
@@ -238,35 +229,32 @@ class _Request:
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
-    candidates: list[Plan],
-) -> _Choice:  # fmt: skip
-    """Chooses the candidate that is predicted to be fastest of those within the limit.
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, candidates: list[Plan]
+) -> _Choice:
+    """Chooses the candidate that is predicted to be fastest.
 
     Args:
         request, ulysses_degree, on, topology: see `plan_attention`.
-        limit: the memory limit of candidates.
         candidates: the list to which the plans of all candidates are appended.
     """
+    item_size = request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
         untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
         refused = _add_candidates(request, untiled, candidates)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
-            others = _priced_without_tiles(request, candidates, on, topology, limit)
+            others = priced_candidates(candidates, on, topology, item_size) if candidates else []
             tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(tiled, candidates, others, on, topology, limit.item_size)
+            skipped = hopeless_tiles(tiled, candidates, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
             not_tiled = _add_candidates(request, hopeful, candidates)
         if not candidates:
             raise (not_tiled or refused)[0][1]
-        kept, notes = limit.fitting(candidates, request.with_chunks)
-        new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
-        found = priced_candidates(new, on, topology, limit.item_size, others)
-        fitting_chunks = limit.fitting_chunks(request.with_chunks)
-        found = best_chunks(found, fitting_chunks, on, topology, limit.item_size)
+        new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
+        found = priced_candidates(new, on, topology, item_size, others)
+        found = best_chunks(found, request.with_chunks, on, topology, item_size)
         price, plan = found[0]
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
@@ -275,7 +263,7 @@ def _cheapest(
     degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, rule=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
-    notes = (*notes, *_refusal_notes(not_tiled), *_search_notes(candidates, plan))
+    notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
     return _Choice(scheme, degree, chunks, prices, notes)
 
 
@@ -317,17 +305,6 @@ def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     own = chosen.scheme, chosen.ulysses_degree
     others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _priced_without_tiles(
-    request: _Request, candidates: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
-) -> list[tuple[Price, Plan]]:
-    """Returns the candidates without tiles with their prices; none where none keeps the limit."""
-    try:
-        kept, _ = limit.fitting(candidates, request.with_chunks) if candidates else ([], ())
-    except ArgumentError:
-        return []
-    return priced_candidates(kept, on, topology, limit.item_size)
 
 
 def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,12 @@ class AttentionSpec:
     hardware: Machine | str | None = None
     topology: Topology | None = None
     item_size: int = 2
-    memory_limit: int | None = None
     search_seconds: float = 0.0
     search_cache: str | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
-        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks", "memory_limit"))
+        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
@@ -67,26 +66,9 @@ class AttentionSpec:
         """Plans the layer over a layout; `lengths` are those of the documents without pads, see `BatchPlan`."""
         _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
-        return plan_attention(
-            layout.packing,
-            layout,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim,
-            mask=mask if lengths is None else mask.of_tokens(lengths),
-            scheme=self.scheme,
-            ulysses_degree=self.ulysses_degree,
-            head_chunks=self.head_chunks,
-            transport=self.transport,
-            codec=self.codec,
-            hardware=self.hardware,
-            topology=self.topology,
-            item_size=self.item_size,
-            memory_limit=self.memory_limit,
-            search_seconds=self.search_seconds,
-            search_cache=self.search_cache,
-        )
+        options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        options["mask"] = mask if lengths is None else mask.of_tokens(lengths)
+        return plan_attention(layout.packing, layout, **options)
 
 
 @dataclass(frozen=True)

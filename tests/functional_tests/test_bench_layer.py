@@ -192,27 +192,3 @@ def seconds_in_handed_kernel(group, kind):
 def test_our_layer_computes_with_the_kernel_that_it_is_handed(kind):
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     assert min(run_ranks(seconds_in_handed_kernel, 2, kind, kind="processes")) > 0
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--layer", "kda"], "--layer: got 'kda'; allowed: gdn or mamba"),
-        (["--scheme", "chunkwise"], "--scheme: got 'chunkwise'; allowed: headwise"),
-        (["--layout", "balanced"], "--layout: got 'balanced'; allowed: zigzag"),
-        (["--kernel", "fla"], "--kernel: got 'fla'; allowed: auto"),
-        (["--ranks", "threads"], "--ranks: got 'threads'; allowed: processes"),
-        (["--cp", "3"], "--cp: got 3; allowed: divisors of the 16 key heads above 1"),
-        (["--lengths", "7,1"], "--lengths: got [7, 1]; allowed: multiples of 2 * cp = 4"),
-        (["--model", "llama3-8b"], "--model: got 'llama3-8b'"),
-        (["--layer", "mamba", "--model", "qwen3-next"], "--model: got 'qwen3-next'; allowed: nemotron-h or tiny"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
-    pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
-    assert main(["bench", "layer", *arguments, "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err

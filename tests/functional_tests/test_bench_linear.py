@@ -237,27 +237,3 @@ def test_few_tokens_are_enough(tokens, capsys):
     options = ["--layer", "mamba", *HEADS["mamba"], "--device", "cpu", "--lengths", tokens, "--repeats", "1"]
     assert main(["bench", "linear", "--ranks", "threads", "--json", *options]) == 0
     assert last_json(capsys.readouterr().out)["lengths"] == [int(tokens)]
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--layer", "attention"], "--layer: got 'attention'; allowed: gdn or kda or mamba or conv1d"),
-        (["--scheme", "headwise"], "--scheme: got 'headwise'; allowed: nothing. This benchmark measures headwise"),
-        (["--model", "llama3-8b"], "--model: got 'llama3-8b'"),
-        (["--cp", "1024"], "at most 64 local ranks"),
-        (["--kernel", "fla"], "--kernel"),
-        (["--kernel", "nonsense"], "--kernel: got 'nonsense'"),
-        (["--mask", "causal"], "--mask: got 'causal'; allowed: nothing, since gdn has none"),
-        (["--layer", "mamba", "--key-heads", "2"], "--key-heads: got 2; allowed: nothing, since mamba has none"),
-        (["--heads", "4", "--key-heads", "3"], "--key-heads"),
-        (["--lengths", "5", "--tokens-per-rank", "7"], "only without --lengths"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
-    assert main(["bench", "linear", *arguments, "--device", "cpu"]) == 2
-    assert says in capsys.readouterr().err

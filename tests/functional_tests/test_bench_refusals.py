@@ -1,4 +1,4 @@
-"""What benchmarks refuse to run."""
+"""Benchmarks refuse what they cannot run."""
 
 import pytest
 
@@ -38,7 +38,7 @@ REFUSED = {
         (["--mask", "causal"], "--mask: got 'causal'; allowed: nothing, since gdn has none"),
         (["--layer", "mamba", "--key-heads", "2"], "--key-heads: got 2; allowed: nothing, since mamba has none"),
         (["--heads", "4", "--key-heads", "3"], "--key-heads"),
-        (["--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+        (["--lengths", "5", "--tokens-per-rank", "7"], "only without --lengths"),
     ],
     "wire": [
         (["--only", "wires"], "--only: got 'wires'; allowed: transports or codecs or overlap"),
@@ -61,6 +61,6 @@ REFUSED = {
 )
 def test_rejects_what_cannot_run_with_status_2(benchmark, arguments, says, capsys):
     if benchmark == "layer":
-        pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+        pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     assert main(["bench", benchmark, *arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.planner.attention import _not_searched, plan_attention
+from megatron_cp.planner.attention import _search_notes, plan_attention
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.testing.parity import Case, run_layer
@@ -133,7 +133,7 @@ def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, sch
     assert texts
     assert f"note: {texts[0]}" in plan.explain()
     assert not any("proves nothing" in note for note in quick.notes)
-    (of_others,) = _not_searched([exact, plan], exact)[:1]
+    (of_others,) = _search_notes([exact, plan], exact)[:1]
     assert of_others.startswith("tiled")
     assert of_others.endswith(texts[0])
 

@@ -196,7 +196,7 @@ CALLS = {
     "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks", "memory_limit")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
@@ -233,7 +233,7 @@ CALLS = {
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks", "memory_limit")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
         "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {

@@ -118,11 +118,6 @@ def _solver() -> Any:
         ) from None
 
 
-def _unit(problem: TileProblem) -> int:
-    """Returns the greatest common divisor of all costs, so that the program has small numbers."""
-    return max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
-
-
 def _interchangeable(problem: TileProblem) -> list[list[int]]:
     """Returns, for each host, the ranks that own nothing."""
     host = np.zeros(problem.num_ranks, dtype=np.int64) if problem.hosts is None else problem.hosts

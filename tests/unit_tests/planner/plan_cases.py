@@ -24,10 +24,7 @@ PLANNERS = pytest.mark.parametrize(
 
 def refused(argument):
     """Returns cases that the capability table refuses, and a name that it does not know."""
-    return [
-        *(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works),
-        "no such name",
-    ]
+    return [*(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works), "no such name"]
 
 
 @st.composite

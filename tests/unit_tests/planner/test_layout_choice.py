@@ -11,6 +11,7 @@ from megatron_cp.planner import layouts
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.tiles import cuts
 
 H100 = machine("h100")
 LONG, MANY = cp.Packing([60000, 5000]), cp.Packing([1000] * 65)
@@ -126,21 +127,18 @@ def test_it_explains():
     assert all("1 x attention by all_gather" in line and "1 x gdn by chunkwise" in line for line in lines[:3])
 
 
-def test_layouts_that_a_memory_limit_rules_out_are_left_out():
-    """From contiguous ranges the exact keys are more than from balanced ones, or the other way round."""
-    slot = cp.AttentionSpec(8, 2, 64, 64, scheme="exact", mask="window:99,0")
-    needs = {}
-    for name in CHOICES:
-        with pytest.raises(cp.ArgumentError) as caught:
-            dataclasses.replace(slot, memory_limit=1).plan(layout_by_name(name, LONG, 4))
-        needs[name] = int(str(caught.value).split("at least ")[1].split()[0])
-    limit = min(needs.values())
-    assert max(needs.values()) > limit
-    choice = choose_layout(LONG, 4, [dataclasses.replace(slot, memory_limit=limit)])
-    assert {price.name for price in choice.prices} == {name for name, need in needs.items() if need <= limit}
-    assert "was left out: memory_limit" in choice.explain()
-    with pytest.raises(cp.ArgumentError, match="memory_limit"):
-        choose_layout(LONG, 4, [dataclasses.replace(slot, memory_limit=limit - 1)])
+def test_layouts_that_a_layer_cannot_run_in_are_left_out(monkeypatch):
+    """Zigzag cuts a mask into more pieces than contiguous ranges do."""
+    slot = cp.AttentionSpec(8, 2, 64, 64, scheme="tiled")
+    monkeypatch.setattr(cuts, "MOST_PIECES", 90)
+    with pytest.raises(cp.ArgumentError, match=" ranges, "):
+        slot.plan(layout_by_name("zigzag", LONG, 4))
+    choice = choose_layout(LONG, 4, [slot])
+    assert {price.name for price in choice.prices} == {"contiguous", "balanced"}
+    assert "layout zigzag was left out: layout: got " in choice.explain()
+    monkeypatch.setattr(cuts, "MOST_PIECES", 1)
+    with pytest.raises(cp.ArgumentError, match="pieces"):
+        choose_layout(cp.Packing([61000, 5000]), 4, [slot])
 
 
 def test_zigzag_of_very_many_documents_is_not_compared(monkeypatch):

@@ -25,15 +25,7 @@ from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
-from tests.unit_tests.planner.plan_cases import (
-    ATTENTION,
-    LAYOUT,
-    LINEAR,
-    PACKING,
-    PLANNERS,
-    plans,
-    ragged,
-)
+from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
 # -- the plans -------------------------------------------------------------------------------------------------------
 
