@@ -1,4 +1,4 @@
-"""How refusals are looked for."""
+"""Helpers of tests of refusals."""
 
 import re
 

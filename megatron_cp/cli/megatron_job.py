@@ -57,10 +57,7 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
     elif args.spec[0] != _SPECS:
-        yield (
-            "--spec",
-            f"not from {_SPECS}, whose layers alone have this library's context parallelism",
-        )
+        yield "--spec", f"not from {_SPECS}, whose layers alone have this library's context parallelism"
     if not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",

@@ -147,7 +147,7 @@ def test_doctor_judges_published_launches(name):
             "--calculate-per-token-loss --hybrid-layer-pattern M*-", {"--spec"},
             "Megatron's own: --spec megatron_cp.megatron.specs hybrid_stack_spec",
         ),
-        ("--calculate-per-token-loss --spec my.specs mine", {"--spec"}, "not of megatron_cp.megatron.specs"),
+        ("--calculate-per-token-loss --spec my.specs mine", {"--spec"}, "not from megatron_cp.megatron.specs"),
         (OURS, {"--calculate-per-token-loss"}, "a mean of the ranks' means, which the layers refuse"),
         ("", {"--spec", "--calculate-per-token-loss"}, "megatron_cp.megatron.loss (forward_step or loss_of)"),
         (f"--calculate-per-token-loss {OURS}", set(), ""),

@@ -52,7 +52,7 @@ CASES = [
 
 
 def transfers_of(program: Any, rank: int) -> Any:
-    """What one rank starts, in order: the name, the bytes to each other rank, and those from each."""
+    """Yields one rank's transfers in order: the name, the bytes to each other rank, and the bytes from each."""
     for start in program.transfers:
         edges = start.edges
         sent, received = edges.senders == rank, edges.receivers == rank
