@@ -27,7 +27,7 @@ lint: setup ## ruff and mypy
 # Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
 test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
-test: setup ## the tests that guard each feature, on 2 processes: 14 minutes
+test: setup ## the tests that guard each feature, on 2 processes: 12 minutes
 	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones
