@@ -68,5 +68,7 @@ def forked_ranks():
 @pytest.fixture(scope="module")
 def uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns: NaN, and 0xFF in bytes
+    assert torch.empty(2).isnan().all()
+    assert (torch.zeros(1).new_empty(2, dtype=torch.uint8) == 255).all()
     yield
     torch.use_deterministic_algorithms(False)

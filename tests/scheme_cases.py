@@ -185,7 +185,9 @@ def check_sequences_alone(ranks, tokens, sequences, scheme):
 
         batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(sequences)]
         return all(
-            torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(sequences) for i in range(4)
+            torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14, rtol=0)
+            for b in range(sequences)
+            for i in range(4)
         )
 
     assert run_ranks(rank, ranks) == [True] * ranks

@@ -133,10 +133,12 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
         checked_options(case.head_dim, **case.softmax_options)  # for what the layer would refuse
+    if choice is not None:
+        case = replace(case, layout=choice.name)  # in which the other schemes are compared
     item_size = case.dtype.itemsize
     text = [choice.explain()] if choice else []
-    text += [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
-    faster = _faster_layout(case, plan) if len(args.cp) == 1 else None
+    text += [plan.explain(item_size), f"planned in {milliseconds:.1f} ms, in layout {case.layout}"]
+    faster = _faster_layout(case, plan) if len(args.cp) == 1 and choice is None else None
     if faster is not None:
         times = f"{faster['predicted_ms']:.3f} ms, and {plan.prices[0].total:.3f} ms in {case.layout}"
         text.append(f"layout {faster['name']} is predicted to take {times}: try --layout {faster['name']}")

@@ -52,7 +52,7 @@ def priced_candidates(
             machine_words = described(on, topology)
             price = Price(plan.scheme, *bound, sent, True, machine_words, detail=detail_of(plan))
         else:
-            price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
+            price = _detailed_price(plan, on, topology, item_size)
             best = min(best, _biased_cost(price.total, plan))
         found.append((price, plan))
     return sorted(found, key=lambda pair: (pair[0].is_bound, _biased_cost(pair[0].total, pair[1])))
@@ -70,8 +70,13 @@ def best_chunks(
 ) -> list[tuple[Price, Plan]]:  # fmt: skip
     """Returns the candidates again, the first one in as many head chunks as are predicted to be fastest.
 
-    Another candidate that is nearly as fast replaces it if it gains more than `_CHUNKS_BIAS` by head chunks.
+    Another candidate that is nearly as fast replaces it if, in its own best chunks, it is faster by more than
+    `_CHUNKS_BIAS`. The others keep their prices. Of very many fragments the first one alone is tried.
     """
+    if found[0][1].layout.starts.size > VERY_MANY:
+        tried = [with_chunks(found[0][1], chunks) for chunks in CHUNKS if chunks != _num_chunks(found[0][1])]
+        prices = [(_detailed_price(plan, on, topology, item_size), plan) for plan in tried if plan is not None]
+        return [min((found[0], *prices), key=lambda pair: pair[0].total), *found[1:]]
     most = _NEAR * _biased_cost(found[0][0].total, found[0][1])
     near = [plan for price, plan in found if _biased_cost(price.total, plan) <= most]
     chunked = [with_chunks(plan, chunks) for plan in near for chunks in CHUNKS if chunks != _num_chunks(plan)]
@@ -83,6 +88,10 @@ def best_chunks(
     if gain <= _CHUNKS_BIAS:
         return [first, *found[1:]]
     return [best, first, *(pair for pair in found[1:] if _name_of(pair) != _name_of(best))]
+
+
+def _detailed_price(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Price:
+    return replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
 
 
 def _num_chunks(plan: Plan) -> int:

@@ -35,7 +35,7 @@ def _thread_states(prefix: str) -> list[str]:
     found = []
     for task in Path("/proc/self/task").glob("*/stat"):
         try:
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = task.read_text(errors="replace").partition("(")[2].rpartition(")")
         except OSError:  # the thread has ended
             continue
         if name.startswith(prefix):

@@ -465,3 +465,18 @@ def test_auto_tries_head_chunks_for_every_scheme():
     times = {name: priced(plan, hardware, topology, item_size=2).total for name, plan in fixed.items()}
     assert (chosen.scheme, chosen.attend.head_chunks) == min(times, key=times.get) == ("exact", 4)
     assert chosen.prices[0].total == pytest.approx(times["exact", 4])
+
+
+def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
+    """The first candidate alone, which is the one that it would be without chunks."""
+    packing, hardware = Packing([10000, 4500, 4500, 4500, 4500, 4768]), machine("h100")
+    request = {"heads": 32, "kv_heads": 16, "head_dim": 128, "hardware": hardware, "topology": hardware.topology(8, 8)}
+    monkeypatch.setattr("megatron_cp.planner.choose.VERY_MANY", 10)
+    chosen = plan_attention(packing, Layout.zigzag(packing, 8), **request)
+    fixed = [
+        plan_attention(packing, Layout.zigzag(packing, 8), **request, scheme=chosen.scheme, head_chunks=chunks)
+        for chunks in (1, 2)
+    ]
+    times = [priced(plan, hardware, request["topology"], item_size=2).total for plan in fixed]
+    assert min(times) < 0.99 * times[0]
+    assert chosen.prices[0].total == pytest.approx(min(times))
