@@ -201,7 +201,9 @@ def test_rejects_other_activations_of_the_convolution(name, argument):
 
 
 def test_swish_is_silu():
-    enable_context_parallel(build("Mamba2", dtype=torch.float32, hidden_act="swish"), None)
+    model = build("Mamba2", dtype=torch.float32, hidden_act="swish")
+    enable_context_parallel(model, None)
+    assert any("cp_slot" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(("module", "name"), [("opt", "OPTForCausalLM"), ("biogpt", "BioGptForCausalLM")])

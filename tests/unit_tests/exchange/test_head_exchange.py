@@ -31,13 +31,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 repeatable = settings(derandomize=True, deadline=None, max_examples=100)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def uninitialised_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns: NaN, and 0xFF in bytes
-    assert torch.empty(2).isnan().all()
-    assert (torch.zeros(1).new_empty(2, dtype=torch.uint8) == 255).all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
 
 @pytest.fixture(autouse=True, scope="module")
