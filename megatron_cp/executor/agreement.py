@@ -156,6 +156,30 @@ def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> 
     _compare(ranks, lines, "comparison of layers", CallMismatchError, f"the ranks build {name} in different ways")
 
 
+def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any], *, contents: bool) -> None:
+    """Fails on every rank unless all ranks call a model with the same inputs, by one exchange of 16 bytes on the host.
+
+    Args:
+        ranks: the group.
+        name: name of the model.
+        inputs: its arguments; of tensors the types and shapes are compared.
+        contents: True to compare the elements of tensors too, for which they are copied to the host.
+
+    Raises:
+        CallMismatchError: ranks differ; the message has the inputs in which the first such rank differs from rank 0.
+    """
+    if ranks.size == 1 or not ranks.agreed.compares_calls:
+        return
+
+    def described(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return _describe_contents(value.cpu()) if contents else f"{value.dtype} {list(value.shape)}"
+        return repr([described(each) for each in value] if isinstance(value, list | tuple) else value)
+
+    lines = [f"{key}: {described(value)}" for key, value in inputs.items()]
+    _compare(ranks, lines, "comparison of inputs", CallMismatchError, f"the ranks call {name} with different inputs")
+
+
 _DIFFERENT_PLANS = (
     "the ranks made different plans ({other} differs from rank 0); every rank must plan from the same document lengths "
     "and options"

@@ -192,6 +192,36 @@ class Layout(Memo):
         flat, offsets = checked_fragments(packing, fragments)
         return cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
 
+    @classmethod
+    def from_counts(cls, counts: Sequence[Sequence[int]] | IntArray, *, align: int = 1) -> Layout:
+        """Makes a layout in which each document is cut into one range a rank, in rank order, from the ranges' lengths.
+
+        It is for callers whose rows are split already: the documents' lengths are the sums over ranks.
+
+        Args:
+            counts: `[cp_size, documents]` tokens of each document that each rank holds.
+            align: see the attribute.
+
+        Example:
+            >>> layout = Layout.from_counts([[2, 1], [1, 3]])
+            >>> layout.packing.lengths.tolist(), [layout.tokens(rank).tolist() for rank in range(2)]
+            ([3, 4], [[0, 1, 3], [2, 4, 5, 6]])
+
+        Raises:
+            ArgumentError: other than whole numbers of tokens, as many for every rank.
+        """
+        try:
+            table = np.asarray(counts)
+        except ValueError:  # rows of different lengths
+            table = np.empty(0)
+        if table.ndim != 2 or not len(table) or not np.issubdtype(table.dtype, np.integer) or (table < 0).any():
+            raise ArgumentError("counts", counts, "numbers of tokens, [cp_size, documents], such as [[2, 1], [1, 3]]")
+        packing = Packing(table.sum(0))
+        ends = packing.cu_seqlens[:-1] + np.cumsum(table, 0)
+        return cls.from_fragments(
+            packing, [list(zip(*ranges, strict=True)) for ranges in zip(ends - table, ends, strict=True)], align=align
+        )
+
     def padded(self, *, align: int = 1, min_rows: int = 0) -> Layout:
         """Returns the same fragments with other pad rows.
 

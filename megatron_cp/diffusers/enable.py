@@ -1,0 +1,364 @@
+"""`enable_context_parallel` runs a diffusion transformer over a context-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, ModelMixin
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from megatron_cp.batch.gradients import reduce_gradients
+from megatron_cp.batch.ranks import ranks_of
+from megatron_cp.diffusers.families import IMAGE, Family, Rows, family_of, modules_at
+from megatron_cp.diffusers.rows import PassRows, share
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import agree_on_inputs
+from megatron_cp.executor.gather import gather
+from megatron_cp.executor.groups import Group, RankGroup
+from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.layout import Layout, Mask
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import COLLECTIVE, Transport
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.softmax.attention import attention
+
+_KEPT = 64  # sizes whose plans are kept; a pipeline has one for each guidance branch
+
+
+def enable_context_parallel(
+    model: ModelMixin | DiffusionPipeline,
+    group: Group | None,
+    *,
+    scheme: str = "auto",
+    ulysses_degree: int | None = None,
+    head_chunks: int | None = None,
+    transport: Transport | str = COLLECTIVE,
+    codec: str = "none",
+    hardware: Machine | str | None = None,
+    topology: Topology | None = None,
+    kernel: str = "auto",
+    same_loss: bool = True,
+) -> ContextParallel:
+    """Makes a diffusion transformer compute the rows of its image and text over the ranks of a group.
+
+    Every rank calls the model, or the whole pipeline, with the same inputs, and gets the whole output. Any number of
+    rows on any number of ranks and heads is computed exactly, without padding. Parameters are not changed.
+
+    Args:
+        model: a Flux, Wan, QwenImage, LTX, HunyuanVideo or CogVideoX transformer of diffusers, or a pipeline with
+            such ones as `transformer` and `transformer_2`.
+        group: the context-parallel ranks: a group, or a mesh of one dimension such as `mesh["cp"]`.
+        scheme, ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
+        kernel: the attention kernel: "auto", or one that `megatron-cp doctor` lists.
+        same_loss: the meaning of the output's gradient, as in `cp.gather`. True: every rank computes the same loss.
+
+    Raises:
+        ArgumentError: a model of another class or setting, or one that is enabled already.
+    """
+    models = _models_of(model)
+    families = [family_of(each) for each in models]
+    if any(hasattr(each, "_cp_ranks") for each in models):
+        raise ArgumentError("model", "one that runs over a group already", "a model, once")
+    options = {
+        "scheme": scheme, "ulysses_degree": ulysses_degree, "head_chunks": head_chunks, "transport": transport,
+        "codec": codec, "hardware": hardware, "topology": topology,
+    }  # fmt: skip
+    ranks = ranks_of(group)
+    return ContextParallel(
+        [
+            _Enabled(each, family, ranks, options, kernel, same_loss)
+            for each, family in zip(models, families, strict=True)
+        ]
+    )
+
+
+class ContextParallel:
+    """The context parallelism of a model or pipeline, made by `enable_context_parallel`.
+
+    Attributes:
+        cp_size: size of the group.
+        rank: this rank's place in the group.
+    """
+
+    def __init__(self, enabled: list[_Enabled]) -> None:
+        self._enabled = enabled
+        self.cp_size, self.rank = enabled[0].ranks.size, enabled[0].ranks.rank
+
+    def reduce_gradients(self) -> None:
+        """Sums the gradients of the parameters over the group: each rank's backward leaves its share."""
+        for each in self._enabled:
+            reduce_gradients(each.model, each.ranks)
+
+    def explain(self) -> str:
+        """Describes the plans that were made so far, one for each number of rows."""
+        return "\n\n".join(plan.explain() for each in self._enabled for plan in each.plans.values())
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Runs the stock model inside the context, so that a rank computes all rows by itself."""
+        before = [each.is_on for each in self._enabled]
+        for each in self._enabled:
+            each.is_on = False
+        try:
+            yield
+        finally:
+            for each, was_on in zip(self._enabled, before, strict=True):
+                each.is_on = was_on
+
+
+class _Enabled:
+    """One model over a group: splits its rows, computes its attentions, and gathers its output."""
+
+    def __init__(
+        self, model: ModelMixin, family: Family, ranks: RankGroup, options: Mapping[str, Any], kernel: str,
+        same_loss: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.family, self.ranks, self.options = model, family, ranks, options
+        self.kernel, self.same_loss, self.is_on = kernel, same_loss, True
+        self.plans: dict[Any, Plan] = {}
+        self._sizes: dict[str, int] = {}
+        self._calls, self._is_running = 0, False
+        self._real_text: tuple[tuple[int, ...], ...] | None = None
+        self._recomputed: dict[tuple[int, int], set[PassRows]] = {}
+        self._compared: set[str] = set()
+        model._cp_ranks = ranks
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for path, arguments in family.inputs.items():
+            for module in modules_at(model, path):
+                hook = functools.partial(self._split_inputs, arguments)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+        for path, results in family.outputs.items():
+            for module in modules_at(model, path):
+                module.register_forward_hook(functools.partial(self._split_outputs, results))
+        model.get_submodule(family.gathered).register_forward_hook(self._gather_output)
+        self._layers = [module for path in family.attentions for module in modules_at(model, path)]
+        for module in self._layers:
+            module.processor = _parallel(module.processor, self)
+
+    # -- hooks, in the order of a forward pass -----------------------------------------------------------------------
+
+    @no_compile
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_on:
+            return
+        given = _bound(module, args, kwargs)
+        for name in self.family.refused:
+            _refuse(name, given)
+        shapes = repr([(name, list(x.shape)) for name, x in given.items() if isinstance(x, Tensor)])
+        agree_on_inputs(self.ranks, type(module).__name__, given, contents=shapes not in self._compared)
+        self._compared.add(shapes)
+        self._sizes, self._calls, self._is_running = {}, 0, True
+        self._real_text = self._real(given.get(self.family.text_mask or ""))
+
+    def _split_inputs(self, arguments: Mapping[str, Rows], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.is_on:
+            return None
+        names = list(inspect.signature(module.forward).parameters)
+        args, kwargs = list(args), dict(kwargs)
+        for name, rows in arguments.items():
+            if name in kwargs:
+                kwargs[name] = self._split(kwargs[name], rows)
+            elif (place := names.index(name)) < len(args):
+                args[place] = self._split(args[place], rows)
+        return tuple(args), kwargs
+
+    def _split_outputs(self, results: Mapping[int, Rows], module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_on:
+            return None
+        return tuple(self._split(x, results[place]) if place in results else x for place, x in enumerate(output))
+
+    @no_compile
+    def _gather_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not self.is_on:
+            return None
+        if self._calls != len(self._layers):
+            remedy = "Set processors and fuse projections before it is enabled; caches that skip layers are not taken."
+            given = f"{self._calls} attention layers that ran over the group"
+            raise ArgumentError("model", given, f"all {len(self._layers)} of them", remedy)
+        rows, self._is_running = self._sizes[IMAGE], False
+        layout = _even_layout(rows, output.shape[0], self.ranks.size)
+        whole = gather(output.flatten(0, 1), layout, self.ranks, same_loss=self.same_loss)
+        return whole.unflatten(0, (output.shape[0], rows))
+
+    def _split(self, x: Any, rows: Rows) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(self._split(each, rows) for each in x)
+        if x is None or (rows.ndim is not None and x.ndim != rows.ndim):
+            return x
+        size = x.shape[rows.dim]
+        if self._is_running and size != self._sizes.setdefault(rows.stream, size):
+            given = f"{x.shape[rows.dim]} rows of {rows.stream} in a tensor {list(x.shape)}"
+            raise ArgumentError("model inputs", given, f"{self._sizes[rows.stream]} rows, as the tensors before it")
+        shares = share(size, self.ranks.size, rows.stream)
+        return x.narrow(rows.dim, int(shares[: self.ranks.rank].sum()), int(shares[self.ranks.rank]))
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    @no_compile
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Computes the attention of all rows of the pass for this rank's queries, `[batch, heads, rows, head_dim]`.
+
+        The mask is read from the model's argument once a pass, so the layer's own, over local rows, is not used.
+        """
+        if dropout_p or is_causal or query.shape[2] != key.shape[2]:
+            given = f"dropout {dropout_p}, is_causal {is_causal}, {query.shape[2]} queries and {key.shape[2]} keys"
+            raise ArgumentError("attention", given, "attention of a pass's rows to themselves, without dropout")
+        rows = self._pass(query.shape[0], query.shape[2])
+        (heads, head_dim), (kv_heads, value_dim) = (query.shape[1], query.shape[3]), (key.shape[1], value.shape[3])
+        sizes = (heads, kv_heads, head_dim, value_dim, query.dtype.itemsize)
+        plan = self._plan(rows, sizes)
+        index = self._index(plan, rows, query.device)
+        local = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        if index is not None:
+            local = [x.index_select(0, index) for x in local]
+        out = attention(*local, plan, self.ranks, softmax_scale=scale, kernel=self.kernel)  # type: ignore[misc]
+        if index is not None:
+            out = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:]).index_copy(0, index, out)
+        self._calls += 1
+        return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+    def _pass(self, batch: int, local_rows: int) -> PassRows:
+        """Returns the rows of the pass that an attention belongs to: this one, or the one that is recomputed."""
+        key = batch, local_rows
+        if not self._is_running:
+            found = self._recomputed.get(key, set())
+            if len(found) != 1:
+                remedy = "With gradient checkpointing run backward after each forward pass, before one of other sizes."
+                raise ArgumentError("attention", f"{local_rows} rows of {len(found)} passes", "rows of one", remedy)
+            return next(iter(found))
+        names = self.family.streams
+        rows = PassRows(batch, tuple((name, self._sizes.get(name, 0)) for name in names), self._real_text)
+        if rows.local_rows(self.ranks.size, self.ranks.rank) != local_rows:
+            remedy = "A processor or hook that adds rows of its own is not known here."
+            raise ArgumentError("attention", f"{local_rows} local rows", f"this pass's {rows}", remedy)
+        if torch.is_grad_enabled() or getattr(self.model, "gradient_checkpointing", False):
+            self._recomputed.setdefault(key, set()).add(rows)
+        return rows
+
+    def _plan(self, rows: PassRows, sizes: tuple[int, ...]) -> Plan:
+        """Returns the plan of a pass, the same on every rank, since its key has the rows of all ranks."""
+        if (plan := self.plans.get((rows, sizes))) is None:
+            layout = rows.layout(self.ranks.size)
+            heads, kv_heads, head_dim, value_dim, item_size = sizes
+            plan = plan_attention(
+                layout.packing, layout, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim,
+                mask=Mask.full(layout.packing), item_size=item_size, **self.options,
+            )  # fmt: skip
+            if len(self.plans) >= _KEPT:
+                del self.plans[next(iter(self.plans))]
+            self.plans[rows, sizes] = plan
+        return plan
+
+    def _index(self, plan: Plan, rows: PassRows, device: torch.device) -> Tensor | None:
+        """Returns which local rows are real, on the device; None if all are."""
+        if rows.real_text is None:
+            return None
+
+        def make() -> Tensor:
+            with torch.inference_mode(False):
+                return torch.from_numpy(rows.real_rows(self.ranks.size, self.ranks.rank)).to(device)
+
+        index: Tensor = plan.memo(("real rows", self.ranks.rank, device), make)
+        return index
+
+    def _real(self, mask: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the real rows of text of each entry, read from the device once a pass; None if all are real."""
+        if mask is None:
+            return None
+        real = mask.bool().cpu().numpy()
+        if real.ndim != 2:
+            raise ArgumentError(str(self.family.text_mask), list(mask.shape), "[batch, text rows]")
+        if real.all():
+            return None
+        if not self.family.any_mask and (np.diff(real.astype(np.int8), axis=1) > 0).any():
+            remedy = f"{type(self.model).__name__} counts its real rows, so they must come first: pad at the end."
+            raise ArgumentError(str(self.family.text_mask), "a mask with holes", "real rows first", remedy)
+        return tuple(tuple(np.flatnonzero(entry).tolist()) for entry in real)
+
+
+class _OverRanks(TorchFunctionMode):
+    """Computes the attention that a processor asks torch for over the ranks."""
+
+    def __init__(self, model: _Enabled) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.model.attend(*args, **(kwargs or {}))
+
+
+def _parallel(processor: Any, model: _Enabled) -> Any:
+    """Returns a copy of an attention processor that computes its attention over the ranks.
+
+    Its class is one made here from the stock class, with the signature from which diffusers reads what it takes.
+    """
+    stock = type(processor)
+
+    @functools.wraps(stock.__call__)
+    @no_compile
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.is_on:
+            return stock.__call__(self, *args, **kwargs)
+        with _OverRanks(model) as mode:
+            found = stock.__call__(self, *args, **kwargs)
+        if mode.calls != 1:
+            remedy = 'Use the backend "native", which asks torch: model.set_attention_backend("native").'
+            raise ArgumentError("model", f"{stock.__name__} with {mode.calls} attentions of torch", "one", remedy)
+        return found
+
+    copied = copy.copy(processor)
+    copied.__class__ = type(stock.__name__, (stock,), {"__call__": call})
+    return copied
+
+
+@functools.lru_cache(_KEPT)
+def _even_layout(rows: int, batch: int, cp_size: int) -> Layout:
+    """Returns the layout of a batch of images."""
+    return Layout.from_counts(np.repeat(share(rows, cp_size, IMAGE)[:, None], batch, axis=1))
+
+
+def _models_of(given: object) -> list[ModelMixin]:
+    if isinstance(given, ModelMixin):
+        return [given]
+    named = [getattr(given, name, None) for name in ("transformer", "transformer_2")]
+    found = [each for each in named if isinstance(each, ModelMixin)]
+    if not isinstance(given, DiffusionPipeline) or not found:
+        remedy = "Call it before fully_shard, torch.compile and PEFT wrap the model."
+        raise ArgumentError("model", type(given).__name__, "a transformer of diffusers, or a pipeline with one", remedy)
+    return found
+
+
+def _bound(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a call by name."""
+    return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
+
+
+def _refuse(path: str, given: Mapping[str, Any]) -> None:
+    """Refuses an argument, or entries of one as `argument.prefix*`."""
+    name, _, prefix = path.partition(".")
+    value = given.get(name)
+    if prefix and isinstance(value, Mapping):
+        prefix = prefix.rstrip("*")
+        name, value = next(
+            ((f"{name}.{key}", each) for key, each in value.items() if key.startswith(prefix)), (name, None)
+        )
+    elif prefix:
+        value = None
+    if value is not None:
+        raise ArgumentError(name, type(value).__name__, "None", "Its rows are not split: run it with cp.disabled().")
