@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,21 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_cp.batch.gradients import reduce_gradients
 from megatron_cp.batch.ranks import ranks_of
-from megatron_cp.diffusers.families import IMAGE, Family, Rows, family_of, modules_at
-from megatron_cp.diffusers.rows import PassRows, share
+from megatron_cp.diffusers.attend import RowAttention
+from megatron_cp.diffusers.families import IMAGE, TEXT, Family, Rows, family_of, modules_at
+from megatron_cp.diffusers.rows import PassRows, image_layout, share
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_inputs
 from megatron_cp.executor.gather import gather
-from megatron_cp.executor.groups import Group, RankGroup
+from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.layout import Layout, Mask
-from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.softmax.attention import attention
 
-_KEPT = 64  # sizes whose plans are kept; a pipeline has one for each guidance branch
+_RANKS = "_cp_ranks"  # an attribute of models that are enabled
 
 
 def enable_context_parallel(
@@ -47,6 +43,7 @@ def enable_context_parallel(
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
     kernel: str = "auto",
+    text: str = "split",
     same_loss: bool = True,
 ) -> ContextParallel:
     """Makes a diffusion transformer compute the rows of its image and text over the ranks of a group.
@@ -60,6 +57,8 @@ def enable_context_parallel(
         group: the context-parallel ranks: a group, or a mesh of one dimension such as `mesh["cp"]`.
         scheme, ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
         kernel: the attention kernel: "auto", or one that `megatron-cp doctor` lists.
+        text: "split" gives each rank a share of the text's rows. "held" keeps all of them on every rank, where they
+            are computed again; they do not travel to attentions, whose scheme is then a2a, but their output does.
         same_loss: the meaning of the output's gradient, as in `cp.gather`. True: every rank computes the same loss.
 
     Raises:
@@ -67,19 +66,20 @@ def enable_context_parallel(
     """
     models = _models_of(model)
     families = [family_of(each) for each in models]
-    if any(hasattr(each, "_cp_ranks") for each in models):
+    if any(hasattr(each, _RANKS) for each in models):
         raise ArgumentError("model", "one that runs over a group already", "a model, once")
+    if text not in ("split", "held"):
+        raise ArgumentError("text", text, "split or held")
+    if text == "held":
+        scheme, head_chunks = _only("scheme", scheme, "a2a", "auto"), _only("head_chunks", head_chunks, 1, None)
     options = {
         "scheme": scheme, "ulysses_degree": ulysses_degree, "head_chunks": head_chunks, "transport": transport,
         "codec": codec, "hardware": hardware, "topology": topology,
     }  # fmt: skip
     ranks = ranks_of(group)
-    return ContextParallel(
-        [
-            _Enabled(each, family, ranks, options, kernel, same_loss)
-            for each, family in zip(models, families, strict=True)
-        ]
-    )
+    pairs = zip(models, families, strict=True)
+    enabled = [_Enabled(each, family, RowAttention(ranks, options, kernel), text, same_loss) for each, family in pairs]
+    return ContextParallel(enabled)
 
 
 class ContextParallel:
@@ -101,7 +101,7 @@ class ContextParallel:
 
     def explain(self) -> str:
         """Describes the plans that were made so far, one for each number of rows."""
-        return "\n\n".join(plan.explain() for each in self._enabled for plan in each.plans.values())
+        return "\n\n".join(plan.explain() for each in self._enabled for plan in each.attention.plans.values())
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -119,19 +119,14 @@ class ContextParallel:
 class _Enabled:
     """One model over a group: splits its rows, computes its attentions, and gathers its output."""
 
-    def __init__(
-        self, model: ModelMixin, family: Family, ranks: RankGroup, options: Mapping[str, Any], kernel: str,
-        same_loss: bool,
-    ) -> None:  # fmt: skip
-        self.model, self.family, self.ranks, self.options = model, family, ranks, options
-        self.kernel, self.same_loss, self.is_on = kernel, same_loss, True
-        self.plans: dict[Any, Plan] = {}
+    def __init__(self, model: nn.Module, family: Family, attention: RowAttention, text: str, same_loss: bool) -> None:
+        self.model, self.family, self.attention, self.ranks = model, family, attention, attention.ranks
+        self.holds_text, self.same_loss, self.is_on = text == "held", same_loss, True
         self._sizes: dict[str, int] = {}
-        self._calls, self._is_running = 0, False
         self._real_text: tuple[tuple[int, ...], ...] | None = None
-        self._recomputed: dict[tuple[int, int], set[PassRows]] = {}
+        self._calls = 0
         self._compared: set[str] = set()
-        model._cp_ranks = ranks
+        setattr(model, _RANKS, self.ranks)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for path, arguments in family.inputs.items():
             for module in modules_at(model, path):
@@ -157,7 +152,7 @@ class _Enabled:
         shapes = repr([(name, list(x.shape)) for name, x in given.items() if isinstance(x, Tensor)])
         agree_on_inputs(self.ranks, type(module).__name__, given, contents=shapes not in self._compared)
         self._compared.add(shapes)
-        self._sizes, self._calls, self._is_running = {}, 0, True
+        self._sizes, self._calls = {}, 0
         self._real_text = self._real(given.get(self.family.text_mask or ""))
 
     def _split_inputs(self, arguments: Mapping[str, Rows], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -185,10 +180,16 @@ class _Enabled:
             remedy = "Set processors and fuse projections before it is enabled; caches that skip layers are not taken."
             given = f"{self._calls} attention layers that ran over the group"
             raise ArgumentError("model", given, f"all {len(self._layers)} of them", remedy)
-        rows, self._is_running = self._sizes[IMAGE], False
-        layout = _even_layout(rows, output.shape[0], self.ranks.size)
+        rows = self._sizes[IMAGE]
+        layout = image_layout(rows, output.shape[0], self.ranks.size)
         whole = gather(output.flatten(0, 1), layout, self.ranks, same_loss=self.same_loss)
+        if whole.requires_grad:  # blocks that are recomputed in backward have the rows of their own pass
+            rows_of_pass = self._sizes, self._real_text
+            whole.register_hook(lambda _: self._resume(*rows_of_pass))
         return whole.unflatten(0, (output.shape[0], rows))
+
+    def _resume(self, sizes: dict[str, int], real_text: tuple[tuple[int, ...], ...] | None) -> None:
+        self._sizes, self._real_text = sizes, real_text
 
     def _split(self, x: Any, rows: Rows) -> Any:
         if isinstance(x, tuple | list):
@@ -196,9 +197,11 @@ class _Enabled:
         if x is None or (rows.ndim is not None and x.ndim != rows.ndim):
             return x
         size = x.shape[rows.dim]
-        if self._is_running and size != self._sizes.setdefault(rows.stream, size):
+        if size != self._sizes.setdefault(rows.stream, size):
             given = f"{x.shape[rows.dim]} rows of {rows.stream} in a tensor {list(x.shape)}"
             raise ArgumentError("model inputs", given, f"{self._sizes[rows.stream]} rows, as the tensors before it")
+        if rows.stream == TEXT and self.holds_text:
+            return x
         shares = share(size, self.ranks.size, rows.stream)
         return x.narrow(rows.dim, int(shares[: self.ranks.rank].sum()), int(shares[self.ranks.rank]))
 
@@ -206,9 +209,16 @@ class _Enabled:
 
     @no_compile
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         """Computes the attention of all rows of the pass for this rank's queries, `[batch, heads, rows, head_dim]`.
 
         The mask is read from the model's argument once a pass, so the layer's own, over local rows, is not used.
@@ -217,62 +227,19 @@ class _Enabled:
             given = f"dropout {dropout_p}, is_causal {is_causal}, {query.shape[2]} queries and {key.shape[2]} keys"
             raise ArgumentError("attention", given, "attention of a pass's rows to themselves, without dropout")
         rows = self._pass(query.shape[0], query.shape[2])
-        (heads, head_dim), (kv_heads, value_dim) = (query.shape[1], query.shape[3]), (key.shape[1], value.shape[3])
-        sizes = (heads, kv_heads, head_dim, value_dim, query.dtype.itemsize)
-        plan = self._plan(rows, sizes)
-        index = self._index(plan, rows, query.device)
-        local = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        if index is not None:
-            local = [x.index_select(0, index) for x in local]
-        out = attention(*local, plan, self.ranks, softmax_scale=scale, kernel=self.kernel)  # type: ignore[misc]
-        if index is not None:
-            out = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:]).index_copy(0, index, out)
         self._calls += 1
-        return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self.attention(rows, q, k, v, scale).transpose(1, 2)
 
     def _pass(self, batch: int, local_rows: int) -> PassRows:
-        """Returns the rows of the pass that an attention belongs to: this one, or the one that is recomputed."""
-        key = batch, local_rows
-        if not self._is_running:
-            found = self._recomputed.get(key, set())
-            if len(found) != 1:
-                remedy = "With gradient checkpointing run backward after each forward pass, before one of other sizes."
-                raise ArgumentError("attention", f"{local_rows} rows of {len(found)} passes", "rows of one", remedy)
-            return next(iter(found))
+        """Returns the rows of the pass that an attention belongs to."""
         names = self.family.streams
-        rows = PassRows(batch, tuple((name, self._sizes.get(name, 0)) for name in names), self._real_text)
-        if rows.local_rows(self.ranks.size, self.ranks.rank) != local_rows:
+        sizes = tuple((name, self._sizes.get(name, 0)) for name in names)
+        rows = PassRows(batch, sizes, self.ranks.size, self.holds_text and TEXT in names, self._real_text)
+        if rows.local_rows(self.ranks.rank) != local_rows:
             remedy = "A processor or hook that adds rows of its own is not known here."
             raise ArgumentError("attention", f"{local_rows} local rows", f"this pass's {rows}", remedy)
-        if torch.is_grad_enabled() or getattr(self.model, "gradient_checkpointing", False):
-            self._recomputed.setdefault(key, set()).add(rows)
         return rows
-
-    def _plan(self, rows: PassRows, sizes: tuple[int, ...]) -> Plan:
-        """Returns the plan of a pass, the same on every rank, since its key has the rows of all ranks."""
-        if (plan := self.plans.get((rows, sizes))) is None:
-            layout = rows.layout(self.ranks.size)
-            heads, kv_heads, head_dim, value_dim, item_size = sizes
-            plan = plan_attention(
-                layout.packing, layout, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim,
-                mask=Mask.full(layout.packing), item_size=item_size, **self.options,
-            )  # fmt: skip
-            if len(self.plans) >= _KEPT:
-                del self.plans[next(iter(self.plans))]
-            self.plans[rows, sizes] = plan
-        return plan
-
-    def _index(self, plan: Plan, rows: PassRows, device: torch.device) -> Tensor | None:
-        """Returns which local rows are real, on the device; None if all are."""
-        if rows.real_text is None:
-            return None
-
-        def make() -> Tensor:
-            with torch.inference_mode(False):
-                return torch.from_numpy(rows.real_rows(self.ranks.size, self.ranks.rank)).to(device)
-
-        index: Tensor = plan.memo(("real rows", self.ranks.rank, device), make)
-        return index
 
     def _real(self, mask: Tensor | None) -> tuple[tuple[int, ...], ...] | None:
         """Returns the real rows of text of each entry, read from the device once a pass; None if all are real."""
@@ -327,13 +294,14 @@ def _parallel(processor: Any, model: _Enabled) -> Any:
     return copied
 
 
-@functools.lru_cache(_KEPT)
-def _even_layout(rows: int, batch: int, cp_size: int) -> Layout:
-    """Returns the layout of a batch of images."""
-    return Layout.from_counts(np.repeat(share(rows, cp_size, IMAGE)[:, None], batch, axis=1))
+def _only[Value](name: str, given: Value, allowed: Value, default: Value) -> Value:
+    """Returns the one value of an option that held text allows."""
+    if given not in (allowed, default):
+        raise ArgumentError(name, given, f"{allowed}, where text is held")
+    return allowed
 
 
-def _models_of(given: object) -> list[ModelMixin]:
+def _models_of(given: object) -> list[Any]:
     if isinstance(given, ModelMixin):
         return [given]
     named = [getattr(given, name, None) for name in ("transformer", "transformer_2")]

@@ -1,12 +1,14 @@
-"""Rows of one forward pass: which each rank has, and the plans of attentions over them."""
+"""Rows of one forward pass: which of the image and of the text each rank has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_cp.diffusers.families import TEXT
+from megatron_cp.diffusers.families import IMAGE, TEXT
 from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 
@@ -17,6 +19,12 @@ def share(rows: int, cp_size: int, stream: str) -> IntArray:
     return shares[::-1] if stream == TEXT else shares
 
 
+@lru_cache(64)
+def image_layout(rows: int, batch: int, cp_size: int) -> Layout:
+    """Returns the layout of a batch of images, each a document of `rows` rows."""
+    return Layout.from_counts(np.repeat(share(rows, cp_size, IMAGE)[:, None], batch, axis=1))
+
+
 @dataclass(frozen=True)
 class PassRows:
     """The rows of a forward pass, equal on every rank.
@@ -24,36 +32,58 @@ class PassRows:
     Attributes:
         batch: entries of the batch; each attends to itself.
         streams: `(name, rows)` of the streams, in the order in which attentions concatenate them.
+        cp_size: number of ranks.
+        holds_text: True if every rank has all rows of text, False if they are split.
         real_text: for each entry the rows of text that are real, `(0, 1, ...)`; None if all are.
     """
 
     batch: int
     streams: tuple[tuple[str, int], ...]
-    real_text: tuple[tuple[int, ...], ...] | None
+    cp_size: int
+    holds_text: bool = False
+    real_text: tuple[tuple[int, ...], ...] | None = None
 
-    def local_rows(self, cp_size: int, rank: int) -> int:
-        """Returns how many rows of one entry a rank's attention has."""
-        return int(sum(share(rows, cp_size, name)[rank] for name, rows in self.streams))
+    @property
+    def image(self) -> PassRows:
+        """The rows of the image alone."""
+        return replace(self, streams=tuple(each for each in self.streams if each[0] == IMAGE), holds_text=False)
 
-    def real_rows(self, cp_size: int, rank: int) -> IntArray:
-        """Returns which of the rank's rows `[batch * local_rows]` are real, as increasing indices."""
-        local, before = [], 0
+    def ranges(self, rank: int) -> list[tuple[str, int, int]]:
+        """Returns `(name, first, count)` of the rows that a rank has of each stream of one entry."""
+        found = []
         for name, rows in self.streams:
-            shares = share(rows, cp_size, name)
-            first, count = int(shares[:rank].sum()), int(shares[rank])
-            for entry in range(self.batch):
-                real = np.arange(rows)
-                if name == TEXT and self.real_text is not None:
-                    real = np.array(self.real_text[entry], np.int64)
-                own = real[(real >= first) & (real < first + count)] - first
-                local.append(own + before + entry * self.local_rows(cp_size, rank))
-            before += count
-        return np.sort(np.concatenate(local))
+            shares = share(rows, self.cp_size, name)
+            is_whole = name == TEXT and self.holds_text
+            found.append((name, 0, rows) if is_whole else (name, int(shares[:rank].sum()), int(shares[rank])))
+        return found
 
-    def layout(self, cp_size: int) -> Layout:
+    def local_rows(self, rank: int) -> int:
+        """Returns how many rows of one entry a rank's attention has."""
+        return sum(count for _, _, count in self.ranges(rank))
+
+    def real_rows(self, rank: int) -> IntArray:
+        """Returns which of the rank's rows `[batch * local_rows]` are real, as increasing indices."""
+        found, start = [], 0
+        for entry in range(self.batch):
+            for name, first, count in self.ranges(rank):
+                own = np.arange(count)
+                if name == TEXT and self.real_text is not None:
+                    real = np.array(self.real_text[entry], np.int64) - first
+                    own = real[(real >= 0) & (real < count)]
+                found.append(start + own)
+                start += count
+        return np.concatenate(found)
+
+    def are_image(self, rank: int) -> NDArray[np.bool_]:
+        """Returns `[batch * local_rows]` True for the rank's rows that are image."""
+        ranges = self.ranges(rank)
+        of_entry = np.repeat([name == IMAGE for name, _, _ in ranges], [count for _, _, count in ranges])
+        return np.tile(of_entry, self.batch)
+
+    def counts(self, rank: int) -> IntArray:
+        """Returns `[batch]` real rows of each entry that a rank has."""
+        return np.bincount(self.real_rows(rank) // max(self.local_rows(rank), 1), minlength=self.batch)
+
+    def layout(self) -> Layout:
         """Returns the layout of all real rows: a document for each entry, of which each rank has one range."""
-        counts = [
-            np.bincount(self.real_rows(cp_size, rank) // max(self.local_rows(cp_size, rank), 1), minlength=self.batch)
-            for rank in range(cp_size)
-        ]
-        return Layout.from_counts(counts)
+        return Layout.from_counts(np.stack([self.counts(rank) for rank in range(self.cp_size)]))

@@ -1,0 +1,132 @@
+"""Attention of a forward pass's rows to one another, over the ranks that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_cp.diffusers.families import IMAGE
+from megatron_cp.diffusers.rows import PassRows
+from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.gather import gather
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.head_exchange import to_heads, to_tokens
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.softmax.attention import attention
+
+_KEPT = 64  # numbers of rows whose plans are kept; a pipeline has one for each guidance branch
+
+
+class RowAttention:
+    """Computes attentions of one model's passes, and keeps their plans, by the rows of all ranks.
+
+    Attributes:
+        plans: the plans that were made, by rows and head sizes; the same on every rank.
+    """
+
+    def __init__(self, ranks: RankGroup, options: Mapping[str, Any], kernel: str) -> None:
+        self.ranks, self.options, self.kernel = ranks, dict(options), kernel
+        self.plans: dict[Any, Plan] = {}
+
+    def __call__(self, rows: PassRows, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        """Returns the attention of local queries `[batch, rows, heads, head_dim]`; zero where a row is not real."""
+        batch, count = q.shape[:2]
+        local = [x.flatten(0, 1) for x in (q, k, v)]
+        index = self._index(rows, q.device)
+        if index is not None:
+            local = [x.index_select(0, index) for x in local]
+        if rows.holds_text:
+            out = self._attend_to_held_text(rows, local, scale)
+        else:
+            q, k, v = local
+            out = attention(q, k, v, self._plan(rows, local), self.ranks, softmax_scale=scale, kernel=self.kernel)
+        if index is not None:
+            out = out.new_zeros(batch * count, *out.shape[1:]).index_copy(0, index, out)
+        return out.unflatten(0, (batch, count))
+
+    def _plan(self, rows: PassRows, local: list[Tensor]) -> Plan:
+        q, k, v = local
+        sizes = {
+            "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_head_dim": v.shape[2],
+            "item_size": q.dtype.itemsize,
+        }  # fmt: skip
+        key = rows, *sizes.values()
+        if (plan := self.plans.get(key)) is None:
+            layout = rows.layout()
+            plan = plan_attention(layout.packing, layout, mask=Mask.full(layout.packing), **sizes | self.options)
+            if len(self.plans) >= _KEPT:
+                del self.plans[next(iter(self.plans))]
+            self.plans[key] = plan
+        return plan
+
+    def _index(self, rows: PassRows, device: torch.device) -> Tensor | None:
+        """Returns which local rows are real, on the device; None if all are."""
+        if rows.real_text is None:
+            return None
+        with torch.inference_mode(False):  # autograd saves it, maybe after an evaluation
+            return torch.from_numpy(rows.real_rows(self.ranks.rank)).to(device)
+
+    def _attend_to_held_text(self, rows: PassRows, local: list[Tensor], scale: float | None) -> Tensor:
+        """Computes attention over rows of the image that travel, and rows of text that every rank has.
+
+        Queries, keys and values of the image travel to the ranks of their heads, where the text is cut by heads
+        without travelling. The text's output is gathered over heads.
+        """
+        rank, split = self.ranks.rank, _Split(rows, self.ranks.rank)
+        images = [x.index_select(0, split.image.to(x.device)) for x in local]
+        texts = [x.index_select(0, split.text.to(x.device)) for x in local]
+        plan = self._plan(rows.image, images)
+        comm = Communicator(self.ranks, plan.transport, "attention to held text", plan.scheme, plan)
+        (inbound, _), (outbound, _) = plan.exchanges(forward=True)
+        received = to_heads(inbound, comm, *(x.flatten(1) for x in images))
+        first, last = plan.partition.heads[rank]
+        own = [x[:, first:last] for x in texts]
+        joined = [torch.cat([own_text, image]) for own_text, image in zip(own, received, strict=True)]
+        text_rows = len(texts[0])
+        order = split.joined.to(joined[0].device)
+        q, k, v = (x.index_select(0, order) for x in joined)
+        if last > first:
+            packing = split.packing
+            alone = plan_attention(
+                packing, Layout.contiguous(packing, 1), heads=last - first, head_dim=q.shape[2],
+                value_head_dim=v.shape[2], mask=Mask.full(packing),
+            )  # fmt: skip
+            out = attention(q, k, v, alone, softmax_scale=scale, kernel=self.kernel)
+        else:
+            out = q.new_zeros(len(q), 0, v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
+        back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+        out = out.index_select(0, back)
+        (image_out,) = to_tokens(outbound, comm, out[text_rows:])
+        heads = [[owned] if owned[1] > owned[0] else [] for owned in plan.partition.heads]
+        by_head = Layout.from_fragments(Packing([local[0].shape[1]]), heads)
+        text_out = gather(out[:text_rows].transpose(0, 1), by_head, self.ranks).transpose(0, 1)
+        both = torch.cat([text_out, image_out.unflatten(1, (local[0].shape[1], -1))])
+        return both.index_select(0, split.local.to(both.device))
+
+
+class _Split:
+    """Orders of rows where text is held.
+
+    Attributes:
+        image, text: indices of the rank's real rows that are image, and text.
+        local: indices into `[text rows, local image rows]`, in the order of the rank's real rows.
+        joined: indices into `[text rows, all image rows]`, entry by entry.
+        packing: the entries' real rows.
+    """
+
+    def __init__(self, rows: PassRows, rank: int) -> None:
+        is_image = rows.are_image(rank)[rows.real_rows(rank)]
+        texts = rows.counts(rank) - rows.image.counts(rank)
+        self.image, self.text = (torch.from_numpy(np.flatnonzero(each)) for each in (is_image, ~is_image))
+        places = np.where(is_image, texts.sum() + np.cumsum(is_image), np.cumsum(~is_image)) - 1
+        entries = np.arange(rows.batch)
+        images = np.full(rows.batch, dict(rows.streams)[IMAGE])
+        joined = np.argsort(np.concatenate([entries.repeat(texts), entries.repeat(images)]), kind="stable")
+        self.local, self.joined = torch.from_numpy(places), torch.from_numpy(joined)
+        self.packing = Packing(texts + images)

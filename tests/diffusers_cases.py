@@ -1,0 +1,138 @@
+"""Tiny diffusion transformers of diffusers, and inputs whose rows divide into no number of ranks."""
+
+import threading
+
+import diffusers
+import torch
+
+_DRAWS = threading.Lock()
+
+
+def flux(text=7, batch=1):
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=12, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(batch, 37, 4),
+        "encoder_hidden_states": torch.randn(batch, text, 12),
+        "pooled_projections": torch.randn(batch, 8),
+        "timestep": torch.full((batch,), 0.3),
+        "img_ids": torch.randn(37, 3),
+        "txt_ids": torch.zeros(text, 3),
+    }
+
+
+def wan(text=7, batch=1):
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=32, ffn_dim=24, num_layers=2, rope_max_seq_len=32,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(batch, 4, 3, 6, 10),
+        "encoder_hidden_states": torch.randn(batch, text, 16),
+        "timestep": torch.full((batch,), 5),
+    }
+
+
+def qwen(text=7, batch=2):
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=3,
+        joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    mask = torch.ones(batch, text, dtype=torch.long)
+    mask[1, 4:] = mask[0, 2] = 0  # the model takes holes
+    return model, {
+        "hidden_states": torch.randn(batch, 25, 16),
+        "encoder_hidden_states": torch.randn(batch, text, 16),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.full((batch,), 0.4),
+        "img_shapes": [(1, 5, 5)] * batch,
+    }
+
+
+def ltx(text=7, batch=2):
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=8, cross_attention_dim=24,
+        num_layers=2, caption_channels=16,
+    )  # fmt: skip
+    mask = torch.ones(batch, text)
+    mask[1, 5:] = 0
+    return model, {
+        "hidden_states": torch.randn(batch, 31, 4),
+        "encoder_hidden_states": torch.randn(batch, text, 16),
+        "encoder_attention_mask": mask,
+        "timestep": torch.full((batch, 31), 300.0) + torch.arange(31),  # a step for each row
+        "num_frames": 1,
+        "height": 1,
+        "width": 31,
+    }
+
+
+def hunyuan(text=7, batch=2, **settings):
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=12, num_layers=1, num_single_layers=2,
+        num_refiner_layers=1, patch_size=2, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 4, 4),
+        **settings,
+    )  # fmt: skip
+    mask = torch.ones(batch, text, dtype=torch.long)
+    mask[1, 4:] = 0
+    return model, {
+        "hidden_states": torch.randn(batch, 4, 3, 6, 10),
+        "encoder_hidden_states": torch.randn(batch, text, 16),
+        "encoder_attention_mask": mask,
+        "pooled_projections": torch.randn(batch, 8),
+        "timestep": torch.full((batch,), 300),
+        "guidance": torch.full((batch,), 1.0),
+    }
+
+
+def cogvideox(text=7, batch=2):
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=8,
+        text_embed_dim=16, num_layers=2, sample_width=6, sample_height=6, sample_frames=9, max_text_seq_length=text,
+        use_rotary_positional_embeddings=True,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(batch, 3, 4, 6, 6),
+        "encoder_hidden_states": torch.randn(batch, text, 16),
+        "timestep": torch.full((batch,), 300),
+        "image_rotary_emb": (torch.randn(27, 16), torch.randn(27, 16)),
+    }
+
+
+MODELS = {each.__name__: each for each in (flux, wan, qwen, ltx, hunyuan, cogvideox)}
+JOINT = ("flux", "qwen", "hunyuan", "cogvideox")  # attentions over image and text together
+
+
+def doubled(x):
+    """Returns tensors in float64, also those in tuples."""
+    if isinstance(x, tuple) and isinstance(x[0], torch.Tensor):
+        return tuple(map(doubled, x))
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def problem(name, **sizes):
+    """Returns a model in float64 with random parameters, and its inputs; equal on ranks that are threads."""
+    with _DRAWS:  # threads share torch's generator
+        torch.manual_seed(0)
+        model, inputs = MODELS[name](**sizes)
+        for parameter in model.parameters():  # no zeros or ones, which hide what they multiply
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval(), {key: doubled(x) for key, x in inputs.items()}
+
+
+def leaves(inputs):
+    """Returns the inputs with new leaves for image and text."""
+    rows = ("hidden_states", "encoder_hidden_states")
+    return {key: x.clone().requires_grad_() if key in rows else x for key, x in inputs.items()}
+
+
+def run(model, inputs, weight=None):
+    """Returns the output and the gradients of a weighted sum of it, by name."""
+    given = leaves(inputs)
+    out = model(**given, return_dict=False)[0]
+    (out * (torch.linspace(-1, 1, out.numel()).view_as(out) if weight is None else weight)).sum().backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad()
+    return out.detach(), gradients, {name: given[name].grad for name in ("hidden_states", "encoder_hidden_states")}

@@ -1,0 +1,254 @@
+"""Diffusion transformers of diffusers over ranks equal the stock model on one: outputs and gradients."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+import diffusers
+
+from megatron_cp import ArgumentError, CallMismatchError
+from megatron_cp.diffusers import enable_context_parallel
+from megatron_cp.executor.launch import RankError, run_ranks
+from tests.diffusers_cases import JOINT, MODELS, problem, run
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
+
+
+@cache
+def alone(name, **sizes):
+    model, inputs = problem(name, **sizes)
+    return run(model, inputs)
+
+
+def on_rank(group, name, sizes, options):
+    model, inputs = problem(name, **sizes)
+    context = enable_context_parallel(model, group, **options)
+    out, gradients, of_inputs = run(model, inputs)
+    for parameter, gradient in gradients.items():
+        model.get_parameter(parameter).grad = gradient
+    context.reduce_gradients()
+    gradients = {parameter: x.grad for parameter, x in model.named_parameters() if x.grad is not None}
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs, return_dict=False)[0], out)
+    with context.disabled(), torch.no_grad():
+        by_itself = model(**inputs, return_dict=False)[0]
+    return out, gradients, of_inputs, by_itself
+
+
+def error(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+
+
+def check(name, ranks, within=1e-12, sizes=None, **options):
+    sizes = sizes or {}
+    out, gradients, of_inputs = alone(name, **sizes)
+    found = run_ranks(on_rank, ranks, name, sizes, options)
+    # Normalisations that cast to fp32 round what each rank's rows leave of a gradient.
+    loose = max(within, 1e-6)
+    for of_rank in found:
+        assert error(of_rank[0], out) <= within
+        assert torch.equal(of_rank[3], out)
+        assert of_rank[1].keys() == gradients.keys()
+        assert max(error(of_rank[1][each], gradients[each]) for each in gradients) <= loose
+    for each, expected in of_inputs.items():
+        assert error(sum(of_rank[2][each] for of_rank in found if of_rank[2][each] is not None), expected) <= loose
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_one_rank(name):
+    check(name, 3)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_text_that_every_rank_holds(name):
+    check(name, 2, text="held")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("text", ["split", "held"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_one_rank_on_any_number(name, text, ranks):
+    check(name, ranks, text=text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scheme": "p2p"},
+        {"scheme": "exact"},
+        {"scheme": "a2a", "head_chunks": 2},
+        {"transport": "pairwise"},
+        {"text": "held", "transport": "pairwise"},
+    ],
+    ids=str,
+)
+def test_options_are_those_of_plans(options):
+    check("qwen", 2, **options)
+
+
+@pytest.mark.parametrize("text", ["split", "held"])
+def test_heads_that_travel_in_fp8(text):
+    out, _, _ = alone("flux")
+    found = run_ranks(on_rank, 2, "flux", {}, {"codec": "fp8", "text": text})
+    assert 1e-6 < error(found[0][0], out) < 0.2
+
+
+@pytest.mark.parametrize("text", ["split", "held"])
+def test_fewer_rows_than_ranks(text):
+    check("flux", 4, sizes={"text": 1}, text=text)
+
+
+def recomputed_on_rank(group, name, options):
+    model, inputs = problem(name)
+    _, others = problem(name, text=5)
+    enable_context_parallel(model, group, **options)
+    found = []
+    for checkpointing in (False, True):
+        model.train()
+        (model.enable_gradient_checkpointing if checkpointing else model.disable_gradient_checkpointing)()
+        model.zero_grad()
+        first, second = (model(**each, return_dict=False)[0] for each in (inputs, others))
+        (first.square().sum() + second.sum()).backward()
+        found.append({each: x.grad for each, x in model.named_parameters() if x.grad is not None})
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen", "hunyuan"])
+def test_blocks_that_are_recomputed_have_the_rows_of_their_own_pass(name):
+    for plain, recomputed in run_ranks(recomputed_on_rank, 2, name, {}):
+        assert plain.keys() == recomputed.keys()
+        assert max(error(recomputed[each], plain[each]) for each in plain) <= 1e-12
+
+
+def steps_on_rank(group):
+    model, inputs = problem("flux")
+    _, others = problem("flux", text=4)
+    context = enable_context_parallel(model, group)
+    described = []
+    for _ in range(3):
+        for each in (inputs, others):
+            with torch.no_grad():
+                model(**each)
+        described.append(context.explain())
+    return described
+
+
+def test_steps_of_two_guidance_branches_have_two_plans():
+    for first, second, third in run_ranks(steps_on_rank, 2):
+        assert first == second == third
+        assert first.count("a2a over 2 ranks") == 2
+
+
+def lora_on_rank(group):
+    from peft import LoraConfig
+
+    model, inputs = problem("cogvideox")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    for number, parameter in enumerate(model.double().parameters()):
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
+    expected, by_name, _ = run(model, inputs)
+    context = enable_context_parallel(model, group)
+    out, gradients, _ = run(model, inputs)
+    for parameter, gradient in gradients.items():
+        model.get_parameter(parameter).grad = gradient
+    context.reduce_gradients()
+    found = {parameter: x.grad for parameter, x in model.named_parameters() if x.grad is not None}
+    assert {each for each in found if "lora" in each} == by_name.keys()
+    return error(out, expected), max(error(found[each], by_name[each]) for each in by_name)
+
+
+def test_adapters_of_peft():
+    for errors in run_ranks(lora_on_rank, 2):
+        assert max(errors) <= 1e-12
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def enabled(name="flux", group=None, settings=None, **options):
+    model, inputs = MODELS[name](**(settings or {}))
+    enable_context_parallel(model, group, **options)
+    return model, inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "controlnet_block_samples: got 'list'; allowed: None"),
+        ("flux", {"joint_attention_kwargs": {"ip_adapter_image_embeds": [1]}}, "ip_adapter_image_embeds: got 'list'"),
+        ("hunyuan", {"encoder_attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 2)}, "a mask with holes"),
+        ("flux", {"img_ids": torch.zeros(36, 3)}, "36 rows of image in a tensor"),
+    ],
+)
+def test_inputs_that_are_refused(name, arguments, message):
+    model, inputs = enabled(name)
+    with pytest.raises(ArgumentError, match=message):
+        model(**inputs | arguments)
+
+
+def test_models_that_are_refused():
+    with pytest.raises(ArgumentError, match="model: got 'UNet2DModel'; allowed: a model of diffusers: Flux"):
+        enable_context_parallel(
+            diffusers.UNet2DModel(
+                block_out_channels=(32,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",)
+            ),
+            None,
+        )
+    with pytest.raises(ArgumentError, match="image_condition_type: got 'token_replace'"):
+        enabled("hunyuan", settings={"image_condition_type": "token_replace"})
+    with pytest.raises(ArgumentError, match="model: got 'Linear'"):
+        enable_context_parallel(torch.nn.Linear(1, 1), None)
+    model, _ = enabled()
+    with pytest.raises(ArgumentError, match="one that runs over a group already"):
+        enable_context_parallel(model, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text": "both"}, "text: got 'both'; allowed: split or held"),
+        ({"text": "held", "scheme": "p2p"}, "scheme: got 'p2p'; allowed: a2a, where text is held"),
+        ({"text": "held", "head_chunks": 2}, "head_chunks: got 2; allowed: 1, where text is held"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        enabled(**options)
+
+
+def test_processors_that_are_set_later_are_noticed():
+    model, inputs = enabled()
+    model.set_attn_processor(copy.copy(diffusers.models.transformers.transformer_flux.FluxAttnProcessor()))
+    with pytest.raises(ArgumentError, match="0 attention layers that ran over the group"):
+        model(**inputs)
+
+
+def test_backends_that_do_not_ask_torch_are_noticed():
+    model, inputs = enabled()
+    model.set_attention_backend("_native_math")
+    model(**inputs)
+    model.set_attention_backend("flex")
+    model.requires_grad_(False)  # on CPUs flex has no gradients
+    with pytest.raises(ArgumentError, match="FluxAttnProcessor with 0 attentions of torch"):
+        model(**inputs)
+
+
+def other_inputs_on_rank(group, text, noise):
+    model, inputs = problem("flux", text=text if group.rank else 7)
+    enable_context_parallel(model, group)
+    if group.rank:
+        inputs["hidden_states"] += noise
+    model(**inputs)
+
+
+@pytest.mark.parametrize(("text", "noise"), [(6, 0.0), (7, 1e-3)], ids=["rows", "noise"])
+def test_ranks_with_other_inputs_are_named(text, noise):
+    with pytest.raises((RankError, CallMismatchError), match="call FluxTransformer2DModel with different inputs"):
+        run_ranks(other_inputs_on_rank, 2, text, noise, timeout=60)
