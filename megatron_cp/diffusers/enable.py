@@ -117,7 +117,7 @@ class ContextParallel:
 
 
 class _Enabled:
-    """One model over a group: splits its rows, computes its attentions, and gathers its output."""
+    """The hooks of one model over a group: splits its rows, computes its attentions, and gathers its output."""
 
     def __init__(self, model: nn.Module, family: Family, attention: RowAttention, text: str, same_loss: bool) -> None:
         self.model, self.family, self.attention, self.ranks = model, family, attention, attention.ranks

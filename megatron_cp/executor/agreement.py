@@ -220,7 +220,8 @@ def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
 
 def _describe_contents(tensor: Tensor) -> str:
     """Describes a tensor on the host, its elements by a digest."""
-    elements = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    # A copy, because a tensor of one element counts as contiguous whatever its stride, and bytes need a stride of 1.
+    elements = tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
     digest = hashlib.blake2b(elements, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {digest}"
 

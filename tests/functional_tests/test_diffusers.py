@@ -1,7 +1,9 @@
 """Diffusion transformers of diffusers over ranks equal the stock model on one: outputs and gradients."""
 
 import copy
+import runpy
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.diffusers_cases import JOINT, MODELS, problem, run
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
 
@@ -167,6 +168,27 @@ def lora_on_rank(group):
 def test_adapters_of_peft():
     for errors in run_ranks(lora_on_rank, 2):
         assert max(errors) <= 1e-12
+
+
+def test_the_example_denoises_a_video_as_one_rank():
+    folder = str(Path(__file__).parents[2] / "examples")
+    main = runpy.run_path(f"{folder}/denoise_video.py")["main"]
+    assert max(run_ranks(main, 3)) <= 1e-12
+
+
+def compiled_on_rank(group):
+    model, inputs = problem("flux")
+    with torch.no_grad():
+        expected = model(**inputs, return_dict=False)[0]
+        enable_context_parallel(model, group)
+        compiled = torch.compile(model, backend="eager")
+        return error(compiled(**inputs, return_dict=False)[0], expected)
+
+
+@pytest.mark.thorough
+def test_compiled_models():
+    # One rank a process: torch's compiler is not for several threads at once.
+    assert max(run_ranks(compiled_on_rank, 2, kind="processes", timeout=250)) <= 1e-12
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

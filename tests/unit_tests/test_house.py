@@ -25,7 +25,7 @@ FLOORS = [
     {"batch"},
     {"nn"},
     {"testing"},
-    {"megatron", "transformers"},
+    {"megatron", "transformers", "diffusers"},
     {"cli"},
     {"apps"},
 ]
@@ -303,10 +303,11 @@ def importers_of(package):
     }
 
 
-def test_only_its_adapter_imports_transformers():
-    importing = importers_of("transformers")
+@pytest.mark.parametrize("package", ["transformers", "diffusers"])
+def test_only_its_adapter_imports_it(package):
+    importing = importers_of(package)
     assert importing
-    assert [path for path in importing if not path.is_relative_to("transformers")] == []
+    assert [path for path in importing if not path.is_relative_to(package)] == []
 
 
 def test_only_the_adapter_the_trainer_and_the_peers_of_benchmarks_import_megatron():

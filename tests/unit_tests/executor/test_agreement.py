@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import megatron_cp as cp
-from megatron_cp.errors import PlanMismatchError
-from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.errors import CallMismatchError, PlanMismatchError
+from megatron_cp.executor.agreement import agree_on_inputs, check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.groups.base import Agreed
-from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.testing.parity import Case, run_layer
 from tests.limits import limit
@@ -298,3 +298,22 @@ def test_rejects_tokens_or_seeds_that_differ():
             check_agreement(attention_plan(), group, seed=7 + (group.rank == 2))
 
     run_ranks(rank_main, SIZE, timeout=30)
+
+
+def test_tensors_of_any_stride_are_compared():
+    def compare(group: RankGroup) -> None:
+        check_agreement(attention_plan(), group, tensors={"one": torch.ones(1).expand(3)[:1], "none": torch.empty(0)})
+
+    run_ranks(compare, SIZE)
+
+
+def test_inputs_that_differ_are_named():
+    def call(group: RankGroup, contents: bool) -> None:
+        inputs = {"noise": torch.full((3,), float(group.rank)), "steps": 4, "pair": (torch.zeros(1), None)}
+        agree_on_inputs(group, "Model", inputs, contents=contents)
+
+    run_ranks(call, 2, False)
+    with pytest.raises((RankError, CallMismatchError), match="the ranks call Model with different inputs") as caught:
+        run_ranks(call, 2, True)
+    assert "noise: float32 [3]" in str(caught.value)
+    assert "steps" not in str(caught.value)

@@ -487,3 +487,16 @@ def test_ranges_beyond_32_bits_are_counted_in_64():
     starts = np.array([2**31 - 2, 0, 2**40])
     assert index_ranges(starts, starts + 2).tolist() == [2**31 - 2, 2**31 - 1, 0, 1, 2**40, 2**40 + 1]
     assert index_ranges(starts[:2], starts[:2] + 1).dtype == np.int32
+
+
+def test_a_layout_from_the_counts_of_each_rank():
+    layout = Layout.from_counts([[2, 0, 1], [1, 3, 0], [0, 0, 0]])
+    assert layout.packing.lengths.tolist() == [3, 3, 1]
+    assert [layout.tokens(rank).tolist() for rank in range(3)] == [[0, 1, 6], [2, 3, 4, 5], []]
+    assert Layout.from_counts(np.array([[2], [1]]), align=2).row_counts.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("counts", [[], [1, 2], [[1], [2, 3]], [[1.5]], [[-1], [2]], 3])
+def test_counts_that_are_no_layout(counts):
+    with pytest.raises(ArgumentError, match="counts: got"):
+        Layout.from_counts(counts)
