@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.applications import application
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, described_layer, layer_case_of
 from megatron_cp.cli.parser import cp_sizes
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> Report:
         report: Report = application("estimate").run_whole(args)
         return report
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
-    if len(args.cp) == 1:
-        return _explained(args, args.cp[0])
-    _refuse(args, ("plot",), "with one --cp")
-    return _compared(args)
+    if len(args.cp) > 1:
+        _refuse(args, ("plot",), "with one --cp")
+    explained = _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
+    return replace(explained, text=f"{described_layer(args)}\n{explained.text}")
 
 
 _LONG_SEARCH = 5  # seconds; shorter searches are not announced
