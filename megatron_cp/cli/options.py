@@ -146,7 +146,8 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--documents",
         type=positive,
         metavar="N",
-        help="draw N documents instead: from the corpus, or without it short lengths with a heavy tail",
+        help="instead of --lengths: a number of documents, such as 64, whose lengths are drawn from --corpus, or "
+        "without a corpus from a law of short lengths with a heavy tail (default: 8)",
     )
     group.add_argument(
         "--corpus",

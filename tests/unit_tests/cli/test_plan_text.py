@@ -44,3 +44,11 @@ def first_line(capsys, *options):
 def test_the_first_line_says_which_layer_is_planned(options, layer, capsys):
     line = first_line(capsys, *options)
     assert line == f"layer: {layer}" or (line.startswith(f"layer: {layer}") and layer.endswith("; pass"))
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_help_says_what_documents_takes(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--documents N instead of --lengths: a number of documents, such as 64, whose lengths are drawn" in text
