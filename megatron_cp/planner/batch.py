@@ -31,13 +31,18 @@ from megatron_cp.planner.tiled import checked_search
 class AttentionSpec:
     """The arguments of a softmax attention layer's plan, except the batch. See `plan_attention`.
 
-    Layers with equal specs share a plan. A spec is fixed when a module is built.
+    Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
+    is not given.
+
+    Example:
+        >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
+        64
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    value_head_dim: int
+    value_head_dim: int = None  # type: ignore[assignment]  # an integer once the spec is made
     mask: str = "causal"
     scheme: str = "auto"
     ulysses_degree: int | None = None
@@ -51,6 +56,8 @@ class AttentionSpec:
     search_cache: str | None = None
 
     def __post_init__(self) -> None:
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
@@ -204,7 +211,7 @@ class BatchPlan:
 
     Example:
         >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
-        >>> plans = BatchPlan(layout, [AttentionSpec(heads=8, kv_heads=2, head_dim=64, value_head_dim=64)])
+        >>> plans = BatchPlan(layout, [AttentionSpec(heads=8, kv_heads=2, head_dim=64)])
         >>> [plan.scheme for plan in plans.plans]
         ['a2a']
     """

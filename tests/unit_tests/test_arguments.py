@@ -193,10 +193,10 @@ CALLS = {
     "Transport.of_even_hosts": (cp.Transport.of_even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
         "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
     "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
-    "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+    "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks")},
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),

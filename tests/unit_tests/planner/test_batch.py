@@ -28,6 +28,14 @@ def test_slots_are_values(slot):
     assert len({slot, same, dataclasses.replace(slot, heads=8), dataclasses.replace(slot, head_dim=16)}) == 3
 
 
+def test_values_have_the_head_dim_of_keys_unless_it_is_given():
+    same = AttentionSpec(heads=6, kv_heads=2, head_dim=8)
+    assert same == AttentionSpec(6, 2, 8, 8)
+    assert same.value_head_dim == 8
+    assert same.plan(LAYOUT) == AttentionSpec(6, 2, 8, 8).plan(LAYOUT)
+    assert ATTENTION.value_head_dim == 16
+
+
 def test_an_attention_slot_plans_all_it_says():
     slot = dataclasses.replace(ATTENTION, mask="window:5,0", scheme="a2a+p2p", ulysses_degree=2, head_chunks=1)
     layout = Layout.zigzag(PACKING, 4)
