@@ -92,6 +92,16 @@ def test_lines_of_pages_are_short_but_for_tables_and_commands():
     assert long == []
 
 
+def test_cp_is_the_package_on_every_page_and_in_every_example():
+    """A program may paste from several of them, and `import megatron_cp as cp` is on most."""
+    files = [*PAGES, *(ROOT / "examples").glob("*.py")]
+    taken = [
+        (file.name, line) for file in files for line in re.findall(r"^ *cp = enable.*$", file.read_text(), re.MULTILINE)
+    ]
+    assert taken == []
+    assert 'parallel = enable_context_parallel(model, mesh["cp"]' in (ROOT / "docs/transformers.md").read_text()
+
+
 def test_classes_of_transformers_are_those_of_the_tests():
     page = (ROOT / "docs/transformers.md").read_text()
     numbers = r"(\de-\d\d|0e\+00)"
