@@ -36,8 +36,8 @@ class StepChoice:
     Attributes:
         cp: context-parallel size.
         layout: "zigzag", "contiguous" or "balanced".
-        scheme, ulysses_degree: attention's; "auto" weighs all.
-        mode: the mode of linear layers; "auto" weighs all.
+        scheme, ulysses_degree: attention's; "auto" compares all.
+        mode: the mode of linear layers; "auto" compares all.
         recompute: as `ModelSpec.activation_bytes` takes it.
         head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
         sharding: how parameters, gradients and optimizer are sharded over all ranks: "none"; "zero1" (optimizer:
