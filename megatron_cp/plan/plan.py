@@ -320,11 +320,11 @@ class Plan(Memo):
         """Returns the owners, steps and costs as text, for elements of `item_size` bytes."""
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
-        way = self.scheme if self.redistribution is None else REDISTRIBUTE.name
+        scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {counted(self.cp_size, 'rank')}: "
+            f"{self.kind} by {scheme} over {counted(self.cp_size, 'rank')}: "
             f"{counted(self.packing.num_documents, 'document')}, "
             f"{counted(self.packing.total, 'token')}, {about}",
             "",

@@ -26,11 +26,7 @@ def fragments(source):
 def test_docstrings_are_whole_sentences(folder):
     files = sorted((ROOT / folder).rglob("*.py"))
     assert len(files) >= FOLDERS[folder]
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in files
-        for line, text in fragments(path.read_text())
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files for line, text in fragments(path.read_text())]
     assert found == []
 
 

@@ -89,9 +89,9 @@ def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
     slot = dataclasses.replace(large, run=(dataclasses.replace(large, hidden_size=None),) if run else ())
     packing = Packing([60_000, 500, 5_036])
     plan = slot.plan(Layout.zigzag(packing, 8))
-    way = "redistribute" if plan.redistribution else plan.scheme
-    assert way == ("redistribute" if run else mode)
-    note = f"codec fp8 and 2 head chunks are unused: {way} was chosen, which exchanges no heads; headwise uses them"
+    scheme = "redistribute" if plan.redistribution else plan.scheme
+    assert scheme == ("redistribute" if run else mode)
+    note = f"codec fp8 and 2 head chunks are unused: {scheme} was chosen, which exchanges no heads; headwise uses them"
     assert plan.notes[-1] == note
     assert not dataclasses.replace(slot, mode="headwise").plan(plan.layout).notes
 
