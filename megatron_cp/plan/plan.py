@@ -39,7 +39,7 @@ class Price:
         hardware: description of the machine that the prediction is for.
         exposed: milliseconds of both directions in which that rank waits for others and computes nothing.
         detail: the candidate's options, printed after its scheme.
-        rule: the reason why this candidate was chosen although another is predicted to be faster; else empty.
+        reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
     """
 
     scheme: str
@@ -50,7 +50,7 @@ class Price:
     hardware: str = ""
     exposed: float = 0.0
     detail: str = ""
-    rule: str = ""
+    reason: str = ""
 
     @property
     def total(self) -> float:
@@ -352,7 +352,7 @@ class Plan(Memo):
         if others and not others[0].is_bound and others[0].total < self.prices[0].total:
             gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
             lines.append(
-                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].rule}: see "
+                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].reason}: see "
                 "docs/planning.md"
             )
         return lines

@@ -74,7 +74,7 @@ class AttentionSpec:
         _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        options["mask"] = mask if lengths is None else mask.of_tokens(lengths)
+        options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
 
 
@@ -143,8 +143,8 @@ class LinearSpec:
         own_totals = [price.total for price in own]
         chosen = next(price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct))
         best = self._plan(layout, chosen.scheme)
-        rule = "all linear layers of a run are redistributed, or none" if chosen.total > min(own_totals) else ""
-        return replace(best, prices=(replace(chosen, rule=rule), *(price for price in own if price is not chosen)))
+        reason = "all linear layers of a run are redistributed, or none" if chosen.total > min(own_totals) else ""
+        return replace(best, prices=(replace(chosen, reason=reason), *(price for price in own if price is not chosen)))
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
         """Returns the prices of the layer's candidates, the cheapest first; the layout keeps them."""
@@ -227,7 +227,7 @@ class BatchPlan:
             raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
-            Mask.causal(layout.packing).of_tokens(lengths)  # refuses lengths that do not fit the documents
+            Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
             lengths = frozen(np.array(lengths, np.int64))  # read again when a spec is planned later
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}

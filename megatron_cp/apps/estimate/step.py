@@ -211,7 +211,7 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
         scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
         head_chunks=choice.head_chunks, codec=choice.codec, search_seconds=choice.search_seconds,
         search_cache=choice.search_cache,
-        transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
+        transport=Transport.even_hosts(choice.transport, choice.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -50,8 +50,8 @@ def test_an_attention_slot_plans_all_it_says():
 def test_pads_inside_a_batch_are_seen_by_no_attention():
     lengths = [5, 1, 0, 130, 0]
     plans = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR], lengths=lengths)
-    assert plans.plans[0].mask == Mask.full(PACKING).of_tokens(lengths)
-    assert plans.plan(ATTENTION).mask == Mask.causal(PACKING).of_tokens(lengths)
+    assert plans.plans[0].mask == Mask.full(PACKING).unpadded(lengths)
+    assert plans.plan(ATTENTION).mask == Mask.causal(PACKING).unpadded(lengths)
     assert plans.plan(LINEAR) == LINEAR.plan(LAYOUT)  # it is causal, and pads are behind
     whole = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR])
     assert plans.fingerprint() != whole.fingerprint()
