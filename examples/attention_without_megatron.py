@@ -20,7 +20,7 @@ from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_r
 STEPS = [[[701, 1, 300, 23], [13]], [[2, 509]], [[5, 3, 1], [64, 64]]]
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 2, 8
 WIDTH = HEADS * HEAD_DIM
-SLOT = cp.AttentionSpec(HEADS, KV_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM)  # the one kind of layer
+SLOT = cp.AttentionSpec(HEADS, KV_HEADS, head_dim=HEAD_DIM)  # the one kind of layer
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -54,7 +54,7 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     stream = PackedStream(read_corpus(None, read_tokenizer(None)), args.seq_length)
     model = build(stream.corpus.vocab_size).to(device)
-    cp = enable_context_parallel(model, mesh["cp"], layout="balanced")  # the second line; `shard` below is the third
+    parallel = enable_context_parallel(model, mesh["cp"], layout="balanced")  # the second line; `shard` is the third
     for layer in model.model.layers:
         fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
@@ -64,7 +64,7 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
         began = time.perf_counter()
         packing, tokens = stream.pack(step * replicas + mesh["dp"].get_local_rank())
         ids = torch.from_numpy(tokens)[None]
-        batch = cp.shard({"input_ids": ids, "labels": ids, "lengths": packing.lengths}, seed=step)
+        batch = parallel.shard({"input_ids": ids, "labels": ids, "lengths": packing.lengths}, seed=step)
         labels = torch.tensor(batch.num_items, device=device)
         dist.all_reduce(labels, group=mesh["dp"].get_group())
         loss = model(**batch, num_items_in_batch=labels).loss  # this rank's share

@@ -62,14 +62,14 @@ def judged(cell: Cell, on: Machine) -> dict[str, Any]:
     packing = Packing(lengths_of(cell.batch, TOKENS_PER_RANK * cell.cp))
     layout = getattr(Layout, cell.layout)(packing, cell.cp)
     chosen = fixed = planned = 0.0
-    ways: dict[str, str] = {}
+    candidates: dict[str, str] = {}
     for slot, count in Counter(read_model(cell.model).slots()).items():
         slot = replace(slot, hardware=on, **({"mask": cell.mask} if isinstance(slot, AttentionSpec) else {}))
         began = time.perf_counter()
         plan = slot.plan(layout)
         planned += time.perf_counter() - began
         own = {"auto": count * priced(plan, on).total}
-        ways[plan.kind] = plan.prices[0].scheme + plan.prices[0].detail
+        candidates[plan.kind] = plan.prices[0].scheme + plan.prices[0].detail
         for name, other in _fixed(slot, cell.cp):
             try:
                 made = other.plan(layout)
@@ -80,8 +80,8 @@ def judged(cell: Cell, on: Machine) -> dict[str, Any]:
             own[name] = count * priced(made, on).total
         chosen += own.pop("auto")
         fixed += min(own.values())
-    return {"cell": vars(cell), "auto_ms": chosen, "best_fixed_ms": fixed, "over_best": chosen / fixed, "ways": ways,
-            "plan_seconds": planned}  # fmt: skip
+    return {"cell": vars(cell), "auto_ms": chosen, "best_fixed_ms": fixed, "over_best": chosen / fixed,
+            "candidates": candidates, "plan_seconds": planned}  # fmt: skip
 
 
 def _fixed(slot: Slot, cp: int) -> Iterator[tuple[str, Slot]]:
@@ -108,13 +108,13 @@ def main() -> None:
     print(f"auto over the best fixed choice of each cell: geometric mean {np.exp(np.log(ratios).mean()):.4f}, worst "
           f"{ratios.max():.4f} (at most 1.05 is the target)")  # fmt: skip
     print(f"seconds to plan all kinds of layers of a cell: median {np.median(seconds):.3f}, most {seconds.max():.3f}")
-    print("\n| model | cp | batch | mask | layout | auto ms | best fixed ms | over | ways | plan s |")
+    print("\n| model | cp | batch | mask | layout | auto ms | best fixed ms | over | candidates | plan s |")
     print("|---|--:|---|---|---|--:|--:|--:|---|--:|")
     for row in rows:
         cell = row["cell"]
-        ways = "; ".join(f"{kind}: {way}" for kind, way in row["ways"].items())
+        candidates = "; ".join(f"{kind}: {name}" for kind, name in row["candidates"].items())
         print(f"| {cell['model']} | {cell['cp']} | {cell['batch']} | {cell['mask']} | {cell['layout']} | "
-              f"{row['auto_ms']:.1f} | {row['best_fixed_ms']:.1f} | {row['over_best']:.3f} | {ways} | "
+              f"{row['auto_ms']:.1f} | {row['best_fixed_ms']:.1f} | {row['over_best']:.3f} | {candidates} | "
               f"{row['plan_seconds']:.3f} |")  # fmt: skip
     if args.json:
         print(json.dumps({"worst": ratios.max(), "rows": rows}))

@@ -1,6 +1,6 @@
 """Even packs by the model's flops beside even packs by predicted times: `python -m tools.pack_costs [--json]`.
 
-What a pack costs decides which documents go together. Two costs are weighed for the same documents: flops, and seconds
+What a pack costs decides which documents go together. Two costs are compared for the same documents: flops, and seconds
 that were fitted to predicted steps of packs of many shapes. Both are judged alike: every pack's step is predicted, and
 a global batch takes as long as its slowest replica.
 """

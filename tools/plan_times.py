@@ -93,7 +93,7 @@ def measured(cell: Cell, gpu: str, repeats: int) -> dict[str, Any]:
     known = {scheme: timed(cell, scheme, gpu, repeats)[:2] for scheme in KNOWN}
     *auto, plan = timed(cell, "auto", gpu, repeats)
     took = plan.prices[0]
-    return {**cell._asdict(), "known_ms": known, "auto_ms": auto, "way": took.scheme + took.detail,
+    return {**cell._asdict(), "known_ms": known, "auto_ms": auto, "candidate": took.scheme + took.detail,
             "predicted_ms": took.total, "played": sum(not price.is_bound for price in plan.prices)}  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     for row in rows:
         times = " | ".join(f"{row['known_ms'][scheme][0]:.1f}" for scheme in KNOWN)
         print(f"| {row['batch']} | {row['layout']} | {row['mask']} | {'/'.join(map(str, row['heads']))} | {times} | "
-              f"{row['auto_ms'][0]:.1f} | {row['way']} | {row['predicted_ms']:.3f} |")  # fmt: skip
+              f"{row['auto_ms'][0]:.1f} | {row['candidate']} | {row['predicted_ms']:.3f} |")  # fmt: skip
     if args.json:
         print(json.dumps({"known_ms": known.max(axis=0).tolist(), "auto_ms": auto.max(axis=0).tolist(), "rows": rows}))
 

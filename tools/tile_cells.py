@@ -7,8 +7,9 @@ best layout, degree and number of head chunks, forward and backward together; ri
 layouts. Tiles are assigned by the fast stage alone, in the degrees that `auto` looks at. The ratio is of the best other
 scheme over the best of tiled and a2a+tiled: above 1 tiles win.
 
-`auto` knows before it assigns tiles what they take at least. Where that is no less than the best way so far takes,
-tiles cannot win: they are not assigned here either, unless asked for with `--all`, and a cell has the bound, as >= ms.
+`auto` knows before it assigns tiles what they take at least. Where that is no less than the best candidate so far
+takes, tiles cannot win: they are not assigned here either, unless asked for with `--all`, and a cell has the bound, as
+>= ms.
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ def packing_of(cell: Cell) -> cp.Packing:
 
 def plans_of(cell: Cell, layout: cp.Layout, mask: cp.Mask, scheme: str, on: Machine) -> Iterator[Plan]:
     """Yields a scheme's plans in every degree that leaves no rank without heads, and in the chunks that it may take."""
-    way = SCHEMES[scheme]
+    record = SCHEMES[scheme]
     degrees: list[int | None] = [None]
-    if way.is_product:
+    if record.is_product:
         degrees = [u for u in (2, 4, 8, 16) if u < cell.ranks and cell.kv_heads % u == 0]
-    chunks = (None, 1) if way.takes_chunks and way.chunks_keys and cell.kv_heads > 1 else (None,)
-    if way.assigns_tiles:
+    chunks = (None, 1) if record.takes_chunks and record.chunks_keys and cell.kv_heads > 1 else (None,)
+    if record.assigns_tiles:
         host = min(8, cell.ranks // 2) if cell.ranks > 8 else 2
         degrees, chunks = [u for u in degrees if u in (None, host)], (None,)
     for degree, count in itertools.product(degrees, chunks):
@@ -130,7 +131,7 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
     mask = cp.Mask.named(packing, cell.mask)
     layouts = {name: getattr(cp.Layout, name)(packing, cell.ranks) for name in ("contiguous", "zigzag")}
     layouts["balanced"] = cp.Layout.balanced(packing, cell.ranks, mask=mask)
-    others, alike, ways = (
+    others, alike, candidates = (
         dict.fromkeys(COLUMNS, float("inf")),
         dict[tuple[str, str, int], Plan](),
         list[tuple[Price, Plan]](),
@@ -144,8 +145,8 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
                 if sum(bounds_of_directions(plan, on, topology, 2)) < others[column]:
                     price = priced(plan, on, topology)
                     others[column] = min(others[column], price.total)
-                    ways.append((price, plan))
-    enough, least = min(map(milliseconds_for_tiles, ways)), min(others.values())
+                    candidates.append((price, plan))
+    enough, least = min(map(milliseconds_for_tiles, candidates)), min(others.values())
     tiles = dict[str, Tiles]()
     for scheme, name in itertools.product(TILED, reversed(layouts)):
         for degree in _degrees_of_tiles(cell, scheme):

@@ -46,7 +46,9 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     names = dict.fromkeys(name for result in results for name in result.errors)
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
     kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
-    lines = _summary(results) if args.all else [_line(result) for result in results]
+    backend = dist.get_backend() if world else "gloo" if args.ranks == "processes" else args.ranks
+    where = {"backend": backend, "device": cases[0].device, "dtype": args.dtype}
+    lines = [", ".join(where.values()), *(_summary(results) if args.all else [_line(result) for result in results])]
     if args.all and args.layer == "attention" and args.scheme is None:
         products = [scheme.name for scheme in SCHEMES.values() if scheme.is_product]
         lines += [f"{' and '.join(products)} were not run at cp={size}, which is no product" for size in sizes
@@ -57,6 +59,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     count = counted(len(results), "case")
     lines.append(f"{'passed' if passed else 'FAILED'}: {count}, errors at most {' and '.join(limits)} allowed")
     data = {
+        **where,
         "pass": passed,
         "bitwise_forward": all(result.bitwise_forward for result in results),
         "bitwise_backward": all(result.bitwise_backward for result in results),

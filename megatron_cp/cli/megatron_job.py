@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def judged(words: Sequence[str]) -> Report:
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
-    args, given = _parsed(list(words))
+    args, given, typed = _parsed(list(words))
     errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
     rows: list[tuple[str, str, str]] = [("refused", flag, error) for flag, error in errors.items()]
     undecided = dict(_undecided(args))
@@ -40,12 +41,19 @@ def judged(words: Sequence[str]) -> Report:
             rows.append((feature.verdict, flag, feature.remark))
     rows.sort(key=lambda row: (_ORDER.index(row[0]), row[1]))
     counts = {verdict: sum(row[0] == verdict for row in rows) for verdict in _ORDER}
-    width = max((len(flag) for _, flag, _ in rows), default=0)
-    lines = [f"{verdict:<9}{flag:<{width + 2}}{remark}" for verdict, flag, remark in rows]
+    # A refusal may be of one value alone, so it is shown with the flag.
+    shown = {flag: typed.get(flag, flag) if verdict == "refused" else flag for verdict, flag, _ in rows}
+    width = max(map(len, shown.values()), default=0)
+    lines = [f"{verdict:<11}{shown[flag]:<{width + 2}}{remark}" for verdict, flag, remark in rows]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no flags"]
     if args.context_parallel_size == 1:
         lines.append("one context-parallel rank: --context-parallel-size is 1, so nothing is spread over ranks")
-    data = {"flags": [{"verdict": verdict, "flag": flag, "remark": remark} for verdict, flag, remark in rows]}
+    names = ("verdict", "flag", "typed", "remark")
+    data = {
+        "flags": [
+            dict(zip(names, (verdict, flag, typed.get(flag), remark), strict=True)) for verdict, flag, remark in rows
+        ]
+    }
     return Report("\n".join(lines), data | {"counts": counts}, ok=not counts["refused"] + counts["undecided"])
 
 
@@ -69,8 +77,11 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 _SPECS = "megatron_cp.megatron.specs"
 
 
-def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the values of Megatron's flags and ours, and the given flags of Megatron in its main spelling."""
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
+    """Returns the values of Megatron's flags and ours, the given flags of Megatron, and all given ones as typed.
+
+    Flags are in their main spelling; the last of the three has the words of each, the last ones if it is repeated.
+    """
     from megatron_cp.megatron.config import add_arguments, add_megatrons_arguments
 
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
@@ -83,8 +94,19 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, unknown = parser.parse_known_args(words)
     if unknown:
         raise UsageError(f"--megatron: {unknown[0]} is no flag of megatron-core 0.19 or of megatron_cp.")
-    given = [word.partition("=")[0] for word in words if word.startswith("--")]
-    return args, list(dict.fromkeys(names[flag] for flag in given if flag not in own))
+    typed: dict[str, list[str]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = names[word.partition("=")[0]]
+            typed[flag] = []
+        typed[flag].append(word)
+    texts = {flag: _shortened(shlex.join(each)) for flag, each in typed.items()}
+    return args, [flag for flag in typed if flag not in own], texts
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 class _Parser(argparse.ArgumentParser):

@@ -146,7 +146,8 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--documents",
         type=positive,
         metavar="N",
-        help="draw N documents instead: from the corpus, or without it short lengths with a heavy tail",
+        help="instead of --lengths: a number of documents, such as 64, whose lengths are drawn from --corpus, or "
+        "without a corpus from a law of short lengths with a heavy tail (default: 8)",
     )
     group.add_argument(
         "--corpus",
@@ -206,6 +207,32 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
         search_seconds=args.search,
         search_cache=args.search_cache,
     )
+
+
+def described_layer(args: argparse.Namespace) -> str:
+    """Returns a line with the sizes of the layer that the arguments describe, and where they come from."""
+    shape = _layer_shape(args)
+    fields = {"heads": shape.heads, "groups": shape.groups, "key_dim": shape.head_dim, "value_dim": shape.value_dim}
+    flags = {"heads": "heads", "groups": "kv_heads", "key_dim": "head_dim", "value_dim": "value_dim"}
+    if args.layer in KINDS:
+        spelled = {name: flag for flag, name in _SIZES.items()}
+        flags = {each.field: spelled.get(each.name, each.name) for each in KINDS[args.layer].arguments}
+        if not KINDS[args.layer].has_state:  # its channels are those of all heads
+            flags = {"heads": "heads", "value_dim": "head_dim"}
+    sizes = {flag: fields[field] for field, flag in flags.items()}
+    if args.layer in KINDS:
+        sizes["conv_width"] = shape.conv_width
+    given = [flag for flag in sizes if getattr(args, flag)]
+    missing = [flag.replace("_", "-") for flag in sizes if flag not in given]
+    if args.model:
+        typed = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        origin = f" (from --model, with {typed} as given)" if given else " (from --model)"
+    elif not given:
+        origin = f" (the default; pass --{' --'.join(missing)} or --model)"
+    else:
+        origin = f" ({', '.join(missing)} not given)" if missing else ""
+    text = ", ".join(f"{flag.replace('_', '-')} {value}" for flag, value in sizes.items())
+    return f"layer: {args.layer}, {text}{origin}"
 
 
 def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:

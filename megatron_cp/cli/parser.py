@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops "--", even as the value of `--opt=--`, and would leave an empty list where a value is expected.
         if action.option_strings and action.nargs != argparse.REMAINDER and "--" in arg_strings:
-            raise argparse.ArgumentError(action, "got '--'; allowed: a value")
+            self._check_value(action, self._get_value(action, "--"))  # refuses it, if the option takes no text
+            allowed = action.metavar if isinstance(action.metavar, str) else "a value"
+            raise argparse.ArgumentError(action, f"got '--'; allowed: {allowed}")
         return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.applications import application
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, described_layer, layer_case_of
 from megatron_cp.cli.parser import cp_sizes
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> Report:
         report: Report = application("estimate").run_whole(args)
         return report
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
-    if len(args.cp) == 1:
-        return _explained(args, args.cp[0])
-    _refuse(args, ("plot",), "with one --cp")
-    return _compared(args)
+    if len(args.cp) > 1:
+        _refuse(args, ("plot",), "with one --cp")
+    explained = _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
+    return replace(explained, text=f"{described_layer(args)}\n{explained.text}")
 
 
 _LONG_SEARCH = 5  # seconds; shorter searches are not announced
@@ -109,7 +109,7 @@ def _compared(args: argparse.Namespace) -> Report:
     lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
     for cp, report in reports.items():
         found, sent = report.data, report.data["bytes_sent_per_rank"]
-        times = [found["predicted_ms"][way] for way in _BOTH]
+        times = [found["predicted_ms"][direction] for direction in _BOTH]
         shown = [f"{time:.3f}" if time is not None else "-" for time in times]
         lines.append(
             f"{cp:>4} {found['scheme'] + found['detail']:<24}{shown[0]:>12}{shown[1]:>13}"
@@ -203,13 +203,13 @@ def _priced_as(case: LayerCase, plan: Plan) -> Price:
 
 def _like(case: LayerCase, scheme: str) -> Plan:
     """Returns the plan of another scheme, with those of the given options that it supports."""
-    way = scheme_named(scheme)
-    codec = case.codec if way.takes_codec else "none"
-    degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
+    candidate = scheme_named(scheme)
+    codec = case.codec if candidate.takes_codec else "none"
+    degree = case.ulysses_degree if candidate.is_product and scheme_named(case.scheme).is_product else None
     like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
     plan = like.plan()
     most = plan.partition.most_groups
-    chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None
+    chunks = min(case.head_chunks, most) if case.head_chunks is not None and candidate.takes_chunks else None
     if chunks in (None, _head_chunks(plan)):
         return plan
     return replace(like, head_chunks=chunks).plan()
@@ -333,7 +333,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "detail": plan.prices[0].detail if plan.prices else "",
         "prices": [
             {
-                "way": f"{price.scheme}{price.detail}",
+                "candidate": f"{price.scheme}{price.detail}",
                 "forward": price.forward,
                 "backward": price.backward,
                 "exposed": price.exposed,

@@ -245,7 +245,7 @@ class Mask(Memo):
         bands = table.bands_of_documents(packing.cu_seqlens[:-1], packing.lengths)
         return cls(packing, packing, bands, spec)
 
-    def of_tokens(self, lengths: Sequence[int] | IntArray) -> Mask:
+    def unpadded(self, lengths: Sequence[int] | IntArray) -> Mask:
         """Returns the mask for documents that end in pads: only the first `lengths[i]` tokens of document i see and are
         seen.
 
@@ -259,7 +259,7 @@ class Mask(Memo):
             ArgumentError: other lengths, or a mask of cross-attention.
 
         Example:
-            >>> Mask.full(Packing([4, 2])).of_tokens([3, 2]).seen.tolist()
+            >>> Mask.full(Packing([4, 2])).unpadded([3, 2]).seen.tolist()
             [3, 3, 3, 0, 2, 2]
         """
         own, whole = host_array("lengths", lengths), self.packing.lengths

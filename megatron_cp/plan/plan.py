@@ -39,7 +39,7 @@ class Price:
         hardware: description of the machine that the prediction is for.
         exposed: milliseconds of both directions in which that rank waits for others and computes nothing.
         detail: the candidate's options, printed after its scheme.
-        rule: the reason why this candidate was chosen although another is predicted to be faster; else empty.
+        reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
     """
 
     scheme: str
@@ -50,7 +50,7 @@ class Price:
     hardware: str = ""
     exposed: float = 0.0
     detail: str = ""
-    rule: str = ""
+    reason: str = ""
 
     @property
     def total(self) -> float:
@@ -320,11 +320,11 @@ class Plan(Memo):
         """Returns the owners, steps and costs as text, for elements of `item_size` bytes."""
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
-        way = self.scheme if self.redistribution is None else REDISTRIBUTE.name
+        scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {counted(self.cp_size, 'rank')}: "
+            f"{self.kind} by {scheme} over {counted(self.cp_size, 'rank')}: "
             f"{counted(self.packing.num_documents, 'document')}, "
             f"{counted(self.packing.total, 'token')}, {about}",
             "",
@@ -352,7 +352,7 @@ class Plan(Memo):
         if others and not others[0].is_bound and others[0].total < self.prices[0].total:
             gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
             lines.append(
-                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].rule}: see "
+                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].reason}: see "
                 "docs/planning.md"
             )
         return lines

@@ -124,11 +124,11 @@ REDISTRIBUTE = LinearMode(
 MODES = {mode.name: mode for mode in (HEADWISE, CHUNKWISE, REDISTRIBUTE)}
 
 
-def may_exchange_heads(way: str) -> bool:
+def may_exchange_heads(name: str) -> bool:
     """Returns True if a scheme or mode of this name exchanges heads, or "auto" may take one that does."""
-    return way == AUTO or (SCHEMES.get(way) or MODES[way]).exchanges_heads
+    return name == AUTO or (SCHEMES.get(name) or MODES[name]).exchanges_heads
 
 
-def may_assign_tiles(way: str) -> bool:
+def may_assign_tiles(name: str) -> bool:
     """Returns True if a scheme or mode of this name assigns tiles to ranks, or "auto" may take one that does."""
-    return way == AUTO or (way in SCHEMES and SCHEMES[way].assigns_tiles)
+    return name == AUTO or (name in SCHEMES and SCHEMES[name].assigns_tiles)

@@ -30,7 +30,7 @@ class Transport:
     Attributes:
         name: one of the above.
         hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `hosts_of(group)` asks the
-            ranks, `of_even_hosts` numbers neighbours.
+            ranks, `even_hosts` numbers neighbours.
 
     Raises:
         ArgumentError: another name, or hosts that are not numbered so.
@@ -64,7 +64,7 @@ class Transport:
         return cls(transport)
 
     @classmethod
-    def of_even_hosts(cls, name: str, cp_size: int, hosts: int) -> Transport:
+    def even_hosts(cls, name: str, cp_size: int, hosts: int) -> Transport:
         """Makes a transport over `cp_size` ranks, with neighbouring ranks spread over `hosts` hosts as evenly as
         possible.
 
@@ -72,7 +72,7 @@ class Transport:
             ArgumentError: another name, or no or more hosts than ranks.
 
         Example:
-            >>> Transport.of_even_hosts("hierarchical", cp_size=5, hosts=2).hosts
+            >>> Transport.even_hosts("hierarchical", cp_size=5, hosts=2).hosts
             (0, 0, 0, 1, 1)
         """
         cp_size = checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
@@ -95,7 +95,7 @@ class Transport:
 
 
 _HOW_TO_SAY_HOSTS = (
-    'Use Transport.of_even_hosts("hierarchical", cp_size, hosts), or Transport("hierarchical", hosts_of(group)), which '
+    'Use Transport.even_hosts("hierarchical", cp_size, hosts), or Transport("hierarchical", hosts_of(group)), which '
     "asks the ranks."
 )
 

@@ -261,7 +261,7 @@ def _cheapest(
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if scheme.is_product else None
-    price = replace(price, rule=reason((price, plan), found[1:]))
+    price = replace(price, reason=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
     notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
     return _Choice(scheme, degree, chunks, prices, notes)

@@ -31,13 +31,18 @@ from megatron_cp.planner.tiled import checked_search
 class AttentionSpec:
     """The arguments of a softmax attention layer's plan, except the batch. See `plan_attention`.
 
-    Layers with equal specs share a plan. A spec is fixed when a module is built.
+    Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
+    is not given.
+
+    Example:
+        >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
+        64
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    value_head_dim: int
+    value_head_dim: int = None  # type: ignore[assignment]  # an integer once the spec is made
     mask: str = "causal"
     scheme: str = "auto"
     ulysses_degree: int | None = None
@@ -51,6 +56,8 @@ class AttentionSpec:
     search_cache: str | None = None
 
     def __post_init__(self) -> None:
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
@@ -67,7 +74,7 @@ class AttentionSpec:
         _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        options["mask"] = mask if lengths is None else mask.of_tokens(lengths)
+        options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
 
 
@@ -136,8 +143,8 @@ class LinearSpec:
         own_totals = [price.total for price in own]
         chosen = next(price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct))
         best = self._plan(layout, chosen.scheme)
-        rule = "all linear layers of a run are redistributed, or none" if chosen.total > min(own_totals) else ""
-        return replace(best, prices=(replace(chosen, rule=rule), *(price for price in own if price is not chosen)))
+        reason = "all linear layers of a run are redistributed, or none" if chosen.total > min(own_totals) else ""
+        return replace(best, prices=(replace(chosen, reason=reason), *(price for price in own if price is not chosen)))
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
         """Returns the prices of the layer's candidates, the cheapest first; the layout keeps them."""
@@ -204,7 +211,7 @@ class BatchPlan:
 
     Example:
         >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
-        >>> plans = BatchPlan(layout, [AttentionSpec(heads=8, kv_heads=2, head_dim=64, value_head_dim=64)])
+        >>> plans = BatchPlan(layout, [AttentionSpec(heads=8, kv_heads=2, head_dim=64)])
         >>> [plan.scheme for plan in plans.plans]
         ['a2a']
     """
@@ -220,7 +227,7 @@ class BatchPlan:
             raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
-            Mask.causal(layout.packing).of_tokens(lengths)  # refuses lengths that do not fit the documents
+            Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
             lengths = frozen(np.array(lengths, np.int64))  # read again when a spec is planned later
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}

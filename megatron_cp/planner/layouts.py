@@ -164,7 +164,7 @@ def choose_layout(
         ArgumentError: no layers, or layers that cannot be planned in any of these layouts.
 
     Example:
-        >>> layer = AttentionSpec(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="exact")
+        >>> layer = AttentionSpec(heads=8, kv_heads=2, head_dim=64, scheme="exact")
         >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000]), 4, [layer] * 12).name
         'balanced'
     """

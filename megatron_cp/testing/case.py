@@ -250,7 +250,7 @@ class LayerCase:
         require("transport", self.transport)
         if knows_hosts(self.transport) and self.hosts:
             return Transport(self.transport, self.hosts)
-        return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
+        return Transport.even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
 
     def _describe_transport(self) -> str:
         hosts = self._transport().hosts

@@ -16,7 +16,7 @@ from megatron_cp.transformers.slots import is_mask_of
 
 NAME = "megatron_cp"  # in AttentionInterface
 SLOT = "cp_slot"  # an attribute of every swapped module
-_BATCH = "Call the model with a batch from ContextParallel.shard: model(**cp.shard(batch))."
+_BATCH = "Call the model with a batch from ContextParallel.shard: model(**parallel.shard(batch))."
 
 
 def planned_batch(given: object) -> PlannedBatch:
@@ -26,7 +26,7 @@ def planned_batch(given: object) -> PlannedBatch:
         ArgumentError: the model was called without a batch of `ContextParallel.shard`.
     """
     if not isinstance(given, PlannedBatch):
-        remedy = f"{_BATCH} To generate, or without context parallelism: with cp.disabled()."
+        remedy = f"{_BATCH} To generate, or without context parallelism: with parallel.disabled()."
         raise ArgumentError("cp_batch", given, "what ContextParallel.shard made", remedy)
     return given
 
@@ -99,6 +99,6 @@ def _check_call(
 
 def _seed(batch: PlannedBatch, layer: int) -> int:
     if batch.seed is None:
-        remedy = "Give cp.shard(batch, seed=step): ranks drop the same weights, and recomputation drops them again."
+        remedy = "Give parallel.shard(batch, seed=step): ranks drop the same weights, and so does recomputation."
         raise ArgumentError("dropout", "attention dropout, and a batch without a seed", "a seed", remedy)
     return (batch.seed * 1_000_003 + layer) % 2**62

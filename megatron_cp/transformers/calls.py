@@ -10,11 +10,13 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 
 REFUSED = {
-    "past_key_values": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
-    "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
-    "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "past_key_values": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
+    "cache_params": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
+    "use_cache": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
     "output_attentions": "No scheme here has the weights of a softmax in one place.",
-    "logits_to_keep": "A rank would keep the last of its own rows. Leave it out: cp.gather(out.logits, batch)[:, -n:].",
+    "logits_to_keep": (
+        "A rank would keep the last of its own rows. Leave it out: parallel.gather(out.logits, batch)[:, -n:]."
+    ),
     "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
     "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
     "router_aux_loss_coef=0.",

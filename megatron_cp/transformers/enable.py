@@ -84,8 +84,8 @@ def enable_context_parallel(
 ) -> ContextParallel:
     """Makes a model's attention and linear layers run over the ranks of a group. Parameters are not changed.
 
-    Call it before `fully_shard`, `torch.compile` and PEFT. Then, on every rank, call `batch = cp.shard(batch)` and
-    `model(**batch)`.
+    Call it before `fully_shard`, `torch.compile` and PEFT. Then, with the result as `parallel`, call on every rank
+    `batch = parallel.shard(batch)` and `model(**batch)`.
 
     Args:
         model: a causal language model of transformers, or the model below its head. It gets a copy of its
@@ -201,7 +201,7 @@ class ContextParallel:
     def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False) -> Tensor:
         """Gathers rows `[1, t, ...]` of all ranks, such as logits or losses, into `[1, total, ...]`; differentiable.
 
-        See `cp.gather` for `same_loss`.
+        See `parallel.gather` for `same_loss`.
         """
         if rows.ndim < 2 or rows.shape[0] != 1:
             raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
@@ -270,7 +270,7 @@ def _check_model(model: object) -> None:
     check_head(model)
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
-        remedy = "Build the model from a configuration of its own: copy.deepcopy(config) within cp.disabled()."
+        remedy = "Build the model from a configuration of its own: copy.deepcopy(config) within parallel.disabled()."
         raise ArgumentError("model.config", "the configuration of a model that is enabled", "one of its own", remedy)
     _check_layerdrop(model)
     for name in ("output_router_logits", "output_attentions", "attn_temperature_tuning"):

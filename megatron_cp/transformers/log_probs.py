@@ -13,8 +13,8 @@ from megatron_cp.transformers.batch import ShardedBatch
 def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float = 1.0) -> Tensor:
     """Returns the log-probability of each label, in at least fp32; differentiable.
 
-    A rank computes those of its own rows, exactly as one rank does. `cp.gather(token_log_probs(...), batch)` returns
-    them for the whole batch, in the order of its tokens.
+    A rank computes those of its own rows, exactly as one rank does. `parallel.gather(token_log_probs(...), batch)`
+    returns them for the whole batch, in the order of its tokens.
 
     Args:
         logits: this rank's logits, `[1, t, vocabulary]`.

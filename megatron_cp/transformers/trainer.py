@@ -242,8 +242,8 @@ def _check_trainer(kind: type) -> None:
     trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
     if trl not in (None, "SFTTrainer"):
         remedy = (
-            "Its batches are pairs or prompts, and its losses need whole rows. Write the loop: cp.shard, then "
-            "cp.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and the loss of these."
+            "Its batches are pairs or prompts, and its losses need whole rows. Write the loop: parallel.shard, then "
+            "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
         )
         raise ArgumentError("trainer", trl, "transformers' Trainer or TRL's SFTTrainer", remedy)
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_cp.apps.bench import contenders, exchange, local_part
 from megatron_cp.apps.bench.contenders import LOOP, ours
-from megatron_cp.apps.bench.local_part import WAYS, local_work
+from megatron_cp.apps.bench.local_part import DIRECTIONS, local_work
 from megatron_cp.apps.bench.peer_limits import MEGATRON, aligned_lengths
 from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, GATES, LAYOUTS, SENT, Batch
 from megatron_cp.cli.main import main
@@ -66,14 +66,14 @@ def test_the_local_part_is_measured_over_a_copy(report):
     for layout in LAYOUTS:
         for gate in GATES:
             name = f"{layout}, {gate}"
-            assert list(report["pack_over_copy"][name]) == list(WAYS)
-            assert list(report["unpack_over_copy"][name]) == list(WAYS)
+            assert list(report["pack_over_copy"][name]) == list(DIRECTIONS)
+            assert list(report["unpack_over_copy"][name]) == list(DIRECTIONS)
     for what in ("pack", "unpack"):
         ratios = [*report[f"{what}_over_copy"].values(), report[f"megatron_{what}_over_copy"]]
         assert all(is_spread(value) for of_ways in ratios for value in of_ways.values())
         target = report["local_targets"][what]
         aimed = [ratio for name, ratio in report[f"{what}_over_copy"].items() if name.endswith(ALL_SECTIONS)]
-        ways = WAYS if what == "pack" else WAYS[:2]
+        ways = DIRECTIONS if what == "pack" else DIRECTIONS[:2]
         assert target["worst"] == max(ratio[way]["median"] for ratio in aimed for way in ways)
         assert target["met"] == (target["worst"] <= target["at_most"])
 

@@ -431,6 +431,7 @@ def test_check_runs_under_torchrun(layer):
     assert report["pass"]
     assert report["bitwise_forward"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])
+    assert (report["backend"], report["device"], report["dtype"]) == ("gloo", "cpu", "float64")
 
 
 @pytest.mark.parametrize("every", [[], ["--all", "--scheme", "a2a", "--mask", "causal"]])
@@ -465,7 +466,17 @@ def test_check_fails_where_one_of_the_sizes_that_fit_fails(capsys, monkeypatch):
 
 def test_check_runs_on_processes(capsys):
     assert main(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["bitwise_forward"]
+    out, text = capsys.readouterr()
+    assert last_json(out)["bitwise_forward"]
+    assert text.splitlines()[0] == "gloo, cpu, float64"
+
+
+@pytest.mark.parametrize("every", [[], ["--all", "--mask", "causal", "--scheme", "a2a", "--heads", "2"]])
+def test_check_says_first_where_it_ran(every, capsys):
+    assert main(["check", "--cp", "2", "--lengths", "3,4", "--dtype", "float32", *every, "--json"]) == 0
+    out, text = capsys.readouterr()
+    assert text.splitlines()[0] == "threads, cpu, float32"
+    assert list(last_json(out).items())[:3] == [("backend", "threads"), ("device", "cpu"), ("dtype", "float32")]
 
 
 def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():

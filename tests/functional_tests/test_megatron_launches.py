@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import shlex
 
 import pytest
@@ -126,6 +127,27 @@ def judged(flags):
         status = main(["doctor", "--json", "--megatron", *shlex.split(flags)])
     rows = json.loads(said.getvalue().splitlines()[-1])["flags"]
     return {row["flag"]: row["verdict"] for row in rows}, status
+
+
+def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed(capsys):
+    flags = ["--cp-layout=striped", "--qk-clip", "--cp-comm-type", "a2a", "p3p", "--micro-batch-size", "2"]
+    job = [*flags, "--context-parallel-size", "4", *shlex.split(OURS), "--calculate-per-token-loss"]
+    assert main(["doctor", "--json", "--megatron", *job]) == 1
+    out, text = capsys.readouterr()
+    text = re.sub(" +", " ", text)
+    assert "refused --cp-layout=striped got 'striped'; allowed: contiguous or" in text
+    assert "refused --cp-comm-type a2a p3p got 'p3p'; allowed: a2a or" in text
+    assert "refused --qk-clip got True; allowed: off" in text
+    assert "proved --micro-batch-size tests/" in text
+    typed = {row["flag"]: row["typed"] for row in json.loads(out)["flags"]}
+    assert typed["--cp-comm-type"] == "--cp-comm-type a2a p3p"
+    assert typed["--micro-batch-size"] == "--micro-batch-size 2"
+
+
+def test_doctor_shortens_long_values(capsys):
+    assert main(["doctor", "--megatron", "--cp-layout", "x" * 200]) == 1
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("refused"))
+    assert row.startswith(f"refused    --cp-layout {'x' * 44} ...  got 'xxx")
 
 
 OURS = "--spec megatron_cp.megatron.specs gpt_layer_spec"

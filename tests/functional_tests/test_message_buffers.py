@@ -221,7 +221,7 @@ def test_a_relayout_sends_from_buffers(shape, dtype, transport, lying):
 
     def step(group):
         local = torch.ones(source.row_counts[group.rank], *shape, dtype=dtype, requires_grad=True)
-        moved = cp.relayout(local, source, target, group, transport=cp.Transport.of_even_hosts(transport, 4, 2))
+        moved = cp.relayout(local, source, target, group, transport=cp.Transport.even_hosts(transport, 4, 2))
         moved.backward(torch.ones_like(moved))
         held = source.token_counts[group.rank]
         assert bool((moved[: target.token_counts[group.rank]] == 1).all())
@@ -239,7 +239,7 @@ def test_a_gather_sends_from_buffers(shape, dtype, transport, lying):
 
     def step(group):
         local = torch.ones(layout.row_counts[group.rank], *shape, dtype=dtype, requires_grad=True)
-        stream = cp.gather(local, layout, group, transport=cp.Transport.of_even_hosts(transport, 3, 2))
+        stream = cp.gather(local, layout, group, transport=cp.Transport.even_hosts(transport, 3, 2))
         stream.backward(torch.ones_like(stream))
         assert bool((stream == 1).all())
         assert bool((local.grad[: layout.token_counts[group.rank]] == group.size).all())

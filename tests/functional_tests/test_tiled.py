@@ -122,7 +122,7 @@ def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
 
 @pytest.mark.parametrize("scheme", [pytest.param("tiled", marks=pytest.mark.thorough), "auto"])
 def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme):
-    """Also where auto weighed tiles and took others."""
+    """Also where auto priced tiles and took others."""
     monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -190,13 +190,13 @@ CALLS = {
                                    np.ma.array([0, 1]), torch.tensor(0.0), [BEYOND], object(), [0]]}),
     "Transport.named": (cp.Transport.named, {"transport": "collective"}, {
         "transport": [*NO_NAME, "hierarchical", cp.Transport]}),
-    "Transport.of_even_hosts": (cp.Transport.of_even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
+    "Transport.even_hosts": (cp.Transport.even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
         "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
     "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
-    "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+    "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks")},
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
@@ -209,7 +209,7 @@ CALLS = {
     "AttentionSpec.plan": (cp.AttentionSpec(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
     "LinearSpec.plan": (cp.LinearSpec("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
-    "Mask.of_tokens": (cp.Mask.causal(P).of_tokens, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
+    "Mask.unpadded": (cp.Mask.causal(P).unpadded, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], {SLOT}]}),
@@ -342,7 +342,7 @@ CALLS |= {
 NAMES = {
     ("Mask.named", "spec"): "mask",
     ("Transport", "name"): "transport",
-    ("Transport.of_even_hosts", "name"): "transport",
+    ("Transport.even_hosts", "name"): "transport",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("megatron_cp", "tools", "tests", "examples", "benchmarks")
+FOLDERS = {"megatron_cp": 300, "tools": 30, "tests": 200, "examples": 3, "benchmarks": 1}  # and the least files
 OPENINGS = {
     "What", "One", "Of", "Whether", "How", "For", "Where", "Those", "That", "As", "Which", "Who", "Likewise", "Each",
     "Some",
@@ -24,11 +24,9 @@ def fragments(source):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_are_whole_sentences(folder):
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {text}"
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, text in fragments(path.read_text())
-    ]
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert len(files) >= FOLDERS[folder]
+    found = [f"{path.relative_to(ROOT)}:{line}: {text}" for path in files for line, text in fragments(path.read_text())]
     assert found == []
 
 

@@ -76,6 +76,14 @@ def test_every_public_name_is_there(package):
         assert getattr(module, name) is vars(module)[name]  # kept once it is used
 
 
+def test_no_public_name_begins_with_of():
+    names = [name for name in megatron_cp.__all__ if not name.startswith("__")]
+    kinds = {name: kind for name in names if isinstance(kind := getattr(megatron_cp, name), type)}
+    assert len(kinds) >= 15
+    inside = [f"{name}.{attribute}" for name, kind in kinds.items() for attribute in vars(kind)]
+    assert [name for name in [*names, *inside] if name.rpartition(".")[2].startswith("of_")] == []
+
+
 def test_a_module_of_a_package_is_imported_without_a_hint(monkeypatch):
     """An import statement asks the package before it imports the module."""
     monkeypatch.setattr("difflib.get_close_matches", None)

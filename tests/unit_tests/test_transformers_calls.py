@@ -113,7 +113,7 @@ def test_rejects_labels_without_the_number_of_all_ranks_labels(name):
 @pytest.mark.parametrize(
     ("named", "text"),
     [
-        ({"output_attentions": True}, "in one place"), ({"logits_to_keep": 5}, r"cp.gather\(out.logits, batch\)"),
+        ({"output_attentions": True}, "in one place"), ({"logits_to_keep": 5}, r"parallel.gather\(out.logits, batch\)"),
         ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep"), ({"output_router_logits": True}, "no shard has"),
         ({"past_key_values": object()}, "no cache"), ({"labels": TOKENS}, "labels without shift_labels"),
     ],

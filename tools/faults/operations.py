@@ -35,7 +35,7 @@ class Call:
 def plan(layer: Layer, packing: cp.Packing, layout: cp.Layout, hidden: int) -> cp.Plan:
     """Makes the plan of a layer."""
     transport = (
-        cp.Transport.of_even_hosts("hierarchical", layout.cp_size, min(2, layout.cp_size))
+        cp.Transport.even_hosts("hierarchical", layout.cp_size, min(2, layout.cp_size))
         if layer.transport == "hierarchical"
         else layer.transport
     )

@@ -44,11 +44,11 @@ def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
         copied = _copy(megabytes, repeats)
         for name, (heads, groups, head_dim, codec) in SHAPES.items():
             calls, size = _calls(int(megabytes * 2**20), heads, groups, head_dim, codec)
-            for way, call in calls.items():
+            for direction, call in calls.items():
                 took = times(call, repeats)
                 entering = size / 1e3 / took.device_us  # bytes in 1e-6 s, in 1e9 a second
                 yield {
-                    "runs": name, "megabytes": megabytes, "way": way, **took.row(),
+                    "runs": name, "megabytes": megabytes, "direction": direction, **took.row(),
                     "entering_gb_s": round(entering, 1), "over_copy": round(took.device_us / copied, 2),
                 }  # fmt: skip
 

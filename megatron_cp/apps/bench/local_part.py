@@ -20,9 +20,9 @@ from megatron_cp.exchange import Buffers, Geometry, pack_heads, pack_tokens, unp
 from megatron_cp.executor import TorchGroup
 from megatron_cp.testing import Case
 
-WAYS = ("to heads", "to tokens", "to tokens, in place")
+DIRECTIONS = ("to heads", "to tokens", "to tokens, in place")
 LOCAL_TARGETS = {"pack": 1.5, "unpack": 1.2}  # time over that of a warm copy, at most
-LocalKey = tuple[str, str, str]  # contender, way, "pack" or "unpack"
+LocalKey = tuple[str, str, str]  # contender, direction, "pack" or "unpack"
 LocalWork = dict[LocalKey, tuple[Callable[[], Any], int]]
 
 
@@ -80,7 +80,7 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
 
 
 def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[str]]) -> LocalWork:
-    """Returns our packing and unpacking in both ways, on the first rank, of messages as all ranks would send them.
+    """Returns our packing and unpacking in both directions, on the first rank, of messages as all ranks send them.
 
     Raises:
         RuntimeError: unpacking does not return what was packed.
@@ -143,12 +143,12 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
     sent, sizes = sum(tensor.nbytes for tensor in own), sum(x.nbytes for of_part in expected for x in of_part)
     name = f"{layout}, {gate}"
     return {
-        (name, WAYS[0], "pack"): (lambda: buffers.release(*packed_tokens(ats[rank], own)), sent),
-        (name, WAYS[0], "unpack"): (lambda: unpacked_heads(from_tokens), sizes),
-        (name, WAYS[1], "pack"): (lambda: buffers.release(*packed_heads(backs[rank], expected)), sizes),
-        (name, WAYS[1], "unpack"): (lambda: unpack_tokens(from_heads, backs[rank], widths), sent),
-        (name, WAYS[2], "pack"): (lambda: buffers.release(*packed_heads(rowwise[rank], rows)), sizes),
-        (name, WAYS[2], "unpack"): (lambda: unpack_tokens(in_rows, rowwise[rank], widths), sent),
+        (name, DIRECTIONS[0], "pack"): (lambda: buffers.release(*packed_tokens(ats[rank], own)), sent),
+        (name, DIRECTIONS[0], "unpack"): (lambda: unpacked_heads(from_tokens), sizes),
+        (name, DIRECTIONS[1], "pack"): (lambda: buffers.release(*packed_heads(backs[rank], expected)), sizes),
+        (name, DIRECTIONS[1], "unpack"): (lambda: unpack_tokens(from_heads, backs[rank], widths), sent),
+        (name, DIRECTIONS[2], "pack"): (lambda: buffers.release(*packed_heads(rowwise[rank], rows)), sizes),
+        (name, DIRECTIONS[2], "unpack"): (lambda: unpack_tokens(in_rows, rowwise[rank], widths), sent),
     }
 
 
@@ -190,12 +190,14 @@ def megatrons_local_work(batch: Batch) -> LocalWork:
             return function(tensor)
 
     work: dict[tuple[str, str], Callable[[], Tensor]] = {
-        (WAYS[0], "pack"): lambda: without_graph(stock.pack, local),
-        (WAYS[0], "unpack"): lambda: without_graph(stock.unpack, arrived),
-        (WAYS[1], "pack"): lambda: to_tokens(unpacked, arrived, gradients[1]),
-        (WAYS[1], "unpack"): lambda: to_tokens(packed, local, gradients[0]),
+        (DIRECTIONS[0], "pack"): lambda: without_graph(stock.pack, local),
+        (DIRECTIONS[0], "unpack"): lambda: without_graph(stock.unpack, arrived),
+        (DIRECTIONS[1], "pack"): lambda: to_tokens(unpacked, arrived, gradients[1]),
+        (DIRECTIONS[1], "unpack"): lambda: to_tokens(packed, local, gradients[0]),
     }
-    compare(f"{MEGATRON}: to tokens", [work[WAYS[1], name]() for name in ("pack", "unpack")], [arrived, local], exact)
+    compare(
+        f"{MEGATRON}: to tokens", [work[DIRECTIONS[1], name]() for name in ("pack", "unpack")], [arrived, local], exact
+    )
 
     def on_this_thread(call: Callable[[], Tensor]) -> Tensor:
         with torch.autograd.set_multithreading_enabled(False):  # another thread would not be on this one's clock
@@ -212,16 +214,16 @@ def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
 
     def ratios(what: str, *, of_megatron: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for (name, way, stage), seen in stages.items():
+        for (name, direction, stage), seen in stages.items():
             if stage == what and (name == MEGATRON) == of_megatron:
-                found.setdefault(name, {})[way] = spread(np.array(seen.seconds) / np.array(seen.copy))
+                found.setdefault(name, {})[direction] = spread(np.array(seen.seconds) / np.array(seen.copy))
         return found
 
     over_copy = {what: ratios(what, of_megatron=False) for what in LOCAL_TARGETS}
     theirs = {what: ratios(what, of_megatron=True).get(MEGATRON) for what in LOCAL_TARGETS}
     worst = {
-        what: max(ratio["median"] for name, of_ways in over_copy[what].items() if name.endswith(ALL_SECTIONS)
-                  for way, ratio in of_ways.items() if (what, way) != ("unpack", WAYS[2]))
+        what: max(ratio["median"] for name, of_directions in over_copy[what].items() if name.endswith(ALL_SECTIONS)
+                  for direction, ratio in of_directions.items() if (what, direction) != ("unpack", DIRECTIONS[2]))
         for what in LOCAL_TARGETS
     }  # fmt: skip
     return {
@@ -236,35 +238,38 @@ def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
         "local": [
             {
                 "contender": name,
-                "way": way,
+                "direction": direction,
                 "stage": what,
                 "milliseconds": spread(np.array(seen.seconds) * 1e3),
                 "copy_milliseconds": spread(np.array(seen.copy) * 1e3),
                 "bytes": seen.entering,
                 "page_faults": float(np.median(seen.faults)),
             }
-            for (name, way, what), seen in stages.items()
+            for (name, direction, what), seen in stages.items()
         ],
     }
 
 
 def local_table(data: dict[str, Any]) -> list[str]:
-    """Returns a table with a row for each contender and way."""
+    """Returns a table with a row for each contender and direction."""
     columns = ("pack / copy", "unpack / copy", "pack ms", "unpack ms", "copy ms", "MiB", "faults")
     cells = []
-    rows = {(row["contender"], row["way"], row["stage"]): row for row in data["local"]}
+    rows = {(row["contender"], row["direction"], row["stage"]): row for row in data["local"]}
     ratios = {
         what: {**data[f"{what}_over_copy"], MEGATRON: data[f"megatron_{what}_over_copy"]} for what in LOCAL_TARGETS
     }
-    for name, way in dict.fromkeys((name, way) for name, way, _ in rows):
-        both = [rows.get((name, way, what)) for what in LOCAL_TARGETS]
+    for name, direction in dict.fromkeys((name, direction) for name, direction, _ in rows):
+        both = [rows.get((name, direction, what)) for what in LOCAL_TARGETS]
         held = [row for row in both if row]
         cells.append([
-            name, way,
-            *(formatted(ratios[what][name][way]) if row else "" for what, row in zip(LOCAL_TARGETS, both, strict=True)),
+            name, direction,
+            *(
+                formatted(ratios[what][name][direction]) if row else ""
+                for what, row in zip(LOCAL_TARGETS, both, strict=True)
+            ),
             *(f"{row['milliseconds']['median']:.2f}" if row else "" for row in both),
             f"{np.mean([row['copy_milliseconds']['median'] for row in held]):.2f}",
             f"{held[0]['bytes'] / 2**20:.1f}",
             f"{max(row['page_faults'] for row in held):.0f}",
         ])  # fmt: skip
-    return table(("", "way"), columns, cells)
+    return table(("", "direction"), columns, cells)

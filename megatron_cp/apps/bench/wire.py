@@ -107,7 +107,7 @@ def _job(
     replace(coded, transport=args.transport, codec=args.codec, head_chunks=args.head_chunks).refuse_early()
     layers = LAYERS if args.layer is None else (args.layer,)
     # The hosts are torchrun's if there are several, and otherwise imagined.
-    even = Transport.of_even_hosts("hierarchical", cp, args.hosts or _NUM_HOSTS).hosts
+    even = Transport.even_hosts("hierarchical", cp, args.hosts or _NUM_HOSTS).hosts
     hosts = tuple(named) if len(set(named)) > 1 and args.hosts is None else even
     return Job(
         parts=parts,

@@ -17,7 +17,7 @@ from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION, LinearMixer
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.page.page import check_page, save_page
-from megatron_cp.apps.estimate.step import RUNTIME_BYTES, SHARDINGS, StepChoice, StepPrice, predict_step, way_of
+from megatron_cp.apps.estimate.step import RUNTIME_BYTES, SHARDINGS, StepChoice, StepPrice, predict_step, scheme_of
 from megatron_cp.apps.estimate.together import chunks_of
 from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
@@ -162,7 +162,7 @@ def _as_json(row: StepPrice, on: Machine, limit: float) -> dict[str, Any]:
     return {
         "cp": row.choice.cp, "layout": row.choice.layout, "recompute": row.choice.recompute,
         "plans": [
-            {"kind": plan.kind, "way": way_of(plan), "ulysses_degree": plan.ulysses_degree, "layers": count}
+            {"kind": plan.kind, "scheme": scheme_of(plan), "ulysses_degree": plan.ulysses_degree, "layers": count}
             for plan, count in row.plans
         ],
         "milliseconds": _parts(row) | {"step": row.step},
@@ -258,14 +258,14 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
         f"nothing fits {size(int(limit))}: the nearest is cp {near.choice.cp}, {near.choice.layout}, which takes "
         f"{size(int(near.memory.total))}"
     )
-    ways = ["more ranks or replicas"] + ["--sharding zero3"] * (near.choice.sharding != "zero3")
-    ways += ["--recompute full"] * (near.choice.recompute != FULL)
+    remedies = ["more ranks or replicas"] + ["--sharding zero3"] * (near.choice.sharding != "zero3")
+    remedies += ["--recompute full"] * (near.choice.recompute != FULL)
     if fixed >= limit:
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
         about = "about " if args.search else ""
         text += f"; {about}{counted(data['longest'], 'token')} would fit"
-    return f"{text}. Use {' or '.join(ways)}."
+    return f"{text}. Use {' or '.join(remedies)}."
 
 
 def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
@@ -275,7 +275,9 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
     ]  # fmt: skip
     cells = [heads]
     for row in rows:
-        attention, linear = ([plan for plan, _ in row.plans if (plan.attend is None) == way] for way in (False, True))
+        attention, linear = (
+            [plan for plan, _ in row.plans if (plan.attend is None) == is_linear] for is_linear in (False, True)
+        )
         cells.append(
             [
                 str(row.choice.cp), row.choice.layout, _names(attention), _names(linear), row.choice.recompute,
@@ -302,7 +304,7 @@ def _name(plan: Plan) -> str:
     exchanged = 1 < plan.ulysses_degree < plan.cp_size
     chunks = chunks_of(plan)
     return (
-        way_of(plan)
+        scheme_of(plan)
         + (f" (u = {plan.ulysses_degree})" if exchanged else "")
         + (f", {chunks} chunks" if chunks > 1 else "")
     )

@@ -264,14 +264,18 @@ def _latent(config: Fields) -> AttentionMixer:
 def _deepseek_v3(config: Fields) -> Blocks:
     config.refuse("attention_bias")
     mixers = [_latent(config)] * config.layers("num_hidden_layers")
-    return _after_dense(config, mixers, "n_shared_experts", "n_routed_experts")
+    return _after_dense(config, mixers, 3, "n_shared_experts", "n_routed_experts")
 
 
-def _after_dense(config: Fields, mixers: Sequence[Mixer], shared: str, *names: str) -> Blocks:
-    """Returns layers with mixtures, except the first `first_k_dense_replace` and those between `moe_layer_freq`."""
+def _after_dense(config: Fields, mixers: Sequence[Mixer], usual: int, shared: str, *names: str) -> Blocks:
+    """Returns layers with mixtures, except the first `first_k_dense_replace` and those between `moe_layer_freq`.
+
+    `usual` is the number of the first that are dense where the configuration does not say. Only dense layers read
+    `intermediate_size`.
+    """
     size = config.size("moe_intermediate_size") * config.size(shared, 0, least=0)
     experts = _experts(config, "moe_intermediate_size", *names, shared_size=size, router_bias=True)
-    dense, step = config.size("first_k_dense_replace", 0, least=0), config.size("moe_layer_freq", 1)
+    dense, step = config.size("first_k_dense_replace", usual, least=0), config.size("moe_layer_freq", 1)
     return tuple(
         Block(mixer, MLP(config.size("intermediate_size")) if number < dense or number % step else experts)
         for number, mixer in enumerate(mixers)
@@ -291,7 +295,7 @@ def _kimi_linear(config: Fields) -> Blocks:
     latent = replace(_latent(config), output_gate=config.flag("mla_use_output_gate"))
     full, layers = own.indices("full_attn_layers"), config.layers("num_hidden_layers")
     mixers = [latent if number in full else linear for number in range(1, layers + 1)]
-    return _after_dense(config, mixers, "num_shared_experts", "num_experts", "num_experts_per_token")
+    return _after_dense(config, mixers, 0, "num_shared_experts", "num_experts", "num_experts_per_token")
 
 
 MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {

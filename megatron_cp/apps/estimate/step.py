@@ -31,13 +31,13 @@ _EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
 
 @dataclass(frozen=True)
 class StepChoice:
-    """A way of splitting a model over ranks.
+    """A choice of how a model is split over ranks.
 
     Attributes:
         cp: context-parallel size.
         layout: "zigzag", "contiguous" or "balanced".
-        scheme, ulysses_degree: attention's; "auto" weighs all.
-        mode: the mode of linear layers; "auto" weighs all.
+        scheme, ulysses_degree: attention's; "auto" compares all.
+        mode: the mode of linear layers; "auto" compares all.
         recompute: as `ModelSpec.activation_bytes` takes it.
         head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
         sharding: how parameters, gradients and optimizer are sharded over all ranks: "none"; "zero1" (optimizer:
@@ -90,7 +90,7 @@ class StepPrice:
     """The predicted time of a step, in milliseconds of the rank that ends last, and its memory.
 
     Attributes:
-        choice: the way in which the model is split.
+        choice: how the model is split.
         attention, linear: time inside the layers' operations, without transfers and waits.
         products: time of the weights' products: forward, backward and recomputed.
         exposed: time in which layers wait for transfers.
@@ -139,7 +139,7 @@ class StepPrice:
         """Megatron's flags for this choice and its plans."""
         found = [f"--context-parallel-size {self.choice.cp}", f"--cp-layout {self.choice.layout}"]
         found += self._scheme_flags()
-        modes = {way_of(plan) for plan, _ in self.plans if plan.attend is None}
+        modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
         if len(modes) > 1:  # runs of different lengths can have different modes
             found += [
                 "--linear-cp-mode auto",
@@ -184,7 +184,7 @@ _SHARDING_FLAGS = {
 }
 
 
-def way_of(plan: Plan) -> str:
+def scheme_of(plan: Plan) -> str:
     """Returns the name of a plan's scheme or mode, as options spell it."""
     return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
@@ -195,7 +195,7 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
     Args:
         model: the model, with all layers.
         layout: the tokens of the pack that each rank holds, as the choice names it.
-        choice: the way in which the model is split.
+        choice: how the model is split.
         on: the machine.
         topology: the hosts of the group's ranks.
 
@@ -211,19 +211,19 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
         scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
         head_chunks=choice.head_chunks, codec=choice.codec, search_seconds=choice.search_seconds,
         search_cache=choice.search_cache,
-        transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
+        transport=Transport.even_hosts(choice.transport, choice.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
     attention = linear = exposed = operations = 0.0
     for plan, count in plans:
-        ways = timelines(plan, on, topology)
-        waits = priced(plan, on, topology).total - 1e3 * sum(each.seconds - each.exposed for each in ways)
-        busy = [1e3 * (each.seconds - each.exposed) for each in ways]
+        directions = timelines(plan, on, topology)
+        waits = priced(plan, on, topology).total - 1e3 * sum(each.seconds - each.exposed for each in directions)
+        busy = [1e3 * (each.seconds - each.exposed) for each in directions]
         if choice.recompute == FULL:  # the forward once more, with its waits
             busy.append(busy[0])
-            waits += 1e3 * ways[0].exposed
+            waits += 1e3 * directions[0].exposed
         exposed += waits * count
         if plan.attend is None:
             linear += sum(busy) * count

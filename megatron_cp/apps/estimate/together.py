@@ -94,15 +94,15 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
         return replace(slot, head_chunks=parts, run=tuple(replace(each, head_chunks=parts) for each in slot.run)).plan(
             layout
         )
-    way = SCHEMES[best.scheme]
-    search: dict[str, Any] = {} if way.assigns_tiles else {"search_seconds": 0.0, "search_cache": None}
+    scheme = SCHEMES[best.scheme]
+    search: dict[str, Any] = {} if scheme.assigns_tiles else {"search_seconds": 0.0, "search_cache": None}
     given = replace(
-        slot, scheme=way.name, ulysses_degree=degree if way.is_product else None,
-        head_chunks=parts if way.takes_chunks else None, **search,
+        slot, scheme=scheme.name, ulysses_degree=degree if scheme.is_product else None,
+        head_chunks=parts if scheme.takes_chunks else None, **search,
     )  # fmt: skip
     return replace(given.plan(layout), prices=best.prices)
 
 
 def _is_alike(plan: Plan, other: Plan) -> bool:
-    ways = [(x.scheme, x.layout, x.ulysses_degree, chunks_of(x)) for x in (plan, other)]
-    return ways[0] == ways[1]
+    candidates = [(x.scheme, x.layout, x.ulysses_degree, chunks_of(x)) for x in (plan, other)]
+    return candidates[0] == candidates[1]

@@ -141,7 +141,7 @@ def _run(
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
         steps = check_checkpoint(checkpoint, options, corpus.vocab_size)
-        if others := other_data(checkpoint, options.data(corpus.lengths)):
+        if others := other_data(checkpoint, options.data(corpus)):
             at = f"The run goes on at pack {steps * options.global_batch_size} of the new order"
             remarks_on_data = [f"other data: {'; '.join(others)}. {at}: documents are read again, or left out."]
     folder = _folder(args, options, world, checkpoint, held)

@@ -154,9 +154,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             if run.save and (due or step == options.train_iters):
                 shape = options.shape(corpus.vocab_size)
                 set_timeout(long_wait)  # one rank may write, hash or sync for long while others wait
-                checkpoint.save_checkpoint(
-                    run.folder / CHECKPOINTS, training, shape, step, options.data(corpus.lengths)
-                )
+                checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step, options.data(corpus))
                 set_timeout(wait)
     log.close()
     if world.rank == 0:

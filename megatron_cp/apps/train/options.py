@@ -8,17 +8,20 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
 from megatron_cp.planner import MAX_CONV_WIDTH, AttentionSpec, checked_search, machine, require
 
+if TYPE_CHECKING:
+    from megatron_cp.data import Corpus
+
 METRICS = "metrics.jsonl"  # in a run's folder: a line for each step
+_READ_DOCUMENTS, _READ_TOKENS = 64, 1024  # of a corpus, to know it again: milliseconds, on disk too
 
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
@@ -154,10 +157,17 @@ class TrainingOptions:
         shape |= {"vocab_size": vocab_size, "padded_vocab_size": self.padded_vocab_size(vocab_size)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 
-    def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
-        """Returns the options and corpus that decide which documents a step reads; `lengths` are in tokens."""
-        digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
-        documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
+    def data(self, corpus: Corpus) -> dict[str, Any]:
+        """Returns the options and corpus that decide which documents a step reads.
+
+        The corpus is known by the lengths of its documents and by the first tokens of some of them, all over it.
+        """
+        lengths = np.asarray(corpus.lengths, np.int64)
+        digest = hashlib.blake2b(lengths.tobytes(), digest_size=8)
+        for document in np.unique(np.linspace(0, lengths.size - 1, _READ_DOCUMENTS).astype(int)).tolist():
+            length = min(int(lengths[document]), _READ_TOKENS)
+            digest.update(np.asarray(corpus.tokens(document, 0, length), np.int64).tobytes())
+        documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest.hexdigest()})"
         sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
         return {**sizes, "data_path": documents}
 

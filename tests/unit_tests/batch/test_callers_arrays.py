@@ -66,7 +66,7 @@ def test_packings_masks_layouts_and_plans_keep_nothing_of_the_callers(kind):
         blocks, packing = np.eye(4, dtype=bool), cp.Packing(lengths)
         masks = [
             cp.Mask.prefix(packing, prefixes), cp.Mask.shared_question(packing, parts),
-            cp.Mask.full(packing).of_tokens(own), cp.Mask.from_blocks(packing, blocks, 2),
+            cp.Mask.full(packing).unpadded(own), cp.Mask.from_blocks(packing, blocks, 2),
         ]  # fmt: skip
         layout, other = cp.Layout.from_fragments(packing, [[f] for f in fragments]), cp.Packing.from_cu_seqlens(offsets)
         plans = cp.BatchPlan(layout, lengths=own)

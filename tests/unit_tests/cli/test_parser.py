@@ -56,15 +56,19 @@ def test_rejects_odd_values_of_every_option_in_one_line(name, commands, capsys):
     assert wrong == []
 
 
-def test_rejects_two_dashes_as_a_value(capsys):
-    for line in (
-        ["plan", "--cp=--"],
-        ["plan", "--dtype=--"],
-        ["check", "--timeout=--"],
-        ["train", "--cp-comm-type=--"],
-    ):
-        assert command_line.main(line) == 2
-        option = line[1].removesuffix("=--")
-        assert capsys.readouterr().err == (
-            f"megatron-cp {line[0]}: {option}: got '--'; allowed: a value. See megatron-cp {line[0]} --help.\n"
-        )
+@pytest.mark.parametrize(
+    ("name", "option", "allowed"),
+    [
+        ("plan", "--cp", "integers from 1 to 1024, as in 4,8"),
+        ("plan", "--documents", "integers from 1 to 9223372036854775807, such as 4"),
+        ("plan", "--dtype", "float64 or float32 or bfloat16 or float16"),
+        ("plan", "--layout", "contiguous|zigzag|random|balanced|auto"),
+        ("plan", "--scheme", "a value"),
+        ("check", "--timeout", "seconds above 0, at most 1000000"),
+        ("train", "--cp-comm-type", "a value"),
+    ],
+)
+def test_rejects_two_dashes_as_a_value_and_says_what_to_give(name, option, allowed, capsys):
+    assert command_line.main([name, f"{option}=--"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"megatron-cp {name}: {option}: got '--'; allowed: {allowed}. See megatron-cp {name} --help.\n"

@@ -31,6 +31,14 @@ def test_fp8_is_left_to_torch_where_triton_rounds_otherwise(codec, capability, f
     assert copies._fits([torch.ones(7, 256, dtype=torch.bfloat16)], [], geometry(codec, "cuda")) == fits
 
 
+def test_rows_that_are_not_dense_are_left_to_torch():
+    table = torch.ones(7, 512, dtype=torch.bfloat16)
+    dense = table[:, :256], table.view(7, 8, 64)[:, :4], table[:, None, :256], table.view(7, 1, 8, 64)[:, :, :4]
+    apart = table[:, ::2], table.view(7, 8, 64)[:, ::2], table.view(7, 4, 128)[..., :64], table.t()[:, :7]
+    assert [copies._fits([tensor], [], geometry("none", "cuda")) for tensor in dense] == [True] * 4
+    assert [copies._fits([dense[0], tensor], [], geometry("none", "cuda")) for tensor in apart] == [False] * 4
+
+
 # By ranks: units of a token with both sides' kinds, and programs of 128 rows; if all took `UNITS` units, there would be
 # 136, 136 and 136 of them, and 72, 40 and 24.
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_every_transport_gathers_the_same(data):
 @pytest.mark.parametrize("ranks", [range(3), range(1, 6, 2), range(4, 6)], ids=str)
 def test_parts_of_a_group_of_any_stride(name, ranks):
     """Every part talks, as the rows and columns of a grid of ranks do; ranks of two hosts."""
-    whole = Transport.of_even_hosts(name, 6, 2)
+    whole = Transport.even_hosts(name, 6, 2)
     counts = np.arange(len(ranks) ** 2).reshape(len(ranks), -1) % 5
     parts = {
         range(3): [range(3), range(3, 6)],
@@ -277,7 +277,7 @@ def test_hosts_may_be_any_sequence(hosts):
 @pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
 def test_rejects_more_hosts_than_ranks(num_hosts, name):
     with pytest.raises(ArgumentError, match=r"^hosts: got "):
-        Transport.of_even_hosts(name, 4, num_hosts)
+        Transport.even_hosts(name, 4, num_hosts)
 
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
@@ -295,8 +295,8 @@ def test_rejects_a_transport_that_is_none():
 
 
 def test_hosts_share_ranks_as_evenly_as_they_can():
-    assert Transport.of_even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
-    assert Transport.of_even_hosts("collective", 5, 2) == COLLECTIVE
+    assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
+    assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE
 
 
 def test_rejects_hosts_of_another_number_of_ranks():

@@ -94,13 +94,13 @@ def test_blocks_are_cut_of_tokens_and_not_of_pads(spec):
     real, filled = [29, 3, 0, 0, 17], [32, 4, 0, 5, 20]
     documents = Packing(filled)
     tokens = documents.positions() < np.repeat(real, filled)
-    padded = Mask.named(documents, spec).of_tokens(real)
+    padded = Mask.named(documents, spec).unpadded(real)
     found = oracle.pairs_of(padded.bands, documents.total, documents.total)
     expected = pairs_of(Packing(real), spec)
     np.testing.assert_array_equal(found[np.ix_(tokens, tokens)], expected)
     assert found.sum() == expected.sum()
     assert padded.describe() != Mask.named(documents, spec).describe()
-    assert Mask.named(documents, spec).of_tokens(filled) == Mask.named(documents, spec)
+    assert Mask.named(documents, spec).unpadded(filled) == Mask.named(documents, spec)
 
 
 @pytest.mark.parametrize(

@@ -268,13 +268,13 @@ def test_pads_behind_documents_see_nothing_and_nobody_sees_them(spec):
     real = [5, 3, 0, 0, 3]
     tokens = documents.positions() < np.repeat(real, documents.lengths)
     mask = Mask.named(documents, spec)
-    padded = mask.of_tokens(real)
+    padded = mask.unpadded(real)
     total = documents.total
     expected = oracle.pairs_of(mask.bands, total, total) * np.outer(tokens, tokens)
     np.testing.assert_array_equal(oracle.pairs_of(padded.bands, total, total), expected)
-    assert mask.of_tokens(documents.lengths) is mask
+    assert mask.unpadded(documents.lengths) is mask
     # Ranks that compare their plans tell pads apart.
-    assert len({one.describe() for one in (mask, padded, mask.of_tokens([4, 3, 0, 0, 3]))}) == 3
+    assert len({one.describe() for one in (mask, padded, mask.unpadded([4, 3, 0, 0, 3]))}) == 3
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ def test_rejects_a_name_without_meaning_for_cross_attention(spec):
         ("n", lambda: Mask.prefix(P, [1, -1])),
         ("n", lambda: Mask.prefix(P, [1.0, 1.0])),
         ("size", lambda: Mask.chunk(P, 0)),
-        ("lengths", lambda: Mask.full(P).of_tokens([5])),
-        ("lengths", lambda: Mask.full(P).of_tokens([5, 3])),
-        ("lengths", lambda: Mask.full(P).of_tokens([-1, 2])),
-        ("lengths", lambda: Mask.full(P).of_tokens([1.5, 2])),
-        ("lengths", lambda: Mask.full(P, Packing([4, 2])).of_tokens([4, 2])),
+        ("lengths", lambda: Mask.full(P).unpadded([5])),
+        ("lengths", lambda: Mask.full(P).unpadded([5, 3])),
+        ("lengths", lambda: Mask.full(P).unpadded([-1, 2])),
+        ("lengths", lambda: Mask.full(P).unpadded([1.5, 2])),
+        ("lengths", lambda: Mask.full(P, Packing([4, 2])).unpadded([4, 2])),
         ("parts", lambda: Mask.shared_question(P, [[5]])),
         ("parts[0]", lambda: Mask.shared_question(P, [5, 2])),
         ("parts[0]", lambda: Mask.shared_question(P, [[5.0], [2]])),

@@ -207,6 +207,9 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
     for copied in dense((later, strides, apart), (8, 8, 8)):
         assert copied.is_contiguous()
         assert copied.data_ptr() % 16 == 0
+    rates = torch.arange(8.0)  # of heads: a vector has no rows, so that its elements must be dense
+    assert dense((rates,), (1,))[0] is rates
+    assert dense((rates[::2],), (1,))[0].stride() == (1,)
 
 
 # -- the kernels -----------------------------------------------------------------------------------------------------

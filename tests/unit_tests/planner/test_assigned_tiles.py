@@ -116,7 +116,7 @@ def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
         PLAN(Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
 
 
-@pytest.mark.parametrize("scheme", [way.name for way in SCHEMES.values() if not way.assigns_tiles])
+@pytest.mark.parametrize("scheme", [each.name for each in SCHEMES.values() if not each.assigns_tiles])
 @pytest.mark.parametrize(("name", "value", "none"), [("search_seconds", 1.0, "0"), ("search_cache", "kept", "None")])
 def test_rejects_a_search_that_no_layer_reads(scheme, name, value, none):
     """By name, wherever it is given: to a plan, to a slot, to the slots of a model, and beside linear layers alone."""

@@ -28,6 +28,14 @@ def test_slots_are_values(slot):
     assert len({slot, same, dataclasses.replace(slot, heads=8), dataclasses.replace(slot, head_dim=16)}) == 3
 
 
+def test_values_have_the_head_dim_of_keys_unless_it_is_given():
+    same = AttentionSpec(heads=6, kv_heads=2, head_dim=8)
+    assert same == AttentionSpec(6, 2, 8, 8)
+    assert same.value_head_dim == 8
+    assert same.plan(LAYOUT) == AttentionSpec(6, 2, 8, 8).plan(LAYOUT)
+    assert ATTENTION.value_head_dim == 16
+
+
 def test_an_attention_slot_plans_all_it_says():
     slot = dataclasses.replace(ATTENTION, mask="window:5,0", scheme="a2a+p2p", ulysses_degree=2, head_chunks=1)
     layout = Layout.zigzag(PACKING, 4)
@@ -42,8 +50,8 @@ def test_an_attention_slot_plans_all_it_says():
 def test_pads_inside_a_batch_are_seen_by_no_attention():
     lengths = [5, 1, 0, 130, 0]
     plans = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR], lengths=lengths)
-    assert plans.plans[0].mask == Mask.full(PACKING).of_tokens(lengths)
-    assert plans.plan(ATTENTION).mask == Mask.causal(PACKING).of_tokens(lengths)
+    assert plans.plans[0].mask == Mask.full(PACKING).unpadded(lengths)
+    assert plans.plan(ATTENTION).mask == Mask.causal(PACKING).unpadded(lengths)
     assert plans.plan(LINEAR) == LINEAR.plan(LAYOUT)  # it is causal, and pads are behind
     whole = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR])
     assert plans.fingerprint() != whole.fingerprint()
@@ -81,9 +89,9 @@ def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
     slot = dataclasses.replace(large, run=(dataclasses.replace(large, hidden_size=None),) if run else ())
     packing = Packing([60_000, 500, 5_036])
     plan = slot.plan(Layout.zigzag(packing, 8))
-    way = "redistribute" if plan.redistribution else plan.scheme
-    assert way == ("redistribute" if run else mode)
-    note = f"codec fp8 and 2 head chunks are unused: {way} was chosen, which exchanges no heads; headwise uses them"
+    scheme = "redistribute" if plan.redistribution else plan.scheme
+    assert scheme == ("redistribute" if run else mode)
+    note = f"codec fp8 and 2 head chunks are unused: {scheme} was chosen, which exchanges no heads; headwise uses them"
     assert plan.notes[-1] == note
     assert not dataclasses.replace(slot, mode="headwise").plan(plan.layout).notes
 

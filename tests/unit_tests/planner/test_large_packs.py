@@ -79,8 +79,8 @@ def test_attention_is_planned(n, name, little_memory):
     packing = Packing([7, n, 1])
     layout = getattr(Layout, name)(packing, CP)
     mask, whole = Mask.causal(packing), 28 + causal(n) + 1
-    for scheme, way in SCHEMES.items():
-        if way.assigns_tiles:  # whose sums of work are of 53 bits
+    for scheme, record in SCHEMES.items():
+        if record.assigns_tiles:  # whose sums of work are of 53 bits
             with pytest.raises(ArgumentError, match="visible pairs"):
                 plan_attention(packing, layout, heads=8, head_dim=64, mask=mask, scheme=scheme)
             continue

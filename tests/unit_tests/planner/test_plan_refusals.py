@@ -184,7 +184,7 @@ def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
 def test_transports_may_be_names(planner, arguments):
     for name in ("collective", "pairwise"):
         assert planner(**arguments, transport=name) == planner(**arguments, transport=Transport(name))
-    with pytest.raises(ArgumentError, match=r'Transport.of_even_hosts\("hierarchical", cp_size, hosts\)') as caught:
+    with pytest.raises(ArgumentError, match=r'Transport.even_hosts\("hierarchical", cp_size, hosts\)') as caught:
         planner(**arguments, transport="hierarchical")
     assert caught.value.argument == "transport"
     for wrong in ("carrier", None, 1):

@@ -52,7 +52,7 @@ def test_a_slot_plans_a_table(mask):
     assert slot.plan(layout).mask == Mask.named(packing, mask)
     assert mask in slot.plan(layout).explain()
     own = [5, 1, 100, 0, 64]
-    assert slot.plan(layout, own).mask == Mask.named(packing, mask).of_tokens(own)
+    assert slot.plan(layout, own).mask == Mask.named(packing, mask).unpadded(own)
 
 
 def test_rejects_a_slot_with_a_number_of_blocks_that_does_not_fit():

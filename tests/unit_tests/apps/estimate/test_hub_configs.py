@@ -216,7 +216,10 @@ def test_left_out_sizes_follow_from_others(read):
         (GPT_OSS, ["head_dim", "num_experts_per_tok", "sliding_window", "attention_bias", "layer_types"]),
         (NEMOTRON_H, ["head_dim", "n_groups", "conv_kernel", "use_conv_bias", "num_hidden_layers"]),
         (KIMI_LINEAR, ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"]),
-        (DEEPSEEK_V3, ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"]),
+        (
+            DEEPSEEK_V3,
+            ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq", "first_k_dense_replace"],
+        ),
         (MAMBA2, ["n_groups", "conv_kernel", "use_conv_bias"]),
         (BAMBA, ["mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias"]),
         (GRANITE, ["shared_intermediate_size", "mamba_n_groups", "mamba_d_conv"]),
@@ -241,6 +244,17 @@ def test_deepseek_attends_with_a_latent_and_has_dense_layers_first(read):
     every_other = read(DEEPSEEK_V3, moe_layer_freq=2, num_hidden_layers=7, n_shared_experts=None)
     assert [block.mlp.experts for block in every_other.blocks] == [0, 0, 0, 0, 256, 0, 256]
     assert every_other.blocks[4].mlp.shared_size == 0
+
+
+def test_deepseek_needs_the_size_of_dense_layers_only_where_it_has_some(read):
+    """The stock class has its first three layers dense unless the configuration says otherwise."""
+    rest = {name: value for name, value in DEEPSEEK_V3.items() if name != "intermediate_size"}
+    model = read(rest, first_k_dense_replace=0)
+    assert [block.mlp.experts for block in model.blocks] == [256] * 61
+    assert model.blocks == read(DEEPSEEK_V3, first_k_dense_replace=0).blocks
+    for dense in ({"first_k_dense_replace": 1}, {"first_k_dense_replace": None}, {"moe_layer_freq": 2}):
+        with pytest.raises(ArgumentError, match=r"intermediate_size: got None.*Add intermediate_size"):
+            read(rest, **{"first_k_dense_replace": 0, **dense})
 
 
 def test_kimi_without_shared_or_dense_layers(read):

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.step import SHARDINGS, StepChoice, predict_step, way_of
+from megatron_cp.apps.estimate.step import SHARDINGS, StepChoice, predict_step, scheme_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import SCHEMES
@@ -234,10 +234,10 @@ def test_runs_that_want_other_modes_are_left_to_auto_on_the_machine_that_was_nam
     found = stepped(TINY)
     plans = [plan for plan, _ in found.plans if plan.attend is None]
     other = dataclasses.replace(plans[0], scheme="headwise", redistribution=None)
-    assert way_of(plans[0]) != "headwise"
+    assert scheme_of(plans[0]) != "headwise"
     choice = dataclasses.replace(found.choice, hardware="h200")
     mixed = dataclasses.replace(found, plans=(*found.plans, (other, 1)), choice=choice)
-    assert given(found.flags, "--linear-cp-mode") == [way_of(plans[0])]
+    assert given(found.flags, "--linear-cp-mode") == [scheme_of(plans[0])]
     assert given(mixed.flags, "--linear-cp-mode") == ["auto"]
     assert given(mixed.flags, "--cp-hardware") == ["h200"]
 

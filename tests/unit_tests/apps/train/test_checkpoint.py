@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_cp.apps.train import checkpoint
 from megatron_cp.apps.train.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint, other_data
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.run_folder import TRACKER
+from megatron_cp.data import TokenCorpus
 from megatron_cp.errors import ArgumentError
 from tests.unit_tests.apps.train.evil import Evil
 
@@ -202,20 +204,51 @@ def test_a_gradient_that_is_no_number_is_never_equal(side, tmp_path):
     assert math.isnan(compared(tmp_path, pair).error)
 
 
+def corpus_of(lengths, *, changed=None):
+    """A corpus whose tokens are counted from 0; the one at `changed` is another."""
+    flat = np.arange(sum(lengths)) % 256
+    if changed is not None:
+        flat[changed] += 256
+    return TokenCorpus("documents", 512, flat, np.cumsum([0, *lengths]))
+
+
 def test_a_run_that_goes_on_with_other_data_is_told_what_changed(monkeypatch, tmp_path):
-    options, lengths = TrainingOptions(), np.array([3, 5, 4])
+    options, corpus = TrainingOptions(), corpus_of([3, 5, 4])
     about = saved_by(options, 7)
-    about["megatron_cp"]["data"] = options.data(lengths)
+    about["megatron_cp"]["data"] = options.data(corpus)
     holding(monkeypatch, about)
-    assert other_data(tmp_path, options.data(lengths)) == []
+    assert other_data(tmp_path, options.data(corpus)) == []
     moved = TrainingOptions(data_path="elsewhere", context_parallel_size=3, cp_even_packs=True)
-    assert other_data(tmp_path, moved.data(lengths)) == []  # the same documents, in the same order
+    assert other_data(tmp_path, moved.data(corpus)) == []  # the same documents, in the same order
     for change in ({"seq_length": 48}, {"global_batch_size": 3}, {"seed": 5}):
         ((name, value),) = change.items()
         flag = name.replace("_", "-")
         said = f"--{flag} was {getattr(options, name)}, is {value}"
-        assert other_data(tmp_path, TrainingOptions(**change).data(lengths)) == [said]
-    (said,) = other_data(tmp_path, options.data(np.array([3, 4, 5])))
-    assert said.startswith("--data-path was 3 documents of 12 tokens")
+        assert other_data(tmp_path, TrainingOptions(**change).data(corpus)) == [said]
+    others = [corpus_of([3, 4, 5]), *(corpus_of([3, 5, 4], changed=token) for token in (0, 4, 11))]
+    for other in others:  # other lengths, or another token in one of the documents
+        (said,) = other_data(tmp_path, options.data(other))
+        assert said.startswith("--data-path was 3 documents of 12 tokens (")
+        assert ", is 3 documents of 12 tokens (" in said
     holding(monkeypatch, saved_by(options, 7))
-    assert other_data(tmp_path, options.data(lengths)) == []
+    assert other_data(tmp_path, options.data(corpus)) == []
+
+
+def test_a_corpus_is_known_by_documents_all_over_it():
+    """Without reading all of it: a corpus may be larger than memory."""
+    options, lengths = TrainingOptions(), [5000] * 300
+    known = options.data(corpus_of(lengths))
+    for document in (0, 299):
+        assert options.data(corpus_of(lengths, changed=5000 * document + 1023)) != known
+    read = []
+    corpus = corpus_of(lengths)
+    tokens = TokenCorpus.tokens
+
+    class Counted(TokenCorpus):
+        def tokens(self, document, start=0, end=None):
+            read.append(found := tokens(self, document, start, end))
+            return found
+
+    assert options.data(Counted(**{field.name: getattr(corpus, field.name) for field in fields(corpus)})) == known
+    assert len(read) == 64
+    assert sum(map(len, read)) == 64 * 1024

@@ -1,0 +1,54 @@
+"""The text of `megatron-cp plan` says which layer it is about."""
+
+import pytest
+
+from megatron_cp.cli.main import main
+
+
+def first_line(capsys, *options):
+    assert main(["plan", "--lengths", "7,1,130", *options]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "layer"),
+    [
+        (
+            [],
+            "attention, heads 6, kv-heads 2, head-dim 16, value-dim 16 "
+            "(the default; pass --heads --kv-heads --head-dim --value-dim or --model)",
+        ),
+        (["--cp", "2,4"], "attention, heads 6, kv-heads 2, head-dim 16, value-dim 16 (the default; pass"),
+        (
+            ["--layout", "auto", "--heads", "8", "--head-dim", "64"],
+            "attention, heads 8, kv-heads 2, head-dim 64, value-dim 64 (kv-heads, value-dim not given)",
+        ),
+        (["--model", "llama3-8b"], "attention, heads 32, kv-heads 8, head-dim 128, value-dim 128 (from --model)"),
+        (
+            ["--model", "llama3-8b", "--kv-heads", "4"],
+            "attention, heads 32, kv-heads 4, head-dim 128, value-dim 128 (from --model, with --kv-heads as given)",
+        ),
+        (
+            ["--layer", "mamba", "--state", "8"],
+            "mamba, heads 6, groups 2, state 8, head-dim 16, conv-width 4 "
+            "(heads, groups, head-dim, conv-width not given)",
+        ),
+        (["--layer", "gdn"], "gdn, heads 6, key-heads 2, head-dim 16, value-dim 16, conv-width 4 (the default; pass"),
+        (
+            ["--layer", "conv1d", "--heads", "3", "--head-dim", "5", "--conv-width", "2"],
+            "conv1d, heads 3, head-dim 5, conv-width 2",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_first_line_says_which_layer_is_planned(options, layer, capsys):
+    line = first_line(capsys, *options)
+    assert line == f"layer: {layer}" or (line.startswith(f"layer: {layer}") and layer.endswith("; pass"))
+
+
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_help_says_what_documents_takes(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--documents N instead of --lengths: a number of documents, such as 64, whose lengths are drawn" in text
