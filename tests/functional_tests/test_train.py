@@ -372,9 +372,15 @@ def test_says_that_a_run_goes_on_with_other_data(data, uninterrupted, tmp_path, 
     shutil.copytree(uninterrupted, folder)
     assert main(["train", "--resume", str(folder), "--train-iters", "9"]) == 0
     assert "other data" not in capsys.readouterr().err
+    turned = shutil.copytree(data, tmp_path / "turned")
+    for path in turned.iterdir():  # documents of the same lengths
+        path.write_bytes(path.read_bytes().swapcase())
     again = ["--resume", str(folder), "--train-iters", "10", "--seq-length", "48", "--global-batch-size", "1"]
-    assert main(["train", *again]) == 0
-    said = "other data: --seq-length was 96, is 48; --global-batch-size was 2, is 1. The run goes on at pack 9 of"
-    assert said in capsys.readouterr().err
+    assert main(["train", *again, "--data-path", str(turned)]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "other data: --seq-length was 96, is 48; --global-batch-size was 2, is 1; --data-path was 9 documents" in said
+    )
+    assert ". The run goes on at pack 9 of" in said
     (read,) = [entry["tokens"] for entry in metrics_of(folder)[9:]]
     assert read == tokens_of_steps(data, 10, 1, seq_length=48)[9]
