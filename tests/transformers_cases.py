@@ -164,10 +164,11 @@ def build(name, *, dtype=torch.float64, **changed):
 
 def tokenizer():
     """Makes a tokenizer of the words t0 to t96."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2", pad_token="t0")
 
 

@@ -59,6 +59,7 @@ class ContextParallelMixin:
     get_tp_size: Callable[[], int]
     model_accepts_loss_kwargs: Any
     state: Any
+    _trl_trainers: tuple[str, ...] = ("SFTTrainer",)
 
     def __init__(
         self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
@@ -74,8 +75,9 @@ class ContextParallelMixin:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Where each rank is a replica, the group has one rank: None would mean all ranks.
         self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
+        self._ranks = self._group or ThreadGroup.create(1)[0]
         self.context_parallel = enable_context_parallel(
-            model, self._group or ThreadGroup.create(1)[0], layout=layout, scheme=scheme, linear_mode=linear_mode,
+            model, self._ranks, layout=layout, scheme=scheme, linear_mode=linear_mode,
             **(cp_options or {}),
         )  # fmt: skip
         self._sharded: ShardedBatch | None = None
@@ -240,12 +242,17 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
 def _check_trainer(kind: type) -> None:
     """Refuses TRL's trainers that do more with a batch than ask the model for its loss."""
     trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
-    if trl not in (None, "SFTTrainer"):
+    allowed: tuple[str, ...] = kind._trl_trainers  # type: ignore[attr-defined]
+    if trl in ("DPOTrainer", "KTOTrainer") and trl not in allowed:
+        remedy = f"Its losses need whole rows: class Mine(ContextParallelPreferenceMixin, {trl})."
+        raise ArgumentError("trainer", trl, "transformers' Trainer or TRL's SFTTrainer", remedy)
+    if trl not in (None, *allowed) or (trl is None and "SFTTrainer" not in allowed):
         remedy = (
-            "Its batches are pairs or prompts, and its losses need whole rows. Write the loop: parallel.shard, then "
+            "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
             "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
         )
-        raise ArgumentError("trainer", trl, "transformers' Trainer or TRL's SFTTrainer", remedy)
+        known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else "TRL's DPO- or KTOTrainer"
+        raise ArgumentError("trainer", trl or kind.__mro__[1].__name__, known, remedy)
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

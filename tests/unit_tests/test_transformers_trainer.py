@@ -12,6 +12,7 @@ from accelerate.parallelism_config import ParallelismConfig
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.parallelism import checked_parallelism
+from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer import ContextParallelMixin
 
@@ -114,9 +115,19 @@ def test_parallelism_is_what_was_said(monkeypatch):
     assert found.cp_enabled
 
 
-@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "GKDTrainer"])
-def test_rejects_trainers_of_trl_whose_loss_is_not_the_models(name):
+@pytest.mark.parametrize(
+    ("name", "mixin", "message"),
+    [
+        ("RewardTrainer", ContextParallelMixin, "token_log_probs.*same_loss=True"),
+        ("GKDTrainer", ContextParallelMixin, "token_log_probs.*same_loss=True"),
+        ("DPOTrainer", ContextParallelMixin, r"class Mine\(ContextParallelPreferenceMixin, DPOTrainer\)"),
+        ("KTOTrainer", ContextParallelMixin, r"class Mine\(ContextParallelPreferenceMixin, KTOTrainer\)"),
+        ("GRPOTrainer", ContextParallelPreferenceMixin, "allowed: TRL's DPO- or KTOTrainer"),
+        ("SFTTrainer", ContextParallelPreferenceMixin, "allowed: TRL's DPO- or KTOTrainer"),
+    ],
+)
+def test_rejects_trainers_of_trl_whose_loss_is_not_the_models(name, mixin, message):
     sft = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
     theirs = type(name, (sft,), {"__module__": "trl.trainer.theirs"})
-    with pytest.raises(ArgumentError, match=f"trainer: got '{name}'.*token_log_probs.*same_loss=True"):
-        type("Mine", (ContextParallelMixin, theirs), {})()
+    with pytest.raises(ArgumentError, match=f"trainer: got '{name}'.*{message}"):
+        type("Mine", (mixin, theirs), {})()

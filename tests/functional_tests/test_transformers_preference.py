@@ -1,0 +1,165 @@
+"""TRL's DPOTrainer and KTOTrainer over two ranks beside one: losses, gradient norms, and every metric that they log."""
+
+import importlib.util
+import os
+from functools import partial
+
+import pytest
+
+# Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
+from tests.forked_ranks import run_worlds_after
+from tests.limits import limit
+from tests.shared import once
+
+if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets", "peft", "transformers", "trl")):
+    pytest.skip("the trainers are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(600)
+
+KINDS = [("DPO", False), ("DPO", True), ("KTO", False), ("KTO", True)]  # with an adapter, or a reference model
+
+
+def prepare():
+    import torch
+
+    torch.set_num_threads(1)
+    import datasets  # noqa: F401
+    import trl
+    from peft import LoraConfig  # noqa: F401
+
+    import megatron_cp.transformers.preference  # noqa: F401
+    from tests.transformers_cases import class_of
+
+    class_of("Llama")
+    trl.DPOTrainer, trl.KTOTrainer  # noqa: B018
+
+
+def preferences(name, count):
+    """Makes pairs for DPO, answers that were liked or not for KTO, of different lengths."""
+    import torch
+    from datasets import Dataset
+
+    random = torch.Generator().manual_seed(3)
+
+    def words(length):
+        return " ".join(f"t{word}" for word in torch.randint(3, 97, (length,), generator=random).tolist())
+
+    rows = [
+        {"prompt": words(5 + n % 4), "chosen": f" {words(3 + n)}", "rejected": f" {words(7 - n % 5)}"}
+        for n in range(count)
+    ]
+    if name == "KTO":
+        rows = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": n % 3 > 0} for n, row in enumerate(rows)
+        ]
+    return Dataset.from_list(rows)
+
+
+def trainer_of(folder, name, adapter, cp, **changed):
+    """Ours over `cp` ranks, or the stock trainer if it is None."""
+    import torch
+    import trl
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+    from peft import LoraConfig
+
+    from megatron_cp.transformers import ContextParallelPreferenceMixin
+    from tests.transformers_cases import build, tokenizer
+
+    AcceleratorState._reset_state(True)
+    kind, config, parallelism = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), None
+    if cp is not None:
+        kind = type("Ours", (ContextParallelPreferenceMixin, kind), {})
+        parallelism = ParallelismConfig(cp_size=cp)
+    args = config(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
+        learning_rate=1e-2, parallelism_config=parallelism, save_strategy="no",
+        **{"bf16": False, "max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, **changed},
+    )  # fmt: skip
+    policy, reference = (build("Llama", dtype=torch.float32, num_hidden_layers=1) for _ in range(2))
+    for seed, model in enumerate((policy, reference)):
+        torch.nn.init.normal_(model.lm_head.weight, std=0.2, generator=torch.Generator().manual_seed(seed))
+        model.set_attn_implementation("eager")
+    own = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if adapter else {"ref_model": reference}
+    data = preferences(name, 8)
+    return kind(
+        model=policy,
+        args=args,
+        train_dataset=data,
+        eval_dataset=preferences(name, 5),
+        processing_class=tokenizer(),
+        **own,
+    )
+
+
+def all_numbers(world, folder):
+    """Returns what each trainer logs: stock ones on one rank, ours on two."""
+    # accelerate finds its ranks in the environment.
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29996"}  # fmt: skip
+    found = {}
+    for name, adapter in KINDS:
+        trainer = trainer_of(folder / str(world.size), name, adapter, None if world.size == 1 else 2)
+        trainer.train()
+        trainer.evaluate()
+        timed = ("runtime", "per_second", "epoch", "step")
+        found[name, adapter] = {
+            f"{key} {number}": value
+            for number, entry in enumerate(trainer.state.log_history)
+            for key, value in entry.items()
+            if not any(word in key for word in timed)
+        }
+    if world.size > 1:
+        found["refused"] = refusals(folder)
+    return found
+
+
+def refusals(folder):
+    from megatron_cp import ArgumentError
+
+    found = []
+    for make in (
+        lambda: trainer_of(folder, "DPO", True, 2, precompute_ref_log_probs=True),
+        lambda: score_with_router_logits(trainer_of(folder, "DPO", True, 2).model),
+    ):
+        try:
+            make()
+        except ArgumentError as error:
+            found.append(str(error))
+    return found
+
+
+def score_with_router_logits(model):
+    import torch
+
+    ids = torch.tensor([[3, 4]])
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True, output_router_logits=True)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("preference"))
+
+    def run():
+        worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
+        return {size: ranks[0] for size, ranks in worlds.items()}
+
+    return once(tmp_path_factory, "preference trainers", run)
+
+
+@pytest.mark.parametrize(("name", "adapter"), KINDS)
+def test_trains_and_evaluates_as_the_stock_trainer(name, adapter, found):
+    ours, stock = found[2][name, adapter], found[1][name, adapter]
+    assert set(ours) == set(stock)
+    assert {"loss 0", "grad_norm 1", "rewards/margins 0", "eval_loss 3"} <= set(stock)
+    if adapter:  # it changes nothing before the first step: rewards are 0, and their order is rounding
+        assert abs(stock["rewards/margins 0"]) < 1e-5
+        stock = {key: value for key, value in stock.items() if key != "rewards/accuracies 0"}
+    near = {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in stock.items()}
+    assert {key: (ours[key], stock[key]) for key in stock if ours[key] != near[key]} == {}
+
+
+def test_what_is_refused(found):
+    precomputed, router = found[2]["refused"]
+    assert "args.precompute_ref_log_probs: got True; allowed: False" in precomputed
+    assert "router_aux_loss_coef=0.0" in router
