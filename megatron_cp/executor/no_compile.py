@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.function import once_differentiable
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _REASON = "megatron_cp's operations exchange tensors between ranks, by a plan that each batch has anew"
 _NOT_TRACED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and those that it calls
 
 
-def no_compile[Function: Callable[..., Any]](function: Function) -> Function:
+def no_compile(function: Function) -> Function:
     """Marks a function that `torch.compile` calls without tracing it, at the cost of one graph break. A decorator.
 
     With `fullgraph=True` the compiler raises torch's error for a graph break, with the reason.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.capabilities import require
+
+T = TypeVar("T")
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _SHARD_BATCH = "megatron_cp.megatron.batch.shard_batch"
@@ -55,7 +57,7 @@ class PlannedSeqParams(PackedSeqParams):
     has_global_mean: bool = False
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which is called once a microbatch and `key`, also under recomputation."""
         if key not in self._remembered:
             self._remembered[key] = make()

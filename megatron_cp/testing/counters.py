@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import register_operators
+
+T = TypeVar("T")
 
 # Operators that write a result without computing anything: each is a pass over memory.
 _COPIES = {
@@ -112,7 +114,7 @@ class _WatchedGroup(RankGroup):
         self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
         self.buffers = group.buffers
 
-    def _once[T](self, call: Callable[..., T], *args: Any) -> T:
+    def _once(self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives
         result = call(*args)
         self.counters.collectives = seen + 1  # counted once, even if torch.distributed's operator was seen as well

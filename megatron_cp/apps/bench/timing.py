@@ -7,13 +7,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_cp.executor import Message, Pending, RankGroup
+
+T = TypeVar("T")
 
 DIRECTIONS = ("forward", "backward")
 BOTH = (*DIRECTIONS, "both")
@@ -60,7 +62,7 @@ class Watch:
         finally:
             self.spans.append((name, start, self._now()))
 
-    def timed[T](self, call: Callable[[], T]) -> tuple[T, Timing]:
+    def timed(self, call: Callable[[], T]) -> tuple[T, Timing]:
         """Returns a call's result and its timing."""
         self.spans.clear()
         self.sent = 0

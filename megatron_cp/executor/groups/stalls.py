@@ -67,7 +67,8 @@ class Stall:
         """Returns a text about the activity, with `lines` as its details, and about the message that is waited for."""
         what = f"{self.message.nbytes:,} bytes {'to' if self.direction == 'send' else 'from'} rank {self.peer}"
         doing = self.message.activity or "a transfer of the caller"
-        return f"in {doing}{f' ({"; ".join(lines)})' if lines else ''}, waiting for {what}"
+        details = f" ({'; '.join(lines)})" if lines else ""
+        return f"in {doing}{details}, waiting for {what}"
 
 
 @dataclass(frozen=True)

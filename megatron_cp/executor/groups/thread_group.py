@@ -147,7 +147,8 @@ class _Awaited(_Sent):
 
 
 def _describe(activity: str, lines: Sequence[str] = ()) -> str:
-    return f"{activity or 'a transfer of the caller'}{f' ({"; ".join(lines)})' if lines else ''}"
+    details = f" ({'; '.join(lines)})" if lines else ""
+    return f"{activity or 'a transfer of the caller'}{details}"
 
 
 def _describe_tensor(tensor: Tensor) -> str:
