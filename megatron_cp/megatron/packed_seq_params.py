@@ -21,6 +21,7 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.capabilities import require
+from megatron_cp.torch_private import version_of
 
 T = TypeVar("T")
 
@@ -282,7 +283,7 @@ def is_same_group(one: TorchGroup, other: RankGroup) -> bool:
 def _version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:
     """Returns a key that changes with the tensors of offsets and with their values."""
     offsets = (getattr(params, name) for name in _OFFSETS)
-    return tuple((id(t), 0 if t is None or t.is_inference() else t._version) for t in offsets)
+    return tuple((id(t), 0 if t is None or t.is_inference() else version_of(t)) for t in offsets)
 
 
 def _read(params: PackedSeqParams) -> list[tuple[Packing, Packing]]:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import register_operators
+from megatron_cp.torch_private import DispatchMode
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ _SYNCS = {
 _SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
 
 
-class Counters(TorchDispatchMode):
+class Counters(DispatchMode):
     """Counts on this thread, within `with counters:`, forward and backward.
 
     Autograd would run the backward of CUDA tensors in another thread, uncounted; within the block it does not.
@@ -177,7 +177,7 @@ def host_work(call: Callable[[], Any], device: str) -> HostWork:
     return HostWork(calls[0], operators.count, _launches(call) if device == "cuda" else None)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -17,7 +17,7 @@ HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
     {"errors", "extras", "lazy"},
-    {"layout"},
+    {"layout", "torch_private"},
     {"exchange", "data"},
     {"plan"},
     {"executor", "planner"},

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.executor import Message, Pending, RankGroup
+from megatron_cp.torch_private import occupy_device
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Watch:
         self.sent = 0
         if self.device != "cpu":
             # The host queues the call meanwhile. An idle device would wait for it, and the host's time be the device's.
-            torch.cuda._sleep(_HEAD_START)
+            occupy_device(_HEAD_START)
         began = time.perf_counter()
         with self.span("total"):
             result = call()
