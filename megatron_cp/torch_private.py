@@ -16,13 +16,18 @@ from functools import cache, reduce
 from importlib import import_module
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.versions import warn_if_untested
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LACKING: set[str] = set()
 _DEVICES = ("cpu", "cuda")  # those on which the package computes
+
+warn_if_untested(torch=torch.__version__, numpy=np.__version__)  # here, since whatever computes imports this module
 
 
 def lacking() -> list[str]:
