@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults clean
+.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults versions clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -67,6 +67,9 @@ fuzz: setup ## random cases of every operation against an oracle, for SECONDS=60
 faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, or COUNT=n of them; SEED=s
 	$(RUN)/python -m tools.faults $(if $(COUNT),--count $(COUNT),--seconds $(or $(SECONDS),60)) \
 	  $(if $(SEED),--seed $(SEED))
+
+versions: setup ## the unit tests with other Pythons, torch and transformers, oldest to newest, and the table of them; ARGS="oldest --short"
+	PYTHONPATH=. $(RUN)/python -m tools.versions $(or $(ARGS),--write)
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

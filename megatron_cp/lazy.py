@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def attach_stub(
 
     def get(name: str) -> Any:
         if name in public:
-            return load(name)
+            found = load(name)
+            vars(sys.modules[package])[name] = found  # lazy_loader keeps it from 0.6 on
+            return found
         # With its name, so that Python adds no hint of its own to this one.
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}", name=name)
 

@@ -17,6 +17,7 @@ from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.capabilities import CAPABILITIES
+from megatron_cp.versions import PACKAGES, outside, table, tested
 
 HELP = "versions, kernels found, devices, and what works here"
 
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> Report:
         return megatron_job.judged([word for word in args.megatron if word != "--json"])
     import torch
 
+    from megatron_cp.torch_private import lacking
+
     versions = {name: _version(name) for name in _PACKAGES}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> Report:
         f"megatron-cp {__version__}, Python {platform.python_version()} on {platform.machine()}",
         "  ".join(f"{name} {found or '-'}" for name, found in versions.items()),
         f"devices: {', '.join(devices) if devices else 'the CPU only'}",
+        "",
+        *_tested(versions),
         "",
     ]
     width = max(len(finding.feature) for finding in findings)
@@ -66,10 +71,28 @@ def run(args: argparse.Namespace) -> Report:
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices,
+        "tested_versions": tested()["rows"],
+        "untested": outside(_of_table(versions)),
+        "private_names_lacking": lacking(),
         "capabilities": [asdict(finding) for finding in findings],
         "cuda_code": proofs,
     }
     return Report("\n".join(lines), data)
+
+
+def _of_table(versions: dict[str, str | None]) -> dict[str, str | None]:
+    return {"python": platform.python_version(), **{name: versions[name] for name in PACKAGES if name in versions}}
+
+
+def _tested(versions: dict[str, str | None]) -> list[str]:
+    """Returns the table of tested versions as text, what is outside of it here, and what this torch does not have."""
+    from megatron_cp.torch_private import lacking
+
+    found = outside(_of_table(versions))
+    lines = ["Versions with which the unit tests have run:", *table().splitlines()]
+    lines.append(f"Here untested: {'; '.join(found)}" if found else "This machine's versions are within that range.")
+    missing = lacking()
+    return [*lines, f"Private names that this torch does not have: {', '.join(missing)}"] if missing else lines
 
 
 def _kernels() -> list[Finding]:

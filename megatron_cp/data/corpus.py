@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sysconfig
 from collections import Counter
@@ -195,9 +196,9 @@ def _files(root: Path, skipped_names: Set[str] = frozenset()) -> list[Path]:
     """Returns every regular file below `root`, sorted; without hidden ones and folders in `skipped_names`."""
     found: list[Path] = []
     # A folder that cannot be listed takes the place of its files: reading it fails too, and is counted.
-    for folder, folders, files in root.walk(on_error=lambda error: found.append(Path(error.filename))):
+    for folder, folders, files in os.walk(root, onerror=lambda error: found.append(Path(error.filename))):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_names]
-        visible = (folder / name for name in files if not name.startswith("."))
+        visible = (Path(folder, name) for name in files if not name.startswith("."))
         found.extend(file for file in visible if _is_regular(file))
     return sorted(found)
 

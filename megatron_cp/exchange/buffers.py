@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.exchange.device import current_stream
 from megatron_cp.exchange.split_counts import SPARE, rounded
+from megatron_cp.torch_private import is_capturing, no_modes
 
 # Acquisitions after which a buffer that was neither taken nor released is dropped, since its batch has ended. A step of
 # training has some thousand; a long ring in many layers more.
@@ -67,7 +67,7 @@ class Buffers:
                 self._forget()
             kept.taken = self._takes
             if on_cuda:  # a graph writes there on every replay, without acquiring it
-                kept.in_graph |= torch._C._cuda_isCurrentStreamCapturing()
+                kept.in_graph |= is_capturing()
             self._taken[kept.address] = kept
             return kept.buffer.resize_(size)
 
@@ -97,7 +97,7 @@ class Buffers:
     def _made(self, capacity: int, place: Any) -> _Buffer:
         self.allocations += 1
         device, pinned, _ = place
-        with torch.inference_mode(False), _disable_current_modes():  # outlives modes that count or poison
+        with torch.inference_mode(False), no_modes():  # outlives modes that count or poison
             buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
         return _Buffer(buffer, buffer.untyped_storage().data_ptr(), place, capacity, self.allocations)
 

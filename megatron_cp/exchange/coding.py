@@ -16,9 +16,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.exchange.codec import Format
+from megatron_cp.torch_private import no_modes
 
 
 def encode(x: Tensor, target: Format, payload: Tensor, scales: Tensor) -> None:
@@ -66,6 +66,6 @@ def _numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 @cache
 def _pairs(dtype: torch.dtype) -> Tensor:
     """Returns `[65536]` pairs of float32, each in a float64, for every pair of one-byte codes."""
-    with torch.inference_mode(False), _disable_current_modes():  # cached, so outlives modes that count or poison
+    with torch.inference_mode(False), no_modes():  # cached, so outlives modes that count or poison
         codes = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.uint8)
         return codes.view(dtype).to(torch.float32).view(torch.float64)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.torch_private import raw_stream
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -65,7 +66,7 @@ def order_tables(device: torch.device) -> None:
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        stream = torch._C._cuda_getCurrentRawStream(index)
+        stream = raw_stream(index)
         # Called several times in every layer, almost always without new tables.
         if _tables.ordered.get((index, stream)) != _tables.numbers.get(index):
             _tables.order(index, stream)
@@ -77,7 +78,7 @@ def current_stream(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 0
-    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+    return raw_stream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Tables:

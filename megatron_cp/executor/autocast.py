@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 
 from megatron_cp.executor.trace import NO_RANGE
+from megatron_cp.torch_private import is_any_autocast_enabled
 
 
 def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -20,7 +20,7 @@ def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     torch has `scaled_dot_product_attention` and `conv1d` in its list of operations in lower precision.
     """
-    if not _is_any_autocast_enabled():  # a single check, to save host time where autocast is off
+    if not is_any_autocast_enabled():  # a single check, to save host time where autocast is off
         return tensors
     return tuple(
         tensor.to(torch.get_autocast_dtype(tensor.device.type)) if _is_cast(tensor) else tensor for tensor in tensors
@@ -33,7 +33,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     fla, mamba_ssm and transformers compute recurrences in the type of their inputs, with states in fp32; and torch
     promotes the inputs of operations that it does not lower, such as `cat` and, on CUDA, `tensordot`.
     """
-    if not _is_any_autocast_enabled() or not all(map(_is_cast, tensors)):
+    if not is_any_autocast_enabled() or not all(map(_is_cast, tensors)):
         return tensors
     first, *others = tensors
     widest = first.dtype

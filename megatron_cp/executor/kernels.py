@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_cp.errors import ArgumentError
+
+K = TypeVar("K", bound="Kernel")
 
 
 class Kernel(ABC):
@@ -36,7 +38,7 @@ def kernel_name(kernel: object) -> object:
     return kernel.name if isinstance(kernel, Kernel) else kernel
 
 
-def choose_kernel[K: Kernel](kernels: Sequence[K], name: str | K, call: Any) -> K:
+def choose_kernel(kernels: Sequence[K], name: str | K, call: Any) -> K:
     """Returns the kernel called `name`, or for "auto" the first of `kernels` that can run `call`; fastest come first.
 
     A kernel that is passed instead of a name is the only choice. On CUDA, "auto" warns if it skips a faster kernel,

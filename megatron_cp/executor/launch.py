@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ import torch.multiprocessing as multiprocessing
 
 from megatron_cp.errors import ArgumentError, PeerError, checked_integer
 from megatron_cp.executor.groups import ThreadGroup, TorchGroup
+
+T = TypeVar("T")
 
 RANK_KINDS = ("threads", "processes")
 FIRST_STEP = 600.0  # seconds that a rank waits for another until `set_timeout`, while ranks import and compile
@@ -45,7 +47,7 @@ class RankError(RuntimeError):
     is_peer_failure = False
 
 
-def run_ranks[T](
+def run_ranks(
     function: Callable[..., T], size: int, *args: Any, kind: str = "threads", timeout: float | None = 120.0
 ) -> list[T]:
     """Calls `function(group, *args)` on `size` local ranks and returns their results in rank order.
@@ -68,7 +70,7 @@ def run_ranks[T](
     return runner(function, size, args, timeout)
 
 
-def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
+def _run_threads(function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
     timeout = threading.TIMEOUT_MAX if timeout is None else timeout
     groups = ThreadGroup.create(size, timeout)
     results: list[Any] = [None] * size
@@ -103,7 +105,7 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
     return results
 
 
-def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
+def _run_processes(function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [

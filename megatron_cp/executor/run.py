@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import assert_never
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
 from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.geometry import prepare_tables

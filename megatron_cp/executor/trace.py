@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from megatron_cp.executor.no_compile import no_compile_backward
+from megatron_cp.torch_private import profiler_enabled
 
 # True under torch.profiler.profile, and under torch.autograd.profiler.emit_nvtx, which turns our ranges into NVTX's.
-profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+profiling: Callable[[], bool] = profiler_enabled
 
 _LAYER: ContextVar[int | None] = ContextVar("the layer whose steps run", default=None)
 current_layer = _LAYER.get

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ _MOST_WINDOWS = 512  # windows of all attempts together; each takes 0.2 to 1 ms 
 _STARTS = 256  # windows on a grid; bisection then searches between two of them
 _FEW_STARTS = 64  # distance up to which bisection is faster than solving for the crossing
 
-type Fragments = list[tuple[int, int]]
+Fragments: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.packing import IntArray, Packing
+
+T = TypeVar("T")
+Numbers = TypeVar("Numbers", bound=NDArray)
 
 MAX_CP_SIZE = 1024
 _BLOCK = 2**15  # numbers that fit a core's cache
@@ -48,7 +51,7 @@ def _fragment(start: int, end: int) -> Fragment:
     return Fragment(checked_integer("start", start, -(2**63)), checked_integer("end", end, -(2**63)))
 
 
-def _ordered[T](values: Iterable[T]) -> Iterable[T]:
+def _ordered(values: Iterable[T]) -> Iterable[T]:
     if isinstance(values, Set | Mapping):
         raise TypeError(f"a {type(values).__name__} has no order")
     return values
@@ -70,7 +73,7 @@ def index_ranges(starts: IntArray, ends: IntArray) -> NDArray[np.int32] | IntArr
     return _counted((starts - stops + sizes).astype(np.int32).repeat(sizes))
 
 
-def _counted[Numbers: NDArray](numbers: Numbers) -> Numbers:
+def _counted(numbers: Numbers) -> Numbers:
     """Adds to each number its position, in place: a second table costs page faults, which take longer than the sums."""
     counting = np.arange(min(_BLOCK, numbers.size), dtype=numbers.dtype)
     for first in range(0, numbers.size, _BLOCK):

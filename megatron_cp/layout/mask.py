@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from megatron_cp.layout.block_masks import BLOCK_TABLES, checked_table, runs_of_
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 
-type Slice = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
+Slice: TypeAlias = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
 # The bounds of a query's keys besides the slice's box: a lower bound, an upper bound.
 _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
+Array = TypeVar("Array", bound=np.ndarray)
 
 
 class Memo:
@@ -16,7 +19,7 @@ class Memo:
     Nothing derived is part of the object's value: pickling drops all of it.
     """
 
-    def memo[T](self, key: Any, make: Callable[[], T]) -> T:
+    def memo(self, key: Any, make: Callable[[], T]) -> T:
         """Returns `make()`, called once for each key. Thread-safe: several threads may call `make`, one result is
         kept.
         """
@@ -59,7 +62,7 @@ class Memo:
         self.__dict__.update(state)
 
 
-def frozen[Array: np.ndarray](array: Array) -> Array:
+def frozen(array: Array) -> Array:
     """Marks the array as read-only and returns it."""
     array.flags.writeable = False
     return array

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.torch_private import multiply_each
 
 # Modules that would otherwise be imported after `torch` is replaced, and keep the original.
 _IMPORTED_FIRST = (
@@ -142,4 +143,4 @@ def _clip_gradients(parameters: Any, max_norm: float, total_norm: float, use_dec
     if coefficient < 1:
         name = "decoupled_grad" if use_decoupled_grad else "grad"
         gradients = [getattr(parameter, name, None) for parameter in parameters]
-        torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], coefficient)
+        multiply_each([gradient for gradient in gradients if gradient is not None], coefficient)

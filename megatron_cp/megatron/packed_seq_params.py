@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.capabilities import require
+from megatron_cp.torch_private import version_of
+
+T = TypeVar("T")
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _SHARD_BATCH = "megatron_cp.megatron.batch.shard_batch"
@@ -55,7 +58,7 @@ class PlannedSeqParams(PackedSeqParams):
     has_global_mean: bool = False
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which is called once a microbatch and `key`, also under recomputation."""
         if key not in self._remembered:
             self._remembered[key] = make()
@@ -280,7 +283,7 @@ def is_same_group(one: TorchGroup, other: RankGroup) -> bool:
 def _version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:
     """Returns a key that changes with the tensors of offsets and with their values."""
     offsets = (getattr(params, name) for name in _OFFSETS)
-    return tuple((id(t), 0 if t is None or t.is_inference() else t._version) for t in offsets)
+    return tuple((id(t), 0 if t is None or t.is_inference() else version_of(t)) for t in offsets)
 
 
 def _read(params: PackedSeqParams) -> list[tuple[Packing, Packing]]:

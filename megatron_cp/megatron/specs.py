@@ -12,6 +12,7 @@ import itertools
 from functools import partial
 from typing import Any
 
+from megatron.core import __version__ as megatron_version
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
@@ -54,6 +55,9 @@ from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
 from megatron_cp.megatron.layers.refusals import refuse, sparse_attention_over_ranks, unsupported_spec
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
+from megatron_cp.versions import warn_if_untested
+
+warn_if_untested(**{"megatron-core": megatron_version})
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
 
 import numpy as np
+from typing_extensions import assert_never
 
 from megatron_cp.exchange.sections import HeadRange
 from megatron_cp.layout import Layout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
+
+from typing_extensions import Self
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import register_operators
+from megatron_cp.torch_private import DispatchMode
+
+T = TypeVar("T")
 
 # Operators that write a result without computing anything: each is a pass over memory.
 _COPIES = {
@@ -33,7 +35,7 @@ _SYNCS = {
 _SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
 
 
-class Counters(TorchDispatchMode):
+class Counters(DispatchMode):
     """Counts on this thread, within `with counters:`, forward and backward.
 
     Autograd would run the backward of CUDA tensors in another thread, uncounted; within the block it does not.
@@ -112,7 +114,7 @@ class _WatchedGroup(RankGroup):
         self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
         self.buffers = group.buffers
 
-    def _once[T](self, call: Callable[..., T], *args: Any) -> T:
+    def _once(self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives
         result = call(*args)
         self.counters.collectives = seen + 1  # counted once, even if torch.distributed's operator was seen as well
@@ -175,7 +177,7 @@ def host_work(call: Callable[[], Any], device: str) -> HostWork:
     return HostWork(calls[0], operators.count, _launches(call) if device == "cuda" else None)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import register_operators
+from megatron_cp.torch_private import DispatchMode, leaves, no_modes
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(DispatchMode):
     """Follows the tensors that this thread makes within `with memory:`, forward and backward, until they are freed.
 
     It counts the storage of every tensor that an operator returned and that did not exist before. It does not count
@@ -93,7 +92,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:
-    for leaf in tree_leaves(values):
+    for leaf in leaves(values):
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
             yield StorageWeakRef(storage), storage.nbytes()
@@ -131,11 +130,11 @@ class _WatchedGroup(RankGroup):
         return _Moving([message.tensor for message in sends], [message.tensor for message in receives], start)
 
     def barrier(self) -> None:
-        with _disable_current_modes():
+        with no_modes():
             self.group.barrier()
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
-        with _disable_current_modes():
+        with no_modes():
             self.group.host_all_gather(received, sent)
 
 
@@ -145,13 +144,13 @@ class _Moving(Pending):
     def __init__(
         self, sent: list[Tensor], received: list[Tensor], start: Callable[[list[Tensor], list[Tensor]], Pending]
     ) -> None:
-        with _disable_current_modes():
+        with no_modes():
             self._arriving = [torch.empty_like(x) for x in received]
             self._pending = start([x.clone() for x in sent], self._arriving)
         self._sent, self._received = sent, received
 
     def wait(self) -> None:
-        with _disable_current_modes():
+        with no_modes():
             self._pending.wait()
             for target, source in zip(self._received, self._arriving, strict=True):
                 target.detach().copy_(source)

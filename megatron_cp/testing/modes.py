@@ -8,17 +8,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp.torch_private import DispatchMode, below_autograd, dispatched_operators
 
 _lock = threading.Lock()
-_COMPOSITE = "CompositeImplicitAutograd"  # modes do not see these operators, only those that they call
 
 
 class _RegisteredError(Exception):
     """An operator has its entry; nothing is computed."""
 
 
-class _Register(TorchDispatchMode):
+class _Register(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _RegisteredError
 
@@ -38,14 +38,9 @@ def register_operators() -> None:
 @cache
 def _register_operators() -> None:
     tensor = torch.empty(0)
-    with torch._C._AutoDispatchBelowAutograd(), _Register():
-        for name in torch._C._dispatch_get_all_op_names():
-            namespace, _, rest = name.partition("::")
-            packet, _, overload = rest.partition(".")
-            if namespace != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
-                continue
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            required = [each for each in operator._schema.arguments if not each.has_default_value()]
+    with below_autograd(), _Register():
+        for operator, arguments in dispatched_operators("aten"):
+            required = [each for each in arguments if not each.has_default_value()]
             given = {each.name: _any_value(str(each.type), tensor) for each in required}
             # A few take arguments unknown here: storages, devices, lists of one length. Our kernels do not call them.
             with contextlib.suppress(_RegisteredError, RuntimeError):

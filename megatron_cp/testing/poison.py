@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.testing.modes import register_operators
+from megatron_cp.torch_private import DispatchMode
 
 _aten = torch.ops.aten
 _UNINITIALISED = {
@@ -22,7 +22,7 @@ _UNINITIALISED = {
 }
 
 
-class poisoned(TorchDispatchMode):  # noqa: N801 - used as `with poisoned():`
+class poisoned(DispatchMode):  # noqa: N801 - used as `with poisoned():`
     """Fills every tensor that this thread allocates without a value with NaN.
 
     Bytes are filled with 0xFF, which is NaN in every floating-point type that a view may read them as; other integers

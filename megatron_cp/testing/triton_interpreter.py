@@ -36,9 +36,10 @@ def interpret_triton() -> None:
     # numpy 2.4 converts an array to an int only if it has no dimension; the interpreter's scalars have one.
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patch_tensor_and_index(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        set_attr = scope[0].set_attr if scope else setattr  # Triton 3.5 has no scope, and restores nothing
+        set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
@@ -58,6 +59,7 @@ def _replace_language_once(interpreter: Any) -> None:
     import triton.language as tl  # type: ignore[import-untyped]
 
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    scope = getattr(interpreter, "_LangPatchScope", lambda: None)
     used: dict[Any, frozenset[str]] = {}  # by function: the language modules among its globals
     replaced: set[str] = set()  # language modules replaced in this launch
 
@@ -66,7 +68,7 @@ def _replace_language_once(interpreter: Any) -> None:
             seen = function.__globals__.values()
             used[function] = frozenset(each.__name__ for each in (tl, tl.core) if any(each is value for value in seen))
         if used[function] and used[function] <= replaced:
-            return interpreter._LangPatchScope()  # nothing to restore
+            return scope()  # nothing to restore
         replaced.update(used[function])
         return replace(function)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.batch.shard import batch_seed, prepare_plans
@@ -33,6 +34,7 @@ from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
 from megatron_cp.transformers.swap import NAME, copy_configs, is_swapped, slots_of, swap_in, swap_out, text_modules
+from megatron_cp.versions import warn_if_untested
 
 # Vision models make masks from these arguments that are not causal.
 _OVERLAYS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids", "pixel_values", "image_embeds")
@@ -101,6 +103,7 @@ def enable_context_parallel(
     Raises:
         ArgumentError: the model is wrapped already, or has layers or outputs that are not computed exactly here.
     """
+    warn_if_untested(transformers=transformers_version)
     _check_model(model)
     ranks = ranks_of(group)
     options = {

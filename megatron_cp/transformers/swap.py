@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dis
 import functools
 import inspect
 import re
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,7 +98,7 @@ def _parent_names(name: str) -> list[str]:
 
 
 def _drops_arguments(module: nn.Module) -> bool:
-    """True if the module's forward takes no `**kwargs`, or never reads those that it takes."""
+    """True if the module's forward takes no `**kwargs`, never reads those that it takes, or keeps them from a mixer."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):  # containers are never called
         return False
     if any(kind.__name__ in _DROPS_ARGUMENTS for kind in type(module).__mro__):
@@ -103,7 +106,21 @@ def _drops_arguments(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     kinds = inspect.signature(forward).parameters.items()
     others = [name for name, each in kinds if each.kind is inspect.Parameter.VAR_KEYWORD]
-    return not others or not any(step.argval == others[0] for step in dis.get_instructions(forward))
+    if not others or not any(step.argval == others[0] for step in dis.get_instructions(forward)):
+        return True
+    mixers = frozenset(name for name, child in module.named_children() if family_of(child) is not None)
+    return bool(mixers) and _keeps_from(forward, mixers)
+
+
+@functools.cache
+def _keeps_from(forward: Callable[..., Any], names: frozenset[str]) -> bool:
+    """True if a forward calls one of its modules without `**kwargs`, as Qwen3-Next's layers of transformers 5.5 do."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except OSError:  # a class without a file
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return any(all(each.arg for each in call.keywords) for call in calls if ast.unparse(call.func)[5:] in names)
 
 
 def swap_out(model: PreTrainedModel, attention: Any) -> None:

@@ -66,8 +66,8 @@ def group_by_group(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(cpu, "_flash", one_by_one(cpu._flash, tensors=3, keys=1))
-    monkeypatch.setattr(cpu, "_flash_backward", one_by_one(cpu._flash_backward, tensors=6, keys=2))
+    monkeypatch.setattr(cpu, "cpu_flash", one_by_one(cpu.cpu_flash, tensors=3, keys=1))
+    monkeypatch.setattr(cpu, "cpu_flash_backward", one_by_one(cpu.cpu_flash_backward, tensors=6, keys=2))
 
 
 CASES = {

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras
+from megatron_cp.planner.predict.hardware import tomllib
 
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -16,8 +16,8 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors", "extras", "lazy"},
-    {"layout"},
+    {"errors", "extras", "lazy", "versions"},
+    {"layout", "torch_private"},
     {"exchange", "data"},
     {"plan"},
     {"executor", "planner"},

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 import torch
+from packaging.version import Version
+from transformers import __version__ as transformers_version
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
@@ -75,6 +77,12 @@ def test_disabled_leaves_nothing_on_a_module(name):
 @pytest.mark.parametrize("fails", [False, True])
 def test_hooks_of_layers_that_drop_arguments_last_for_one_call(name, fails):
     model = build(name, dtype=torch.float32)
+    if (
+        name == "Nemotron"
+        and not model._can_set_attn_implementation()
+        and Version(transformers_version) < Version("5.23")
+    ):
+        pytest.skip("its attention is its own in this transformers")
     sharded = enable_context_parallel(model, None).shard(batch())
     if fails:
         with pytest.raises(ArgumentError, match="cp_batch"):
@@ -108,7 +116,7 @@ def test_layers_that_drop_arguments_can_be_recomputed():
         ("phimoe", "Phimoe", {"sliding_window": 8, "num_local_experts": 2}, "PhimoeAttention.*leaves the window"),
         ("qwen2_moe", "Qwen2Moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2,
                                   "num_experts": 2, "num_experts_per_tok": 1}, "Qwen2MoeAttention.*leaves the window"),
-        ("moshi", "Moshi", {"sliding_window": 8, "ffn_dim": 64}, "MoshiAttention.*leaves the window"),
+        ("moshi", "Moshi", {"sliding_window": 8, "ffn_dim": 64}, "Moshi(Sdpa)?Attention.*leaves the window"),
         ("doge", "Doge", {}, "DogeAttention.*does not depend"),
     ],
 )  # fmt: skip

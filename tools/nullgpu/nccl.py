@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -25,10 +25,12 @@ from megatron_cp.executor.launch import run_ranks
 from tools.nullgpu import ordering
 from tools.nullgpu.emulation import on_host
 
+T = TypeVar("T")
+
 BACKEND = "cuda:nccl"
 
 
-def run_ranks_over_nccl[T](function: Callable[..., T], size: int, *args: Any, timeout: float = 120.0) -> list[T]:
+def run_ranks_over_nccl(function: Callable[..., T], size: int, *args: Any, timeout: float = 120.0) -> list[T]:
     """`run_ranks` with threads whose group is a `TorchGroup` over NCCL. Checks the order of transfers.
 
     Raises:

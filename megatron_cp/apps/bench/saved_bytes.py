@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from megatron_cp.apps.bench.work import Work
 from megatron_cp.testing import PeakMemory
+from megatron_cp.torch_private import leaves
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Types(PeakMemory):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket is torch.ops.aten.resize_:
             self._numbers |= _storage(result)  # one of the group's buffers, which send numbers as bytes
-        for leaf in tree_leaves((args, kwargs, result)):
+        for leaf in leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 storages = {"indices": self._integers, "numbers": self._numbers}.get(_kind(leaf))
                 if storages is not None:

@@ -7,13 +7,16 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_cp.executor import Message, Pending, RankGroup
+from megatron_cp.torch_private import occupy_device
+
+T = TypeVar("T")
 
 DIRECTIONS = ("forward", "backward")
 BOTH = (*DIRECTIONS, "both")
@@ -60,13 +63,13 @@ class Watch:
         finally:
             self.spans.append((name, start, self._now()))
 
-    def timed[T](self, call: Callable[[], T]) -> tuple[T, Timing]:
+    def timed(self, call: Callable[[], T]) -> tuple[T, Timing]:
         """Returns a call's result and its timing."""
         self.spans.clear()
         self.sent = 0
         if self.device != "cpu":
             # The host queues the call meanwhile. An idle device would wait for it, and the host's time be the device's.
-            torch.cuda._sleep(_HEAD_START)
+            occupy_device(_HEAD_START)
         began = time.perf_counter()
         with self.span("total"):
             result = call()

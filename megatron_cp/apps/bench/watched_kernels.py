@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cp.apps.bench.timing import Watch
 from megatron_cp.linear import Inputs, LinearCall, LinearKernel, ScanWork, choose_conv, choose_rule
 from megatron_cp.softmax import AttentionCall, AttentionKernel, Tiles
+from megatron_cp.torch_private import leaves, map_leaves, no_modes
 
 
 class WatchedAttentionKernel(AttentionKernel):
@@ -43,7 +42,7 @@ class WatchedAttentionKernel(AttentionKernel):
         self._run(self._kernel.backward, *args)
 
     def _run(self, call: Callable[..., None], *args: Any) -> None:
-        hidden = _disable_current_modes() if self._hides_tensors else contextlib.nullcontext()
+        hidden = no_modes() if self._hides_tensors else contextlib.nullcontext()
         with hidden, self._watch.span("kernel"):
             call(*args)
 
@@ -99,12 +98,15 @@ class _Timer:
 
 def _marked(values: Any, passed: Callable[[], None]) -> Any:
     """Returns the same values; backward calls `passed` once the gradients of all of them are computed."""
-    leaves, spec = tree_flatten(values)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if places:
-        for index, tensor in zip(places, _Mark.apply(passed, *(leaves[index] for index in places)), strict=True):
-            leaves[index] = tensor
-    return tree_unflatten(leaves, spec)
+    marked = [leaf for leaf in leaves(values) if _is_marked(leaf)]
+    if not marked:
+        return values
+    tensors = iter(_Mark.apply(passed, *marked))
+    return map_leaves(lambda leaf: next(tensors) if _is_marked(leaf) else leaf, values)
+
+
+def _is_marked(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 class _Mark(torch.autograd.Function):

@@ -98,4 +98,7 @@ def _digest(path: Path) -> str:
     if not path.is_file():  # a pipe would be waited for
         return "no file"
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+        digest = hashlib.new(_ALGORITHM)
+        while block := file.read(2**20):
+            digest.update(block)
+        return digest.hexdigest()

@@ -21,6 +21,7 @@ from megatron_cp.exchange.codec import Format
 from megatron_cp.exchange.device import current_stream, order_tables
 from megatron_cp.exchange.kernels.pieces import GROUP, HEADS, MOST, ROWS, Pieces, alignment_of
 from megatron_cp.exchange.kernels.triton_kernels import from_message_kernel, to_message_kernel
+from megatron_cp.torch_private import current_device
 
 CODED = 2048  # elements of heads in registers at a time
 
@@ -63,7 +64,7 @@ class Launch:
         """
         if not self._programs:
             return True
-        if self._device.type == "cuda" and torch._C._cuda_getDevice() != self._device.index:
+        if self._device.type == "cuda" and current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self(addresses)
         order_tables(self._device)  # the cached table may have been made by another stream

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.torch_private import no_modes
 
 
 class Message(NamedTuple):
@@ -245,7 +245,7 @@ class Part(RankGroup):
 def keep_own(received: Tensor, sent: Tensor) -> None:
     """Copies a rank's piece for itself, unless it was left out of `sent`; then the caller writes it to `received`."""
     if sent.numel():
-        with _disable_current_modes():  # counters of copied activations must not count the transfer itself
+        with no_modes():  # counters of copied activations must not count the transfer itself
             received.copy_(sent)
 
 

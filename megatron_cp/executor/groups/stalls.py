@@ -26,6 +26,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from megatron_cp.executor.groups.base import differences
+from megatron_cp.torch_private import store_of
 
 PATIENCE = 3.0  # seconds of waiting before a wait is published
 _PAUSE = 1.0  # seconds between two checks
@@ -67,7 +68,8 @@ class Stall:
         """Returns a text about the activity, with `lines` as its details, and about the message that is waited for."""
         what = f"{self.message.nbytes:,} bytes {'to' if self.direction == 'send' else 'from'} rank {self.peer}"
         doing = self.message.activity or "a transfer of the caller"
-        return f"in {doing}{f' ({"; ".join(lines)})' if lines else ''}, waiting for {what}"
+        details = f" ({'; '.join(lines)})" if lines else ""
+        return f"in {doing}{details}, waiting for {what}"
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Board:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rank: int, size: int) -> Board:
-        return cls(dist.distributed_c10d._get_process_group_store(group), rank, size)
+        return cls(store_of(group), rank, size)
 
     def publish(self, report: Report) -> None:
         self._set("stall", report)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.executor.groups.base import (
@@ -24,6 +23,7 @@ from megatron_cp.executor.groups.base import (
     differences,
     keep_own,
 )
+from megatron_cp.torch_private import no_modes
 
 
 class ThreadGroup(RankGroup):
@@ -86,7 +86,7 @@ class ThreadGroup(RankGroup):
         self.all_to_all(torch.empty_like(token), token, [1] * self.size, [1] * self.size)
 
     def _put(self, piece: Tensor, peer: int) -> None:
-        with _disable_current_modes():  # counters of copied activations must not count the transfer itself
+        with no_modes():  # counters of copied activations must not count the transfer itself
             sent = _Sent(piece.detach().clone(), self.activity, self.details, self.agreed)
         self._mailboxes[self.rank][peer].put(sent)
 
@@ -121,7 +121,7 @@ class ThreadGroup(RankGroup):
                 f"{_describe(arrived.activity, theirs)}",
                 rank=self.rank, peer=peer,
             )  # fmt: skip
-        with _disable_current_modes():
+        with no_modes():
             piece.detach().copy_(found)
 
 
@@ -147,7 +147,8 @@ class _Awaited(_Sent):
 
 
 def _describe(activity: str, lines: Sequence[str] = ()) -> str:
-    return f"{activity or 'a transfer of the caller'}{f' ({"; ".join(lines)})' if lines else ''}"
+    details = f" ({'; '.join(lines)})" if lines else ""
+    return f"{activity or 'a transfer of the caller'}{details}"
 
 
 def _describe_tensor(tensor: Tensor) -> str:

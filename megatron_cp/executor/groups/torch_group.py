@@ -28,6 +28,7 @@ from megatron_cp.executor.groups.base import (
 )
 from megatron_cp.executor.groups.tagged import TaggedMessages, is_peer_failure
 from megatron_cp.executor.groups.thread_group import ThreadGroup
+from megatron_cp.torch_private import limit_waits
 
 Group = RankGroup | dist.ProcessGroup | DeviceMesh  # the types that operations accept; a mesh must have one axis
 
@@ -56,8 +57,7 @@ def set_timeout(seconds: float) -> None:
 
     Call it after the first step of a job, in which ranks import and compile at different speeds.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    for group in limit_waits(timedelta(seconds=seconds)):
         tagged = _state_of(group).tagged
         if tagged is not None:
             tagged.timeout = seconds  # torch keeps a group's first limit for messages from rank to rank

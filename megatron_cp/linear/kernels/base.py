@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout import Packing
 from megatron_cp.layout.segments import LocalSegments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LinearCall:
     segments: LocalSegments | None = None
     for_graphs: bool = False
 
-    def segments_table[T](self, key: Any, make: Callable[[], T]) -> T:
+    def segments_table(self, key: Any, make: Callable[[], T]) -> T:
         """Returns a table that a kernel derives from the segments, made once for all layers of a batch."""
         assert self.segments is not None
         found: T = self.segments.packing.memo((key, self.device), make)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, cached_property
@@ -20,6 +20,11 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _PRESETS = Path(__file__).parent / "presets"
 SAFE = "h100"  # the default where no machine is named

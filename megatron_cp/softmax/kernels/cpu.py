@@ -17,12 +17,11 @@ from megatron_cp.exchange.sections import ROW_ALIGNMENT
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum, acc_dtype_of
+from megatron_cp.torch_private import cpu_flash, cpu_flash_backward
 
-# The operator behind scaled_dot_product_attention, called by name because only it returns the log-sum-exp. It accepts
-# grouped key/value heads. It must not be given an empty tensor, since it divides by the sizes and the process dies, nor
-# a row whose keys are all masked, for which it returns an lse of 0.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# `cpu_flash` accepts grouped key/value heads. It must not be given an empty tensor, since it divides by the sizes and
+# the process dies, nor a row whose keys are all masked, for which it returns an lse of 0.
+
 # Rows of a masked block, which computes rows + width keys a row where width are visible. 128 is the fastest of 32 to
 # 256, or within a tenth of it, forward and backward, at widths of 16 to 2,048 and 1 or 4 heads of 64 on two cores of an
 # EPYC.
@@ -41,6 +40,8 @@ class CpuFlashAttention(AttentionKernel):
     def refusal(self, call: AttentionCall) -> str | None:
         if call.device.type != "cpu":
             return f"runs on the CPU, the tensors are on {call.device.type}; use varlen or reference"
+        if cpu_flash is None or cpu_flash_backward is None:
+            return f"needs an operator that torch {torch.__version__} does not have; use reference"
         if call.dtype not in _DTYPES:
             return f"has no {call.dtype}; use reference"
         if call.scale <= 0:
@@ -64,7 +65,7 @@ class CpuFlashAttention(AttentionKernel):
         queries, keys, values = (_heads_first(x, dtype, size) for x in (q, k, v))
         result = OutputSum(out, lse, work.queries)
         for piece, is_first in zip(work.pieces, work.queries.is_first, strict=True):
-            part, part_lse = _flash(
+            part, part_lse = cpu_flash(
                 queries[:, :, piece.queries], keys[:, :, piece.keys], values[:, :, piece.keys],
                 0.0, piece.is_causal, attn_mask=work.mask(piece, tiles, dtype), scale=call.scale,
             )  # fmt: skip
@@ -90,7 +91,7 @@ class CpuFlashAttention(AttentionKernel):
             rows, columns = piece.queries, piece.keys
             for heads, total in zip(sets, query_sums, strict=True):
                 at = slice(None), heads, rows
-                part, *parts = _flash_backward(
+                part, *parts = cpu_flash_backward(
                     dout[at], queries[at], keys[:, :, columns], values[:, :, columns], out[at],
                     lse[at].contiguous(), 0.0, piece.is_causal,
                     attn_mask=work.mask(piece, tiles, dtype), scale=call.scale,

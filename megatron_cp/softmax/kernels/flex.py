@@ -151,9 +151,10 @@ def _make_visibility(tiles: Tiles, device: torch.device) -> _Visibility:
     from_, to = (on_device(table, device) for table in (starts, ends))
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (key >= from_[0, query]) & (key < to[0, query])
+        zero = query * 0  # torch 2.9 takes tensors alone as indices here
+        seen = (key >= from_[zero, query]) & (key < to[zero, query])
         for number in range(1, len(starts)):
-            seen = seen | ((key >= from_[number, query]) & (key < to[number, query]))
+            seen = seen | ((key >= from_[zero + number, query]) & (key < to[zero + number, query]))
         return seen
 
     counts, indices, full_counts, full_indices = (

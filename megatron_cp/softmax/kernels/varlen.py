@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_cp.softmax.kernels.base import AttentionCall
 from megatron_cp.softmax.kernels.common.varlen_calls import Segments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
+from megatron_cp.torch_private import varlen_operators
 
 
 class VarlenAttention(SegmentedAttention):
@@ -26,12 +27,12 @@ class VarlenAttention(SegmentedAttention):
         refusal = common_refusal(call)
         if refusal is None and call.softcap:
             return f"has no soft cap, asked for {call.softcap}; use flash_attn or reference"
+        if refusal is None and varlen_operators() is None:
+            return f"needs operators that torch {torch.__version__} does not have; use flash_attn or reference"
         return refusal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        out, lse, _ = _operators()._varlen_attn(
-            q, k, v, *_shape(segments), segments.is_causal, call.scale, list(segments.window)
-        )
+        out, lse, _ = _operators()[0](q, k, v, *_shape(segments), segments.is_causal, call.scale, list(segments.window))
         return out, lse
 
     def attend_backward(
@@ -39,16 +40,16 @@ class VarlenAttention(SegmentedAttention):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return _operators()._varlen_attn_backward(
+        return _operators()[1](
             dout.contiguous(), q, k, v, out, lse, *_shape(segments), segments.is_causal, no_dropout, call.scale,
             list(segments.window),
         )  # fmt: skip
 
 
-def _operators() -> Any:
-    import torch.nn.attention.varlen  # registers the operators; absent on builds without it
-
-    return torch.ops.torch_attn
+def _operators() -> tuple[Any, Any]:
+    operators = varlen_operators()
+    assert operators is not None  # `refusal` has asked
+    return operators
 
 
 def _shape(segments: Segments) -> tuple[Tensor, Tensor, int, int]:

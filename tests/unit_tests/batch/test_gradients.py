@@ -181,6 +181,8 @@ def test_a_large_parameter_leaves_no_buffer(monkeypatch):
 
 def test_rejects_a_gradient_of_another_type():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    if not hasattr(weight, "grad_dtype"):
+        pytest.skip("before torch 2.10 a gradient has the type of its parameter")
     weight.grad_dtype = None
     weight.grad = torch.ones(2)
     with pytest.raises(ArgumentError, match=r"a gradient of torch.float32 of a parameter of torch.bfloat16"):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -263,7 +266,7 @@ def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):
     _soon(lambda: all(_state(rank) in ("", "Z") for rank in ranks))
 
 
-def _soon[T](look: Callable[[], T], seconds: float = 120.0) -> T:
+def _soon(look: Callable[[], T], seconds: float = 120.0) -> T:
     """Returns the result of `look` as soon as there is one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
@@ -121,7 +119,8 @@ def test_zigzag_assigns_left_over_tokens_in_turn(lengths, cp_size):
 @pytest.mark.parametrize("multiples", [[1], [7, 1, 13, 3], [5, 0, 2]], ids=str)
 def test_zigzag_is_megatrons_order_where_lengths_are_multiples(multiples, cp_size):
     layout = Layout.zigzag(Packing([2 * cp_size * multiple for multiple in multiples]), cp_size)
-    inverse_order, order = _build_thd_cp_a2a_perm(
+    megatron_gdn = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
+    inverse_order, order = megatron_gdn._build_thd_cp_a2a_perm(
         torch.tensor(layout.packing.cu_seqlens), cp_size, layout.packing.total
     )
     np.testing.assert_array_equal(layout.inverse_order, inverse_order)
@@ -130,12 +129,13 @@ def test_zigzag_is_megatrons_order_where_lengths_are_multiples(multiples, cp_siz
 
 @pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
 def test_zigzag_of_one_document_is_megatrons_batch_split(cp_size, monkeypatch):
+    megatron_utils = pytest.importorskip("megatron.core.utils")
     stream = torch.arange(2 * cp_size * 7)
     layout = Layout.zigzag(Packing([len(stream)]), cp_size)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
     for rank in ranks(layout):
-        theirs = get_batch_on_this_cp_rank({"tokens": stream[None]}, is_hybrid_cp=False, cp_group=rank)
+        theirs = megatron_utils.get_batch_on_this_cp_rank({"tokens": stream[None]}, is_hybrid_cp=False, cp_group=rank)
         assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
 
 
@@ -150,6 +150,7 @@ def test_zigzag_of_pack_is_the_zigzag_of_one_document_of_all_tokens(lengths, cp_
 
 @pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
 def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp_size, monkeypatch):
+    megatron_utils = pytest.importorskip("megatron.core.utils")
     stream = torch.arange(2 * cp_size * 7)
     packing = Packing([5, len(stream) - 5])
     layout = Layout.zigzag_of_pack(packing, cp_size)
@@ -157,7 +158,9 @@ def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
     for rank in ranks(layout):
         batch = {"tokens": stream[None], "cu_seqlens": torch.tensor(packing.cu_seqlens)[None]}
-        theirs = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=rank, use_per_sequence_balancing=True)
+        theirs = megatron_utils.get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=rank, use_per_sequence_balancing=True
+        )
         assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
 
 

@@ -1,0 +1,85 @@
+"""The table of tested versions, and the warning outside of it."""
+
+import json
+import warnings
+
+import pytest
+
+from megatron_cp import versions
+from tests.unit_tests.test_house import HOUSE
+from tools import versions as tool
+
+ROWS = [
+    {"python": "3.10.1", "torch": "2.9.0", "transformers": "5.0.0", "megatron-core": None, "numpy": "1.26.4"},
+    {"python": "3.13.0", "torch": "2.14.1", "transformers": "5.24.0", "megatron-core": "0.19.2", "numpy": "2.5.5"},
+]
+COUNTS = {"passed": 5, "failed": 0, "skipped": 1, "failures": [], "date": "2026-11-25"}
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(versions, "tested", lambda: {"rows": [row | COUNTS for row in ROWS]})
+    monkeypatch.setattr(versions, "_warned", set())
+
+
+def test_ranges_go_by_numbers(table):
+    assert versions.tested_range("torch") == ("2.9.0", "2.14.1")
+    assert versions.tested_range("megatron-core") == ("0.19.2", "0.19.2")
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.10.0", "2.11.0+cu130", "2.14.9", "2.14.0a0+git"])
+def test_versions_within_the_range_are_tested(table, version):
+    assert versions.outside({"torch": version}) == []
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.15.0", "3.0", "1.13.1"])
+def test_versions_outside_the_range_are_named(table, version):
+    assert versions.outside({"torch": version, "numpy": None}) == [f"torch {version}, tested from 2.9.0 to 2.14.1"]
+
+
+def test_warns_once_with_the_table(table):
+    with pytest.warns(UserWarning, match="has not been tested with torch 2.99.0") as caught:
+        versions.warn_if_untested(torch="2.99.0", numpy="2.0.0")
+    assert len(caught) == 1
+    assert "3.10.1  2.9.0" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.warn_if_untested(torch="2.99.0")
+        versions.warn_if_untested(torch="2.12.0")
+
+
+def test_the_page_has_the_same_table():
+    assert tool.page_table() in tool.PAGE.read_text()
+
+
+def test_the_range_of_the_package_begins_with_the_oldest_environment():
+    project = (HOUSE.parent / "pyproject.toml").read_text()
+    oldest = tool.ENVIRONMENTS[0]
+    torch = next(each.removeprefix("torch==") for each in oldest.requirements if each.startswith("torch=="))
+    numpy = next(each.removeprefix("numpy==") for each in oldest.requirements if each.startswith("numpy=="))
+    assert f'"torch>={torch.removesuffix(".0")}"' in project
+    assert f'"numpy>={".".join(numpy.split(".")[:2])},<3"' in project
+    assert f'requires-python = ">={oldest.python}"' in project
+
+
+def test_counts_are_read_from_a_report(tmp_path):
+    cases = '<testcase classname="a" name="b"/><testcase classname="a" name="c"><failure/></testcase>'
+    cases += '<testcase classname="a" name="d"><skipped/></testcase>'
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert tool._counts(report) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::c"]}
+    assert tool._counts(tmp_path / "none")["failures"] == ["pytest did not come to an end"]
+
+
+def test_a_row_replaces_that_of_the_same_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "TABLE", tmp_path / "versions.json")
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "versions.md")
+    rows = [row | COUNTS | {"environment": name} for row, name in zip(ROWS, ("oldest", "newest"), strict=True)]
+    tool.TABLE.write_text(json.dumps({"rows": rows}))
+    tool.PAGE.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
+    tool._keep(rows[0] | {"passed": 7})
+    assert [row["passed"] for row in json.loads(tool.TABLE.read_text())["rows"]] == [7, 5]
+    text = tool.PAGE.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith(f"{tool.END}\nafter\n")
+    assert "old\n" not in text

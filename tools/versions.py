@@ -1,0 +1,235 @@
+"""Runs unit tests with other versions of Python, torch and other packages, and keeps the table that doctor prints.
+
+    python -m tools.versions [NAME ...] [--short] [--write] [--keep] [--folder FOLDER] [-n PROCESSES]
+
+Without names all environments are made, one after another; each is removed again, unless `--keep` is given. `--short`
+runs the few files that CI has time for, and prints their counts; `--write` puts the counts of the full set into
+`megatron_cp/versions.json` and into `docs/versions.md`. Exit code 1 if a test failed that the table does not have.
+
+A Python is looked for on PATH as `python3.10` and so on; an environment whose Python is not there is left out, with a
+line that says so. Packages are installed by `uv`, if that is on PATH, else by pip, which takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from megatron_cp import versions
+
+ROOT = Path(__file__).parents[1]
+TABLE, PAGE = ROOT / "megatron_cp" / "versions.json", ROOT / "docs" / "versions.md"
+BEGIN, END = "<!-- make versions writes from here -->", "<!-- to here -->"
+# What tests import besides the package; their versions do not matter to it, and the newest that fits is taken.
+OF_TESTS = (
+    "accelerate",
+    "hypothesis",
+    "peft",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "setuptools",
+    "tqdm",
+)
+MEGATRON = "megatron-core==0.19.2"  # the newest; it needs Python 3.12
+# Everything that touches torch, numpy or an adapter. Left out: whole-model estimates, searches for tiles and prices,
+# which are arithmetic in numpy and take as long again.
+TESTS = tuple(
+    f"tests/unit_tests/{name}"
+    for name in (
+        "batch", "data", "exchange", "executor", "layout", "linear", "megatron", "nn", "plan", "softmax", "testing",
+        "test_arguments.py", "test_autocast.py", "test_errors.py", "test_extras.py", "test_house_torch.py",
+        "test_names.py", "test_transformers_calls.py", "test_transformers_refusals.py", "test_transformers_swap.py",
+        "test_transformers_trainer.py", "test_versions.py", "test_wheel.py",
+    )
+)  # fmt: skip
+SHORT = tuple(
+    f"tests/unit_tests/{name}"
+    for name in (
+        "batch/test_training.py", "exchange/test_head_exchange.py", "executor/test_run.py", "linear/test_kernels.py",
+        "nn", "softmax/test_attention.py", "test_autocast.py", "test_house_torch.py", "test_transformers_swap.py",
+        "test_versions.py",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment: its name, its Python, and requirements that say the versions of the others."""
+
+    name: str
+    python: str
+    requirements: tuple[str, ...]
+
+
+ENVIRONMENTS = (
+    Environment(
+        "oldest", "3.10",
+        ("torch==2.9.0", "transformers==5.0.0", "numpy==1.26.4", "lazy_loader==0.4", "matplotlib==3.10.0"),
+    ),
+    Environment("older", "3.11", ("torch==2.10.0", "transformers==5.6.2", "numpy==2.0.2")),
+    Environment("pinned", "3.12", ("megatron_cp[dev]",)),
+    Environment("newer", "3.12", ("torch==2.13.0", "transformers==5.18.0", "numpy==2.3.5", MEGATRON)),
+    Environment("newest", "3.13", ("torch==2.14.1", "transformers==5.24.0", "numpy==2.5.5", MEGATRON)),
+    Environment("next", "3.14", ("torch==2.14.1", "transformers==5.24.0", "numpy==2.5.5", MEGATRON)),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Makes the environments and runs the tests in each."""
+    args = _arguments()
+    failed = False
+    for environment in ENVIRONMENTS:
+        if args.names and environment.name not in args.names:
+            continue
+        python = _python(environment.python)
+        if python is None:
+            print(f"{environment.name}: no python{environment.python} on PATH, left out", flush=True)
+            failed |= bool(args.names)
+            continue
+        row = _measured(environment, python, args)
+        print(json.dumps(row), flush=True)
+        failed |= bool(set(row["failures"]) - _known_failures(environment.name))
+        if args.write and not args.short:
+            _keep(row)
+    sys.exit(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(each.name for each in ENVIRONMENTS))
+    parser.add_argument("--short", action="store_true", help="the few files that CI runs")
+    parser.add_argument("--write", action="store_true", help="keep the counts in the table")
+    parser.add_argument("--keep", action="store_true", help="leave the environments in the folder, and use those there")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where they are made")
+    parser.add_argument("-n", type=int, default=2, metavar="PROCESSES", help="processes of pytest")
+    args = parser.parse_args()
+    unknown = set(args.names) - {each.name for each in ENVIRONMENTS}
+    if unknown:
+        parser.error(f"no environment {', '.join(sorted(unknown))}; there are {[each.name for each in ENVIRONMENTS]}")
+    return args
+
+
+def _python(version: str) -> str | None:
+    """Returns the command of a Python, if it is on PATH and starts."""
+    command = shutil.which(f"python{version}")
+    starts = command is not None and subprocess.run([command, "--version"], capture_output=True).returncode == 0
+    return command if starts else None
+
+
+def _measured(environment: Environment, python: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Makes an environment, runs the tests in it, and returns its row of the table."""
+    folder = args.folder / f"versions-{environment.name}"
+    inner = folder / "bin" / "python"
+    began = time.monotonic()
+    if not inner.exists():
+        _install(environment, python, folder)
+    installed = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as reports:
+            report = Path(reports, "report.xml")
+            command = [
+                inner, "-m", "pytest", "-q", "-n", str(args.n), "--dist", "worksteal", "-m", "not thorough",
+                "-p", "no:cacheprovider", f"--junitxml={report}", *(SHORT if args.short else TESTS),
+            ]  # fmt: skip
+            subprocess.run(list(map(str, command)), cwd=ROOT, env=_clean(), check=False)
+            counts = _counts(report)
+        found = _versions(inner)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder)
+    return {
+        "environment": environment.name, **found, **counts,
+        "date": datetime.date.today().isoformat(),
+        "install_seconds": round(installed - began), "test_seconds": round(time.monotonic() - installed),
+    }  # fmt: skip
+
+
+def _install(environment: Environment, python: str, folder: Path) -> None:
+    wanted = [*environment.requirements, *(() if environment.name == "pinned" else OF_TESTS)]
+    own = [f"{ROOT}[dev]"] if "megatron_cp[dev]" in wanted else [str(ROOT)]
+    others = [each for each in wanted if each != "megatron_cp[dev]"]
+    uv = shutil.which("uv")
+    if uv is not None:
+        subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
+        install = [uv, "pip", "install", "--quiet", "--python", folder / "bin" / "python"]
+    else:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*map(str, install), "--editable", *own, *others], cwd=ROOT, env=_clean(), check=True)
+
+
+def _clean() -> dict[str, str]:
+    """Returns the environment variables without those by which this process's own Python is chosen."""
+    return {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+
+
+def _counts(report: Path) -> dict[str, Any]:
+    """Reads pytest's report: counts of tests, and the names of those that failed."""
+    if not report.exists():
+        return {"passed": 0, "failed": 0, "skipped": 0, "failures": ["pytest did not come to an end"]}
+    passed, skipped, failures = 0, 0, []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": sorted(failures)}
+
+
+def _versions(python: Path) -> dict[str, str | None]:
+    """Asks an environment for the versions of the table's columns."""
+    code = f"""
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+def of(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+print(json.dumps({{name: platform.python_version() if name == "python" else of(name) for name in {versions.PACKAGES}}}))
+"""
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    found: dict[str, str | None] = json.loads(said)
+    return found
+
+
+def _known_failures(name: str) -> set[str]:
+    rows = json.loads(TABLE.read_text())["rows"]
+    return {test for row in rows if row["environment"] == name for test in row["failures"]}
+
+
+def _keep(row: dict[str, Any]) -> None:
+    """Replaces the row of this environment in the table, and the table on the page."""
+    kept = json.loads(TABLE.read_text())
+    order = [each.name for each in ENVIRONMENTS]
+    rows = [each for each in kept["rows"] if each["environment"] != row["environment"]] + [row]
+    kept["rows"] = sorted(rows, key=lambda each: order.index(each["environment"]))
+    TABLE.write_text(json.dumps(kept, indent=1) + "\n")
+    versions.tested.cache_clear()
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{page_table()}\n{END}{rest.partition(END)[2]}")
+
+
+def page_table() -> str:
+    """Returns the table as the page has it."""
+    heads, *rows = versions.cells()
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ("---",) * len(heads), *rows))
+
+
+if __name__ == "__main__":
+    main()
