@@ -12,7 +12,7 @@ from megatron_cp.executor.scan import scan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels.base import Delta, LinearCall, StateSpace
-from megatron_cp.linear.kernels.fla import documents_key, fixed_documents
+from megatron_cp.linear.kernels.fla import fixed_documents
 from megatron_cp.plan.recurrence import Scan
 
 
@@ -74,10 +74,11 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
     exact = type(inputs)(*(x.double() for x in inputs))
     expected = _gradients(lambda x: oracle(x, groups, 0.3, lengths), exact, dout)
     if layout is None:
-        call = LinearCall(kind, packing, torch.float32, torch.device("cpu"), head_dim=dk)
-        if fixed:
-            tables = {name: torch.from_numpy(table) for name, table in fixed_documents(packing).items()}
-            packing.remember(documents_key(call.device), tables)
+        tables = {name: torch.from_numpy(table) for name, table in fixed_documents(packing).items()}
+        call = LinearCall(
+            kind, packing, torch.float32, torch.device("cpu"), head_dim=dk,
+            tables={"documents": tables} if fixed else None,
+        )  # fmt: skip
         got = _gradients(lambda x: kernel.rule(type(x)(*map(_strided, x)), groups, 0.3, call), inputs, dout)
     else:
         got = _over_ranks(kernel, kind, inputs, groups, 0.3, getattr(Layout, layout)(packing, ranks), dout)

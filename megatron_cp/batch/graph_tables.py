@@ -25,34 +25,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.device import fill_tables, indexed
-from megatron_cp.exchange.geometry import has_run
-from megatron_cp.executor.arguments import IN_SLOTS
+from megatron_cp.exchange.device import LOAD_AGAIN, CallTables, fill_tables, indexed
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FILLED
-from megatron_cp.layout.memo import Memo
-from megatron_cp.layout.tiles import WholeTiles
-from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
-from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
-from megatron_cp.linear.kernels.fla import documents_key, fixed_documents
-from megatron_cp.plan.attention import Attend
+from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.tiles import Tiles
+from megatron_cp.linear.kernels.common.chunks import FixedChunks, fixed_chunks
+from megatron_cp.linear.kernels.conv import fixed_heads
+from megatron_cp.linear.kernels.fla import fixed_documents
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
-from megatron_cp.plan.stage import Stage
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
-from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
+from megatron_cp.softmax.kernels.common.varlen_calls import LoadedTiles
 
 Tables = dict[str, NDArray]
 
 _LAYOUTS = ("zigzag", "contiguous")
 _ALIGNMENT = 16  # bytes
-_LOAD_AGAIN = (
-    "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
-)
 
 
 class GraphTables:
@@ -103,7 +95,6 @@ class GraphTables:
         self._kinds: list[Slot] = []
         self._place: tuple[int, torch.device] | None = None
         self._loaded: Callable[[], BatchPlan | None] = lambda: None
-        self._held: list[weakref.ref[Plan]] = []
 
     def layout(self, lengths: Iterable[int]) -> Layout:
         """Returns the layout of a padded pack, with `capacity_tokens / cp_size` tokens on every rank.
@@ -132,10 +123,8 @@ class GraphTables:
         spare = np.zeros(self.capacity_documents - given.num_documents, dtype=np.int64)
         packing = Packing(np.concatenate([sizes, spare, [self.capacity_tokens - sizes.sum()]]))
         made = getattr(Layout, self._layout_name)(packing, self.cp_size)
-        # Tables move every pack, even one of which each rank happens to hold a contiguous part.
-        vars(made)["in_stream_order"] = self._layout_name == "contiguous" or self.cp_size == 1
-        made.remember(FILLED, (given, self._room))
-        return made
+        keeps_order = self._layout_name == "contiguous" or self.cp_size == 1
+        return FilledLayout(made, given, self._room, keeps_order=keeps_order)
 
     @property
     def _room(self) -> tuple[Any, ...]:
@@ -146,7 +135,7 @@ class GraphTables:
     def load(
         self, plans: BatchPlan, rank: int, device: torch.device, rows: Mapping[str, NDArray] | None = None
     ) -> dict[str, Tensor]:
-        """Copies the tables of a pack's plans into this memory; layers with these plans, and graphs, then read them.
+        """Copies the tables of a pack's plans into this memory, which graphs read, and layers with `plans.plan(slot)`.
 
         The copy is queued on the current stream, which must be the one that the layers run in. The host does not wait.
 
@@ -170,10 +159,6 @@ class GraphTables:
             raise ArgumentError("device", device, "a torch.device of type cpu or cuda")
         if rows is not None and not (isinstance(rows, Mapping) and all(map(_is_table, rows.values()))):
             raise ArgumentError("rows", rows, "numpy arrays by name")
-        for plan in plans.plans:
-            if any(isinstance(step, ToHeads | ToTokens) and has_run(step.exchange) for step in plan.steps):
-                remedy = "Load the plans of a new BatchPlan, before any layer has run with them."
-                raise ArgumentError("plans", "plans that layers have run with", "plans with no tables yet", remedy)
         place = (rank, indexed(device))
         if self._memory is None:
             self._learn(plans, rank)
@@ -191,9 +176,10 @@ class GraphTables:
         if self._memory is None:
             self._memory = _Memory(tables, place[1])
         views = self._memory.load(tables)
-        self._install(plans, rank, place[1], views, calls)
-        # Weak references, since plans refer to this object: a cycle would keep them.
-        self._loaded, self._held = weakref.ref(plans), [weakref.ref(plan) for plan in plans.plans]
+        if plans is not self._loaded():
+            self._memory.pack = object()
+        plans._use_tables(self._call_tables(n, plan, views, calls[n][1]) for n, plan in enumerate(plans.plans))
+        self._loaded = weakref.ref(plans)  # a batch that is no longer used is not kept
         return {name: views[f"rows {name}"] for name in rows or {}}
 
     def check_loaded(self, plans: BatchPlan) -> None:
@@ -207,16 +193,18 @@ class GraphTables:
         if plans is not self._loaded():
             what = "none" if self._memory is None else "those of another pack"
             given = f"plans that are not in the slots, which have {what}"
-            raise ArgumentError("plans", given, "those loaded last", _LOAD_AGAIN)
+            raise ArgumentError("plans", given, "those loaded last", LOAD_AGAIN)
 
-    def check_has(self, plan: Memo) -> None:
+    def check_has(self, plan: Plan) -> None:
         """Raises if another pack has been loaded in place of the plan's pack.
 
         Raises:
             ArgumentError: its tables, and its batch's tokens, are those of the other one now.
         """
-        if not any([plan is held() for held in self._held]):  # noqa: C419 - a generator would be a call for each
-            raise ArgumentError("plan", "one of a pack before the last one loaded", "one of the last", _LOAD_AGAIN)
+        tables = plan.tables if isinstance(plan, Plan) else None
+        if tables is None or tables.memory is not self._memory:
+            raise ArgumentError("plan", plan, "one of those loaded last", LOAD_AGAIN)
+        tables.check()
 
     def _learn(self, plans: BatchPlan, rank: int) -> None:
         """Learns what all packs share from a pack of one document with the most tokens, and checks it on another
@@ -277,7 +265,8 @@ class GraphTables:
                 f"With {plan.scheme} each rank has as many rows of a document as every other one.",
             )  # fmt: skip
 
-    def _tables(self, plans: BatchPlan, rank: int, calls: Sequence[tuple[Tables, Any]]) -> Tables:
+    @staticmethod
+    def _tables(plans: BatchPlan, rank: int, calls: Sequence[tuple[Tables, Any]]) -> Tables:
         found: Tables = {}
         for number, plan in enumerate(plans.plans):
             own = {f"order {name}": table for name, table in _order_tables(plan, rank).items()}
@@ -290,7 +279,7 @@ class GraphTables:
             found |= {f"{number} {name}": table for name, table in own.items()}
         return found
 
-    def _calls(self, number: int, plan: Plan, rank: int) -> tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]:
+    def _calls(self, number: int, plan: Plan, rank: int) -> tuple[Tables, list[tuple[Tiles, FixedCalls]]]:
         """Returns the tables of an attention, and its kernel calls in each stage."""
         tables: Tables = {}
         made = []
@@ -302,31 +291,24 @@ class GraphTables:
             calls = FixedCalls(tiles.bands, self._patterns[number, stage.number], len(documents), *sizes)
             calls.check_documents(tiles.bands, documents, plan.packing.documents_of, tiles.q_tokens, tiles.k_tokens)
             tables |= {f"stage {stage.number} {name}": table for name, table in calls.tables().items()}
-            made.append((stage, WholeTiles(tiles.bands, tiles.q_tokens, tiles.k_tokens), calls))
+            made.append((tiles, calls))
         return tables, made
 
-    def _install(
-        self, plans: BatchPlan, rank: int, device: torch.device, views: Mapping[str, Tensor],
-        calls: Sequence[tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]],
-    ) -> None:  # fmt: skip
-        """Stores the tables in the memos of the plans."""
-        for number, plan in enumerate(plans.plans):
-            own = _with_prefix(views, f"{number} ")
-            layout, attend = _exchange_layout(plan, rank), plan.attend
-            for name, table in _with_prefix(own, "order ").items():
-                assert layout is not None
-                layout.remember((name, device), table)
-            if attend is not None:
-                for stage, tiles, fixed in calls[number][1]:
-                    tiles.remember(calls_key(device), fixed.on_device(_with_prefix(own, f"stage {stage.number} ")))
-                    attend.remember(Attend.tiles_key(rank // plan.ulysses_degree, stage), tiles)
-            if chunks := _with_prefix(own, "chunks "):
-                plan.packing.remember(chunks_key(device), FixedChunks(chunks))
-                plan.packing.remember(documents_key(device), _with_prefix(own, "fla "))
-            if heads := _with_prefix(own, "heads "):
-                in_order = [heads[str(back)] for back in range(plan.conv_width)]
-                plan.packing.remember(heads_key(plan.conv_width, device), in_order)
-            plan.remember(IN_SLOTS, self)
+    def _call_tables(
+        self, number: int, plan: Plan, views: Mapping[str, Tensor], calls: Sequence[tuple[Tiles, FixedCalls]]
+    ) -> CallTables:
+        """Returns a plan's tables in this memory."""
+        assert self._memory is not None
+        own, linear = _with_prefix(views, f"{number} "), dict[str, Any]()
+        if chunks := _with_prefix(own, "chunks "):
+            linear |= {"chunks": FixedChunks(chunks), "documents": _with_prefix(own, "fla ")}
+        if heads := _with_prefix(own, "heads "):
+            linear["heads"] = [heads[str(back)] for back in range(plan.conv_width)]
+        tiles: list[Tiles] = [
+            LoadedTiles(tiles, fixed.on_device(_with_prefix(own, f"stage {stage} ")))
+            for stage, (tiles, fixed) in enumerate(calls)
+        ]
+        return CallTables(self._memory, self._memory.pack, _with_prefix(own, "order "), tiles, linear)
 
 
 def documents_of(slots: GraphTables, layout: Layout) -> Packing:
@@ -335,17 +317,15 @@ def documents_of(slots: GraphTables, layout: Layout) -> Packing:
     Raises:
         ArgumentError: it did not, or other slots did.
     """
-    found = layout.recall(FILLED) if isinstance(layout, Layout) else None
-    given, room = found or (Packing([0]), None)
-    if room != slots._room:
-        remedy = "Make it by the layout(lengths) of these GraphTables, in this process: a pickled one is not known."
+    if not isinstance(layout, FilledLayout) or layout.room != slots._room:
+        remedy = "Make it by the layout(lengths) of these GraphTables."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
-    return given
+    return layout.given
 
 
 def is_padded_to_capacity(layout: Layout) -> bool:
     """Returns True if `GraphTables.layout` made the layout."""
-    return layout.remembers(FILLED)
+    return isinstance(layout, FilledLayout)
 
 
 def pad_to_capacity(values: Tensor, slots: GraphTables, layout: Layout, fill: float) -> Tensor:
@@ -401,6 +381,7 @@ class _Memory:
             self._device = torch.empty(end, dtype=torch.uint8, device=device)
             self._hosts = [torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._copied: list[Any] = [None, None]
+        self.device, self.pack = device, object()
         self.views = {
             name: self._device[self._places[name]].view(_torch_type(table.dtype)).view(table.shape)
             for name, table in tables.items()

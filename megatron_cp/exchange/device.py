@@ -5,13 +5,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.tiles import Tiles
 from megatron_cp.torch_private import raw_stream
+
+LOAD_AGAIN = (
+    "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
+)
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -79,6 +87,39 @@ def current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return raw_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@dataclass(frozen=True, eq=False)
+class CallTables:
+    """The tables of one rank's calls with one plan, in memory that holds one pack after another; see `GraphTables`.
+
+    Without them an operation makes its own tables and keeps them for the batch.
+
+    Attributes:
+        memory: the memory.
+        pack: identifies the pack; `memory.pack` is that of the pack loaded last.
+        orders: "order" and "inverse_order" of the exchange's layout, where rows are not in stream order.
+        stage_tiles: attention's tiles in each stage, with their kernel calls.
+        linear: what kernels of linear layers read, by the names that they use.
+    """
+
+    memory: Any
+    pack: object
+    orders: Mapping[str, Tensor]
+    stage_tiles: list[Tiles]
+    linear: Mapping[str, Any]
+
+    def tiles(self, _kv_rank: int, stage: Any) -> Tiles:
+        """Returns this rank's tiles of a stage, like `Attend.tiles`."""
+        return self.stage_tiles[stage.number]
+
+    def check(self) -> None:
+        """Raises if another pack has been loaded: its tables, and its batch's tokens, are in the memory now."""
+        if self.memory.pack is not self.pack:
+            raise ArgumentError("plan", "one of a pack before the last one loaded", "one of the last", LOAD_AGAIN)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a plan that is pickled leaves its tables behind
 
 
 class _Tables:

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.codec import Format
-from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.device import CallTables, on_device
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import RowFormat, Section, Sections
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
-
-
-def has_run(exchange: Exchange) -> bool:
-    """Returns True if an operation has moved rows by this exchange or a part of it: then it holds tables."""
-    return any(
-        isinstance(each, Geometry) or (isinstance(each, Exchange) and has_run(each)) for each in exchange.memories()
-    )
 
 
 class Place(NamedTuple):
@@ -44,12 +37,13 @@ class Place(NamedTuple):
 
 
 def geometry_of(
-    exchange: Exchange, rank: int, dtypes: tuple[torch.dtype, ...], batch: int | None, device: torch.device
-) -> Geometry:
+    exchange: Exchange, rank: int, dtypes: tuple[torch.dtype, ...], batch: int | None, device: torch.device,
+    tables: CallTables | None,
+) -> Geometry:  # fmt: skip
     """Returns the geometry of activations, made once for all layers of a batch, with all that it derives."""
     # A copy of the exchange without its memo: otherwise the two would form a cycle, freed only by garbage collection.
-    key = (rank, dtypes, batch, device)
-    return exchange.memo(key, lambda: Geometry(replace(exchange), rank, dtypes, batch, device))
+    key = (rank, dtypes, batch, device, tables)
+    return exchange.memo(key, lambda: Geometry(replace(exchange), rank, dtypes, batch, device, tables=tables))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +57,7 @@ class Geometry:
     device: torch.device
     part: int = 0  # the part of the exchange in these messages
     forward: bool = True  # True for activations, False for their gradients
+    tables: CallTables | None = None  # instead of those that it makes
 
     @cached_property
     def parts(self) -> list[Geometry]:
@@ -225,12 +220,17 @@ class Geometry:
     @cached_property
     def order(self) -> Tensor | None:
         """The stream's row for each row of the messages, end to end; None if both are in stream order."""
-        return None if self.layout.in_stream_order else index_table(self.layout, "order", self.device)
+        return self._index_table("order")
 
     @cached_property
     def inverse_order(self) -> Tensor | None:
         """The inverse of `order`; None likewise."""
-        return None if self.layout.in_stream_order else index_table(self.layout, "inverse_order", self.device)
+        return self._index_table("inverse_order")
+
+    def _index_table(self, name: str) -> Tensor | None:
+        if self.layout.in_stream_order:
+            return None
+        return index_table(self.layout, name, self.device) if self.tables is None else self.tables.orders[name]
 
 
 def index_table(layout: Layout, name: str, device: torch.device) -> Tensor:

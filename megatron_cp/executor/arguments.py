@@ -8,10 +8,9 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import order_tables
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan
 
-IN_SLOTS = "in slots"  # the memo of plans whose tables are those of a `GraphTables`
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,7 +70,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 4 else torch.float32
 
 
-def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) -> None:
+def check_stream(name: str, device: torch.device, plan: Plan | Layout, *kernels: Kernel) -> None:
     """Refuses captures of plans that no `GraphTables` has loaded; makes the stream wait for tables of other streams.
 
     A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
@@ -86,11 +85,17 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
         ArgumentError: names the argument; or a kernel whose graph would not serve other packs; or a plan whose
             `GraphTables` have since been loaded with another pack's tables.
     """
-    check_slots(plan)
+    tables = plan.tables if isinstance(plan, Plan) else None
+    if tables is not None:
+        tables.check()
+        if device != tables.memory.device:
+            raise ArgumentError(
+                name, f"a tensor on {device}", f"one on {tables.memory.device}, as the plan's tables are"
+            )
     if device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():
-        if not plan.remembers(IN_SLOTS):
+        if tables is None:
             here = "Leave this call out of the graph."
             if isinstance(plan, Plan):
                 here = "Shard the batch with into=GraphTables(...), or leave this call out of the graph."
@@ -105,17 +110,6 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
                     "Its tables are one pack's: leave the choice to kernel='auto', or this call out of the graph.",
                 )  # fmt: skip
     order_tables(device)
-
-
-def check_slots(plan: Memo) -> None:
-    """Refuses a plan whose `GraphTables` have since been loaded with another pack's tables.
-
-    Raises:
-        ArgumentError: names the plan.
-    """
-    slots = plan.recall(IN_SLOTS)
-    if slots is not None:
-        slots.check_has(plan)
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:

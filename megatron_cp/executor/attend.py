@@ -146,7 +146,7 @@ class _Forward(RowTransfers):
     def compute(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
         stage, keys = do.part.stage, self.keys(do.keys, chunk)
-        tiles = self.step.tiles(self.kv_rank, stage)
+        tiles = self.tiles(self.kv_rank, stage)
         _attend_tiles(self.work, self.rows.heads(chunk), *keys, tiles, chunk, is_first=stage.number == 0)
 
     def compute_remote(self, bound: Bound) -> None:
@@ -196,7 +196,7 @@ class _Backward(RowTransfers):
     def compute(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
         stage, rows, keys = do.part.stage, self.rows.heads(chunk), self.keys(do.keys, chunk)
-        tiles = self.step.tiles(self.kv_rank, stage)
+        tiles = self.tiles(self.kv_rank, stage)
         if do.gradients is not None:
             gradients = self.keys(do.gradients, chunk)
         else:
@@ -216,7 +216,7 @@ class _Backward(RowTransfers):
         """
         do, chunk = bound.do, bound.chunk
         stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.keys(do.gradients, chunk)
-        tiles, own_tiles = self.step.remote_tiles(self.kv_rank, stage), self.step.tiles(self.kv_rank, stage)
+        tiles, own_tiles = self.step.remote_tiles(self.kv_rank, stage), self.tiles(self.kv_rank, stage)
         if len(tiles.bands) and not _is_empty(own_tiles, self.rows.heads(chunk).q):
             dk, dv = (x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients)
             gradients = self._remote_sums = dk, dv

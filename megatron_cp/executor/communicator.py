@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.device import CallTables
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.arguments import check_slots
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.trace import current_layer, range_name
 from megatron_cp.executor.transports import transport_over
-from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 
@@ -32,7 +31,7 @@ class Communicator:
         transport: the algorithm that carries messages.
         operation: name of the operation, for errors.
         scheme: the plan's scheme, for errors and for the names of ranges.
-        plan: the plan, if its tables may be replaced by those of another pack before backward; checked at each start.
+        tables: the plan's tables, if another pack's may be loaded over them before backward; checked at each start.
 
     Attributes:
         layer: number of the layer that made this, or None; for the names of ranges.
@@ -43,10 +42,10 @@ class Communicator:
 
     def __init__(
         self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "", scheme: str = "",
-        plan: Memo | None = None,
+        tables: CallTables | None = None,
     ) -> None:  # fmt: skip
         self.group, self.transport, self.operation, self.scheme = group, transport, operation, scheme
-        self._plan = plan
+        self.tables = tables
         self.layer = current_layer()
         self.rank, self.size = group.rank, group.size
         self._over_group = transport_over(group, transport)
@@ -60,7 +59,8 @@ class Communicator:
         """Returns a communicator of a subset of the ranks that includes this rank."""
         if len(ranks) == self.size:
             return self
-        part = Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation, self.scheme, self._plan)
+        group, transport = self.group.part(ranks), self.transport.part(ranks)
+        part = Communicator(group, transport, self.operation, self.scheme, self.tables)
         part.layer, part.chunk = self.layer, self.chunk  # in backward, too, where `current_layer` is None
         return part
 
@@ -120,8 +120,8 @@ class Communicator:
 
     def _enter(self, step: str) -> None:
         """Sets the group's activity, for errors, and checks that the plan's tables still hold its own pack."""
-        if self._plan is not None:
-            check_slots(self._plan)
+        if self.tables is not None:
+            self.tables.check()
         self.group.activity = ", ".join(filter(None, (self.operation, self.scheme, step)))
 
 

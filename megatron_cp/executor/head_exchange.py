@@ -170,7 +170,7 @@ class ToTokensInParts(_MoveInParts):
             raise ArgumentError("sections", f"{len(sections)} tensors", f"{len(names)}: {names}")
         batch = sections[0].shape[1] if sections[0].ndim == 4 else None
         dtypes = tuple([section.dtype for section in sections])
-        at = geometry_of(exchange, self._comm.rank, dtypes, batch, sections[0].device)
+        at = geometry_of(exchange, self._comm.rank, dtypes, batch, sections[0].device, self._comm.tables)
         for place, section, block in zip(at.parts[part].places, sections, exchange.sections.blocks, strict=True):
             if section.shape != place.shape:
                 raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{place.shape}")
@@ -328,4 +328,5 @@ def _geometry(exchange: Exchange, comm: Communicator, tensors: tuple[Tensor, ...
         return tuple(columns.dtype for columns in section_columns([x.flatten(0, -2) for x in tensors], exchange))
 
     dtypes = exchange.memo(tuple(kinds), make)
-    return geometry_of(exchange, rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)
+    batch = lead[1] if len(lead) == 2 else None
+    return geometry_of(exchange, rank, dtypes, batch, tensors[0].device, comm.tables)

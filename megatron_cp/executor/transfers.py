@@ -158,6 +158,7 @@ class RowTransfers(ABC):
     ) -> None:  # fmt: skip
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
         self.leaving, self.forward = leaving, forward
+        self.tiles = (comm.tables or step).tiles
         self.acc_dtype = accumulation_dtype(k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}

@@ -19,7 +19,6 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
-FILLED = "filled up"  # memo key of layouts that were padded to the rows and documents of all others of their kind
 _SHORT = 64  # mean tokens of a fragment up to which placing tokens one by one is faster
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
 
@@ -414,6 +413,29 @@ class Layout(Memo):
             f"Layout({self.packing!r}, cp_size={self.cp_size}, align={self.align}, "
             f"{self.starts.size} fragments, {self.token_counts.min()} to {self.token_counts.max()} tokens a rank)"
         )
+
+
+class FilledLayout(Layout):
+    """A layout of a pack that is filled up, so that all packs of its kind have as many rows and documents.
+
+    Attributes:
+        given: the documents alone.
+        room: the sizes to which packs are filled up.
+        keeps_order: True if every such pack is held in stream order. Otherwise tables move the rows of every pack, also
+            of one whose tokens happen to be in order.
+    """
+
+    def __init__(self, layout: Layout, given: Packing, room: tuple[Any, ...], *, keeps_order: bool) -> None:
+        super().__init__(layout.packing, layout.starts, layout.ends, layout.fragment_offsets)
+        self.given, self.room, self.keeps_order = given, room, keeps_order
+
+    @cached_property
+    def in_stream_order(self) -> bool:
+        return self.keeps_order
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        return (*super().value, self.given.lengths.tobytes(), self.room, self.keeps_order)
 
 
 def _most_work(layout: Layout, work: IntArray) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,7 +16,8 @@ class Memo:
     """An immutable object that remembers values derived from it.
 
     `memo` keeps what cannot be a field because it depends on a device, such as the index tensors of an exchange.
-    Nothing derived is part of the object's value: pickling drops all of it.
+    Nothing derived is part of the object's value: pickling drops all of it. Nothing else can be stored, so that equal
+    objects do the same; tables of other origin are arguments, see `CallTables`.
     """
 
     def memo(self, key: Any, make: Callable[[], T]) -> T:
@@ -27,21 +28,10 @@ class Memo:
         found = memo.get(key)
         return memo.setdefault(key, make()) if found is None else found
 
-    def remember(self, key: Any, value: Any) -> None:
-        """Stores a value for `memo` to return."""
-        self.__dict__.setdefault("_memo", {})[key] = value
-
-    def recall(self, key: Any) -> Any:
-        """Returns the stored value, or None."""
-        return self.__dict__.get("_memo", {}).get(key)
-
-    def memories(self) -> list[Any]:
-        """Returns all stored values."""
-        return list(self.__dict__.get("_memo", {}).values())
-
-    def remembers(self, key: Any) -> bool:
-        """Returns True if a value is stored for the key."""
-        return key in self.__dict__.get("_memo", {})
+    def copy_memo(self, other: Memo, keys: Iterable[Any]) -> None:
+        """Copies the stored values of `other` under the keys that it has."""
+        stored = other.__dict__.get("_memo", {})
+        self.__dict__.setdefault("_memo", {}).update((key, stored[key]) for key in keys if key in stored)
 
     def share_memo(self, other: Memo) -> None:
         """Shares the stored values of `other`, now and later; the keys must contain what differs between the two."""

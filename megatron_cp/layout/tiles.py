@@ -53,26 +53,6 @@ class Tiles(Memo):
         return Tiles(band.moved(self.bands, 0, -keys.start), self.q_tokens, self.k_tokens[keys])
 
 
-class WholeTiles(Tiles):
-    """Tiles that are never cropped, so that every pack has kernel calls of the same size."""
-
-    @cached_property
-    def query_rows(self) -> slice:
-        return slice(0, len(self.q_tokens))
-
-    @cached_property
-    def key_rows(self) -> slice:
-        return slice(0, len(self.k_tokens))
-
-    @property
-    def cropped(self) -> Tiles:
-        return self
-
-    @property
-    def cropped_keys(self) -> Tiles:
-        return self
-
-
 def bands_of_queries(bands: IntArray, layout: Layout, rank: int) -> IntArray:
     """Returns the bands of one rank's queries, numbered by local row; keys stay places in the stream."""
     return bands_of_ranks(bands, layout, range(rank, rank + 1), queries=True)[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import IN_SLOTS, check_dense, check_stream, check_tensor
+from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.halo import start_halo
@@ -98,7 +98,7 @@ class LinearOnRank:
         """Raises on every rank if another one calls the operation differently."""
         options["kernel"] = kernel_name(self.kernel)
         mark = agree_on_call(self.ranks, [self.plan], operation, tensors, options)
-        self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme, self.plan)
+        self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme, self.plan.tables)
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
@@ -223,7 +223,8 @@ def linear_call(
     packing = plan.packing if segments is None else segments.packing
     return LinearCall(
         kind.rule, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments,
-        for_graphs=device.type == "cuda" and plan.remembers(IN_SLOTS),
+        for_graphs=device.type == "cuda" and plan.tables is not None,
+        tables=None if plan.tables is None else plan.tables.linear,
     )  # fmt: skip
 
 

@@ -114,9 +114,7 @@ class Attend(Memo):
         """Returns this attention with tiles in other rounds, and keeps the parts that are already computed."""
         found = replace(self, tiled=tiled)
         pieces = [("assigned tiles", assignment) for assignment in (tiled.forward, tiled.backward)]
-        for key in (*pieces, ("seen",), ("needed",)):
-            if self.remembers(key):
-                found.remember(key, self.recall(key))
+        found.copy_memo(self, (*pieces, ("seen",), ("needed",)))
         return found
 
     def moves_queries(self, *, forward: bool) -> bool:
@@ -333,7 +331,7 @@ class Attend(Memo):
     def share_seen(self, other: Attend) -> None:
         """Takes over the visible keys from an attention with the same mask, queries and keys."""
         assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
-        self.remember(("seen",), other._seen)
+        self.memo(("seen",), lambda: other._seen)
         self.needed.share_memo(other.needed)
 
 

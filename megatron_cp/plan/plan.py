@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport
+
+if TYPE_CHECKING:
+    from megatron_cp.exchange.device import CallTables
 
 _SHOWN = 7  # candidates that `explain` prints, the chosen one among them
 
@@ -113,6 +117,7 @@ class Plan(Memo):
             are the layer's; those of the redistribution, which a run of layers shares, are its own.
         transport: the algorithm that carries its messages.
         prices: of the candidates that were compared, the chosen one first; not part of a plan's value.
+        tables: the tables that this rank's calls read; None if operations make them.
     """
 
     kind: str
@@ -127,6 +132,7 @@ class Plan(Memo):
     redistribution: Redistribution | None = None
     transport: Transport = COLLECTIVE
     prices: tuple[Price, ...] = field(default=(), compare=False)
+    tables: CallTables | None = None
 
     @property
     def hidden_layout(self) -> Layout | None:

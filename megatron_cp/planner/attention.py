@@ -13,7 +13,7 @@ from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.layout.layout import FILLED
+from megatron_cp.layout.layout import FilledLayout
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
@@ -132,7 +132,7 @@ def plan_attention(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on,
     )  # fmt: skip
-    if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
+    if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
         return request.plan(scheme_named(scheme), ulysses_degree)
     key, planned = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
     found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, planned))

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, KeysView, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
+
+if TYPE_CHECKING:
+    from megatron_cp.exchange.device import CallTables
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,12 @@ class BatchPlan:
         if found is None:
             found = self._plans[slot] = self._made(slot)
         return found
+
+    def _use_tables(self, tables: Iterable[CallTables]) -> None:
+        """Replaces the plans by plans with these tables, one for each of `plans`."""
+        for (slot, plan), own in zip(self._plans.copy().items(), tables, strict=True):
+            self._plans[slot] = replace(plan, tables=own)
+            self._plans[slot].share_memo(plan)
 
     def _made(self, slot: Slot) -> Plan:
         return slot.plan(self.layout, self.lengths) if isinstance(slot, AttentionSpec) else slot.plan(self.layout)

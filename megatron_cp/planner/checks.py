@@ -14,7 +14,7 @@ from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FILLED
+from megatron_cp.layout.layout import FilledLayout
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, plural
 from megatron_cp.plan.schemes import Scheme, alternatives
@@ -36,12 +36,12 @@ def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool)
     if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (layout.packing, kv_layout.packing):
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     for side in (layout, kv_layout):
-        if side.remembers(FILLED):
+        if isinstance(side, FilledLayout):
             _check_filler_is_unseen(side, mask, is_cross=is_cross)
 
 
-def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> None:
-    given, lengths = layout.recall(FILLED)[0].lengths, layout.packing.lengths
+def _check_filler_is_unseen(layout: FilledLayout, mask: Mask, *, is_cross: bool) -> None:
+    given, lengths = layout.given.lengths, layout.packing.lengths
     filled = np.flatnonzero(lengths[: given.size] > given)
     if not filled.size:
         return

@@ -14,15 +14,7 @@ from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import (
-    IN_SLOTS,
-    check_dense,
-    check_plan,
-    check_stream,
-    check_tensor,
-    narrow,
-    rows_first,
-)
+from megatron_cp.executor.arguments import check_dense, check_plan, check_stream, check_tensor, narrow, rows_first
 from megatron_cp.executor.attend import attend, attend_backward
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
@@ -91,7 +83,7 @@ class AttentionOnRank:
             {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
         name = f"{mark}, seed {call.seed}" if call.dropout else mark
-        self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme, self.plan)
+        self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme, self.plan.tables)
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """Checks q, k and v, of all heads or of a chunk's, and returns them shaped for the plan's first step."""
@@ -314,7 +306,7 @@ def attention_call(
     assert plan.mask is not None
     q, _, v = plan.sections.blocks
     options = checked_options(q.head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
-    for_graphs = device.type == "cuda" and plan.remembers(IN_SLOTS)
+    for_graphs = device.type == "cuda" and plan.tables is not None
     return AttentionCall(
         options.scale, q.head_dim, v.head_dim, dtype, device, options.softcap, options.dropout, options.seed, for_graphs
     )

@@ -122,8 +122,8 @@ def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
         batch = step.shard(lengths)
         plan = batch.plan(KINDS["a2a"])
         order, offsets = (
-            plan.layout.memo(("order", DEVICE), None),
-            device_calls(plan.attend.call_tiles(0, plan.attend.stages[0]), DEVICE).calls[0].queries.offsets,
+            plan.tables.orders["order"],
+            device_calls(plan.tables.tiles(0, plan.attend.stages[0]), DEVICE).calls[0].queries.offsets,
         )
         sizes = [-(-length // 6) * 6 for length in lengths]
         assert order.tolist() == plan.layout.order.tolist()
@@ -228,13 +228,24 @@ def test_a_graph_is_replayed_for_the_pack_that_was_loaded_last():
         slots.check_loaded(first.plans)
 
 
-def test_rejects_plans_that_layers_have_run_with():
+def test_rejects_tensors_on_another_device_than_the_tables():
     slots = cp.GraphTables(CAPACITY, 6, 2, align_documents=4)
     plans = cp.BatchPlan(slots.layout(PACKS[0]), [KINDS["a2a"]])
+    slots.load(plans, 0, DEVICE)
+    q, k, v = (torch.randn(CAPACITY // 2, heads, 16) for heads in (6, 2, 2))
+    with pytest.raises(cp.ArgumentError, match="q: got 'a tensor on cpu'; allowed: one on cuda:0"):
+        cp.attention(q, k, v, plans.plans[0], StillGroup(0, 2))
+
+
+def test_plans_that_layers_have_run_with_may_be_loaded():
+    slots, group = cp.GraphTables(CAPACITY, 6, 2, align_documents=4), StillGroup(0, 2)
+    plans = cp.BatchPlan(slots.layout(PACKS[0]), [KINDS["a2a"]])
     q, k, v = (torch.randn(CAPACITY // 2, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
-    cp.attention(q, k, v, plans.plans[0], StillGroup(0, 2), kernel="varlen")
-    with pytest.raises(cp.ArgumentError, match="plans that layers have run with"):
-        slots.load(plans, 0, DEVICE)
+    cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")
+    slots.load(plans, 0, DEVICE)
+    cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")
 
 
 def test_rejects_gathers_in_a_capture():

@@ -8,7 +8,7 @@ both families share names: C is a query, B a key and x a value; a head's state i
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,6 +38,7 @@ class LinearCall:
             none does.
         segments: chunkwise, the pieces that continue a document or are continued; None headwise.
         for_graphs: True to exclude kernels that do not support CUDA graphs.
+        tables: the tables that kernels read in place of their own; see `CallTables`.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class LinearCall:
     channels: tuple[int, ...] = ()
     segments: LocalSegments | None = None
     for_graphs: bool = False
+    tables: Mapping[str, Any] | None = None
 
     def segments_table(self, key: Any, make: Callable[[], T]) -> T:
         """Returns a table that a kernel derives from the segments, made once for all layers of a batch."""

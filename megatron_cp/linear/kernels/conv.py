@@ -109,11 +109,6 @@ def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
     return rows.index_fill_(0, heads - back, 0)
 
 
-def heads_key(width: int, device: torch.device) -> tuple[Any, ...]:
-    """Returns the key of the memo in which a packing keeps the heads of its pieces."""
-    return "piece heads", width, device
-
-
 def fixed_heads(packing: Packing, width: int) -> dict[str, NDArray]:
     """Returns the heads of pieces as tables whose shapes depend on the number of tokens only, for CUDA graphs."""
     positions = packing.positions()
@@ -129,4 +124,6 @@ def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:
             for back in range(width)
         ]
 
-    return call.packing.memo(heads_key(width, call.device), make)
+    key = ("piece heads", width, call.device)
+    found: list[Tensor] = call.packing.memo(key, make) if call.tables is None else call.tables["heads"]
+    return found

@@ -61,8 +61,7 @@ class FlaRule(RuleKernel):
         assert isinstance(inputs, Delta)
         operation = chunk_gated_delta_rule if inputs.g.ndim == 2 else chunk_kda
         q, k, v, g, beta = (x[None] for x in _evenly_grouped(inputs, groups))
-        key = documents_key(call.device)
-        given = _fixed(call, key) if call.packing.remembers(key) else documents(call)
+        given = documents(call) if call.tables is None else _fixed(call, call.tables["documents"])
         out, _ = operation(q, k, v, g, beta, scale=scale, **given)
         return out.squeeze(0)
 
@@ -102,11 +101,6 @@ class FlaConv(ConvKernel):
         return y.squeeze(0)
 
 
-def documents_key(device: torch.device) -> tuple[Any, ...]:
-    """Returns the key of the memo in which a packing keeps the tables of `fixed_documents`."""
-    return "fla's documents", device
-
-
 def fixed_documents(packing: Packing) -> dict[str, NDArray]:
     """Returns tables of documents and their chunks, whose shapes depend on the numbers of tokens and documents only.
 
@@ -121,9 +115,8 @@ def fixed_documents(packing: Packing) -> dict[str, NDArray]:
     return {"offsets": np.append(packing.cu_seqlens, packing.total).astype(np.int32), "chunks": chunks}
 
 
-def _fixed(call: LinearCall, key: tuple[Any, ...]) -> dict[str, Any]:
+def _fixed(call: LinearCall, tables: dict[str, Tensor]) -> dict[str, Any]:
     """Returns the arguments of `documents` for a CUDA graph."""
-    tables: dict[str, Tensor] = call.packing.memo(key, dict)
     # fla caches its tables by the identity of a tensor, which may hold another pack's offsets here, so that every call
     # passes another view.
     offsets = tables["offsets"][:]

@@ -21,7 +21,7 @@ from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.config import scheme_name
 from megatron_cp.megatron.layers.base import ContextParallelModule
-from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
+from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.refusals import (
     refuse,
@@ -31,7 +31,7 @@ from megatron_cp.megatron.layers.refusals import (
     unsupported_attention,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
-from megatron_cp.plan.schemes import may_assign_tiles, may_exchange_heads, scheme_named
+from megatron_cp.plan.schemes import may_assign_tiles, scheme_named
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -78,6 +78,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self.dropout = config.attention_dropout if dropout is None else dropout
         tp_size = pg_collection.tp.size()
         scheme = _scheme(cp_comm_type, self.ranks.size)
+        options = spec_options(config, self.ranks, scheme, f"--cp-comm-type {scheme}")
+        if not scheme_named(scheme).takes_chunks:
+            options["head_chunks"] = None
         self.slot = AttentionSpec(
             heads=config.num_attention_heads // tp_size,
             kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
@@ -86,11 +89,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
-            head_chunks=getattr(config, "cp_head_chunks", None) if scheme_named(scheme).takes_chunks else None,
-            transport=transport_of(config, self.ranks),
-            codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
-            hardware=getattr(config, "cp_hardware", None),
-            item_size=config.params_dtype.itemsize,
+            **options,
             **_search(config, scheme),
         )
         _refuse_unplannable(self.slot, self.ranks.size)

@@ -1,4 +1,4 @@
-"""Reads a layer's group, transport and codec from Megatron's process groups and configuration."""
+"""Reads a layer's group and options from Megatron's process groups and configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.plan.transport import Transport, knows_hosts
 
 
@@ -17,17 +18,24 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
 
 
-def transport_of(config: Any, ranks: RankGroup) -> Transport:
-    """Returns the transport that the configuration names. It is collective; call it while the model is built."""
-    name = getattr(config, "cp_transport", "collective")
-    return Transport(name, hosts_of(ranks)) if knows_hosts(name) else Transport.named(name)
+def spec_options(config: Any, ranks: RankGroup, scheme: str, how: str) -> dict[str, Any]:
+    """Returns the arguments that the specs of all kinds of layers read from the configuration.
 
+    It is collective: call it while the model is built. A codec that nothing is coded with is left out, with a warning.
 
-def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:
-    """Returns the configuration's codec if the layer exchanges heads; else "none", with a warning."""
-    name: str = getattr(config, "cp_codec", "none")
-    if exchanges or name == "none":
-        return name
-    if ranks.size > 1:
-        warnings.warn(f"--cp-codec {name} does nothing for {how}: heads do not change places.", stacklevel=3)
-    return "none"
+    Args:
+        scheme: the scheme or mode.
+        how: the layer and its scheme, for the warning.
+    """
+    transport, codec = getattr(config, "cp_transport", "collective"), getattr(config, "cp_codec", "none")
+    if codec != "none" and not may_exchange_heads(scheme):
+        if ranks.size > 1:
+            warnings.warn(f"--cp-codec {codec} does nothing for {how}: heads do not change places.", stacklevel=3)
+        codec = "none"
+    return {
+        "head_chunks": getattr(config, "cp_head_chunks", None),
+        "transport": Transport(transport, hosts_of(ranks)) if knows_hosts(transport) else Transport.named(transport),
+        "codec": codec,
+        "hardware": getattr(config, "cp_hardware", None),
+        "item_size": config.params_dtype.itemsize,
+    }

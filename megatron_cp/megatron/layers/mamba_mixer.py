@@ -13,12 +13,11 @@ from megatron_cp.executor.trace import layer_operation
 from megatron_cp.extras import install
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
+from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.norms import silu_gated
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
 from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
-from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.capabilities import require
 
@@ -57,11 +56,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             value_head_dim=self.headdim,
             conv_width=self.d_conv,
             mode=mode,
-            item_size=config.params_dtype.itemsize,
-            head_chunks=getattr(config, "cp_head_chunks", None),
-            transport=transport_of(config, self.ranks),
-            codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(mode), how=f"Mamba, {mode}"),
-            hardware=getattr(config, "cp_hardware", None),
+            **spec_options(config, self.ranks, mode, f"Mamba, {mode}"),
         )
         self.agree()
 

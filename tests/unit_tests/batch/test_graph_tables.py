@@ -1,6 +1,7 @@
 """`GraphTables`: packs that are filled up to one size give the numbers of one rank; what does not fit is refused."""
 
 import gc
+import pickle
 import weakref
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.batch.graph_tables import documents_of
-from megatron_cp.exchange.geometry import index_table
+from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -50,12 +51,50 @@ def test_tables_move_rows_also_of_a_pack_that_lies_in_stream_order_by_chance():
         layout = slots.layout(lengths)
         assert cp.Layout.zigzag(layout.packing, 2).in_stream_order == (lengths == [1])
         assert not layout.in_stream_order
-        slots.load(cp.BatchPlan(layout, A2A), 0, CPU)  # refuses tables of other shapes than before
+        plans = cp.BatchPlan(layout, A2A)
+        slots.load(plans, 0, CPU)  # refuses tables of other shapes than before
         for name in ("order", "inverse_order"):
-            table = index_table(layout, name, CPU)
+            table = plans.plans[0].tables.orders[name]
             assert table.tolist() == getattr(layout, name).tolist()
             places.add((name, table.data_ptr()))
     assert len(places) == 2
+
+
+def run_before_and_after_loading(group):
+    """Returns True if outputs are the same; the second layer moves rows by the loaded tables."""
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size)
+    plans = cp.BatchPlan(slots.layout([30, 10]), A2A)
+    before, generator = plans.plans[0], torch.Generator().manual_seed(group.rank)
+    inputs = [torch.randn(CAPACITY // group.size, heads, 16, generator=generator) for heads in (6, 2, 2)]
+    first = cp.attention(*inputs, before, group)
+    slots.load(plans, group.rank, CPU)
+    (after,) = plans.plans
+    assert torch.equal(cp.attention(*inputs, after, group), first)
+    found = [each for each in vars(after.steps[0].exchange)["_memo"].values() if isinstance(each, Geometry)]
+    assert [at.tables for at in found] == [None, after.tables]
+    assert found[1].order is after.tables.orders["order"]
+    return torch.equal(cp.attention(*inputs, before, group), first)
+
+
+def test_plans_that_layers_have_run_with_may_be_loaded():
+    assert run_ranks(run_before_and_after_loading, 2, kind="threads") == [True, True]
+
+
+def test_equal_plans_do_the_same_whatever_was_loaded():
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, align_documents=4)
+    kinds = [KINDS["p2p"], KINDS["gdn"]]
+    plans, others = (cp.BatchPlan(slots.layout([30, 10]), kinds) for _ in range(2))
+    made = plans.plans
+    slots.load(plans, 0, CPU)
+    assert made == others.plans
+    for plan, loaded in zip(made, plans.plans, strict=True):
+        assert plan.tables is None
+        assert loaded != plan
+        assert pickle.loads(pickle.dumps(loaded)) == plan  # tables stay behind
+    plain = cp.Layout.zigzag(plans.layout.packing, 2)
+    assert plain != plans.layout
+    assert np.array_equal(plain.order, plans.layout.order)
+    assert pickle.loads(pickle.dumps(plans.layout)) == plans.layout
 
 
 def test_rows_that_fill_up_have_no_label_and_no_weight():
@@ -317,7 +356,7 @@ def test_rejects_a_backward_whose_pack_was_loaded_over():
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1, layout="zigzag")
     batch = cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A, into=slots)
     plan = batch.plan(A2A[0])
-    comm = Communicator(group, plan=plan)
+    comm = Communicator(group, tables=plan.tables)
     comm.start_all_gather(torch.zeros(3), torch.zeros(3)).wait()
     cp.shard_batch(np.arange(7), slots.layout([7]), slots=A2A, into=slots)
     with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):

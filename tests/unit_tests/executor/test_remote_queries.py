@@ -36,7 +36,7 @@ class Senders(RowTransfers):
 def senders_of_results(group, plan):
     q, k = (layout.tokens(group.rank) for layout in (plan.layout, plan.kv_layout))
     own, keys = (torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1) for x in (q, k))
-    comm = Communicator(group, plan.transport, "attention", plan.scheme, plan)
+    comm = Communicator(group, plan.transport, "attention", plan.scheme)
     senders = Senders(plan.attend, group.rank, 0, comm, keys, keys, [own], forward=True)
     senders.found = []
     senders.run()

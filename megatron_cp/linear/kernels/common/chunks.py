@@ -85,8 +85,8 @@ class Chunks:
     @classmethod
     def from_call(cls, call: LinearCall) -> Chunks:
         """Returns the chunks of a call, which are made once for all layers of a batch."""
-        key = chunks_key(call.device, whole=call.segments is None)
-        found: Chunks = call.packing.memo(key, lambda: cls(call))
+        key = ("chunks", CHUNK, call.device, call.segments is None)
+        found: Chunks = call.packing.memo(key, lambda: cls(call)) if call.tables is None else call.tables["chunks"]
         return found
 
     def split(self, x: Tensor) -> Tensor:
@@ -97,11 +97,6 @@ class Chunks:
     def join(self, x: Tensor) -> Tensor:
         """Undoes `split`."""
         return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
-
-
-def chunks_key(device: torch.device, *, whole: bool = True) -> tuple[Any, ...]:
-    """Returns the key of the memo in which a packing keeps its chunks, of whole documents or of segments."""
-    return "chunks", CHUNK, device, whole
 
 
 def fixed_chunks(packing: Packing) -> dict[str, NDArray]:

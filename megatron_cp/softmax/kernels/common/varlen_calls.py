@@ -195,12 +195,33 @@ class DeviceCalls:
 
 def device_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
     """Returns the calls of `tiles` with their tables on `device`, which are made once."""
-    return tiles.memo(calls_key(device), lambda: _make_calls(tiles, device))
+    if isinstance(tiles, LoadedTiles):
+        return tiles.calls
+    return tiles.memo(("segments", device), lambda: _make_calls(tiles, device))
 
 
-def calls_key(device: torch.device) -> tuple[str, torch.device]:
-    """Returns the key of the memo in which tiles keep their calls."""
-    return "segments", device
+class LoadedTiles(Tiles):
+    """Tiles whose calls are in memory that holds one pack after another: never cropped, so that all have one size."""
+
+    def __init__(self, tiles: Tiles, calls: DeviceCalls) -> None:
+        super().__init__(tiles.bands, tiles.q_tokens, tiles.k_tokens)
+        self.calls = calls
+
+    @cached_property
+    def query_rows(self) -> slice:
+        return slice(0, len(self.q_tokens))
+
+    @cached_property
+    def key_rows(self) -> slice:
+        return slice(0, len(self.k_tokens))
+
+    @property
+    def cropped(self) -> Tiles:
+        return self
+
+    @property
+    def cropped_keys(self) -> Tiles:
+        return self
 
 
 def _make_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
