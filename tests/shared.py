@@ -38,14 +38,11 @@ def plan_once(plan=LayerCase.plan):
     def shared(case):
         if case.search_cache is not None:  # which a test watches
             return plan(case)
-        try:
-            hash(case)
-        except TypeError:  # its mask is an array
-            return plan(case)
+        key = pickle.dumps(case)  # a hash is not to be had where the mask is a table
         with lock:
-            found = plans.get(case)
+            found = plans.get(key)
             if found is None:
-                found = plans[case] = plan(case)
+                found = plans[key] = plan(case)
             return found
 
     return shared
