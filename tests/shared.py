@@ -31,7 +31,8 @@ def selected(request, test):
 def plan_once(plan=LayerCase.plan):
     """Returns `LayerCase.plan` for ranks that are threads: those that run a case at the same time share its plan.
 
-    Ranks that are processes still plan by themselves. No plan outlives those who hold it.
+    Ranks that are processes still plan by themselves. No plan outlives those who hold it; a test that holds it shares
+    it with all of its runs.
     """
     plans, lock = WeakValueDictionary(), threading.Lock()
 
