@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_cp.executor import launch
+from megatron_cp.testing.case import LayerCase
 from tests.covering import few_of
 from tests.forked_ranks import forking_context
+from tests.shared import plan_once
 
 torch.set_num_threads(1)
 
@@ -62,6 +64,14 @@ def forked_ranks():
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plans_are_shared():
+    """Threads plan one at a time, so that each planning for itself would take as many times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCase, "plan", plan_once())
         yield
 
 

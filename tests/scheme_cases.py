@@ -41,7 +41,10 @@ def over_ranks(case):
     """The whole output and gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # ranks without heads
-        return parity.whole(case, run_ranks(run_rank, case.cp, case, timeout=limit(60)))
+        plan = case.plan()  # which all share while it is held
+        found = parity.whole(case, run_ranks(run_rank, case.cp, case, timeout=limit(60)))
+        del plan
+        return found
 
 
 def dense(case):

@@ -3,6 +3,10 @@
 import fcntl
 import os
 import pickle
+import threading
+from weakref import WeakValueDictionary
+
+from megatron_cp.testing.case import LayerCase
 
 
 def once(tmp_path_factory, name, make):
@@ -22,3 +26,24 @@ def selected(request, test):
     """Returns the parameters of this module's cases of a test that are selected to run, in this worker or another."""
     items = [item for item in request.session.items if item.module is request.module]
     return [item.callspec.params for item in items if item.originalname == test.__name__]
+
+
+def plan_once(plan=LayerCase.plan):
+    """Returns `LayerCase.plan` for ranks that are threads: those that run a case at the same time share its plan.
+
+    Ranks that are processes still plan by themselves. No plan outlives those who hold it; a test that holds it shares
+    it with all of its runs.
+    """
+    plans, lock = WeakValueDictionary(), threading.Lock()
+
+    def shared(case):
+        if case.search_cache is not None:  # which a test watches
+            return plan(case)
+        key = pickle.dumps(case)  # a hash is not to be had where the mask is a table
+        with lock:
+            found = plans.get(key)
+            if found is None:
+                found = plans[key] = plan(case)
+            return found
+
+    return shared

@@ -82,7 +82,7 @@ class RowAttention:
         images = [x.index_select(0, split.image.to(x.device)) for x in local]
         texts = [x.index_select(0, split.text.to(x.device)) for x in local]
         plan = self._plan(rows.image, images)
-        comm = Communicator(self.ranks, plan.transport, "attention to held text", plan.scheme, plan)
+        comm = Communicator(self.ranks, plan.transport, "attention to held text", plan.scheme)
         (inbound, _), (outbound, _) = plan.exchanges(forward=True)
         received = to_heads(inbound, comm, *(x.flatten(1) for x in images))
         first, last = plan.partition.heads[rank]

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from diffusers import DiffusionPipeline, ModelMixin
@@ -28,6 +28,7 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.predict.hardware import Machine, Topology
 
+_Value = TypeVar("_Value")
 _RANKS = "_cp_ranks"  # an attribute of models that are enabled
 
 
@@ -294,7 +295,7 @@ def _parallel(processor: Any, model: _Enabled) -> Any:
     return copied
 
 
-def _only[Value](name: str, given: Value, allowed: Value, default: Value) -> Value:
+def _only(name: str, given: _Value, allowed: _Value, default: _Value) -> _Value:
     """Returns the one value of an option that held text allows."""
     if given not in (allowed, default):
         raise ArgumentError(name, given, f"{allowed}, where text is held")

@@ -43,10 +43,11 @@ def test_a_new_table_for_each_batch_is_dense_attention(size, scheme):
         Case("attention", size, LENGTHS, scheme=scheme, mask=("from_blocks", top_k(batch), BLOCK), seed=batch, **SHAPE)
         for batch in range(5)
     ]
+    plans = [case.plan() for case in cases]  # which the ranks share while they are held
     ranks = run_ranks(run_batches, size, cases, timeout=limit(60))
-    assert len({case.plan().fingerprint() for case in cases}) == len(cases)
-    for number, case in enumerate(cases):
-        assert max(case.plan().bytes_sent(8, forward=True)) > 0
+    assert len({plan.fingerprint() for plan in plans}) == len(cases)
+    for number, (case, plan) in enumerate(zip(cases, plans, strict=True)):
+        assert max(plan.bytes_sent(8, forward=True)) > 0
         check_results(case, whole(case, [results[number] for results in ranks]))
 
 

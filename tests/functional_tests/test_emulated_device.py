@@ -101,14 +101,16 @@ def test_a_command_without_a_device_ends_with_2_and_says_why():
     assert (done.returncode, "nullgpu: no C++ compiler" in done.stderr) == (2, True)
 
 
-# What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds.
+# What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds; a part is a process.
 FILES = sorted(str(path) for path in Path(__file__).parent.glob("test_cuda*.py"))
 PARTS = {
     "streams and faults": ["test_cuda_streams.py", "test_cuda_faults.py"],
-    "host never waits": [
+    "host never waits, over NCCL": [
         *(f"test_cuda.py::test_host_never_waits[{what}]" for what in ("exchange", "varlen")),
         *(f"test_cuda.py::test_host_never_waits[chunked of {of} chunkwise]" for of in ("gdn", "kda", "mamba")),
         "test_cuda.py::test_host_never_waits[chunked of gdn headwise]",
+        *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "a2a+p2p")),
+        *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba")),
     ],
     "over gloo": [
         *(f"test_cuda.py::test_scheme_equals_float64[{scheme}-causal]" for scheme in ("p2p", "all_gather")),
@@ -118,14 +120,15 @@ PARTS = {
     "kernels": [
         f"test_cuda.py::test_kernels_move_the_same_bytes_as_torch[padded-{codec}]" for codec in ("none", "fp8")
     ],
-    "over NCCL": [
-        *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "exact", "a2a+p2p")),
-        *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba", "conv1d")),
+    "more over NCCL": [
+        "test_cuda_nccl.py::test_schemes[exact-causal]",
+        "test_cuda_nccl.py::test_linear_layers[conv1d-chunkwise]",
     ],
 }
 
 
-AGAIN = ("streams and faults", "over gloo", "kernels")  # what tests of the CPU guard too
+# What tests of the CPU guard too, or the part that is not here.
+AGAIN = ("streams and faults", "over gloo", "kernels", "more over NCCL")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
 from tests.linear_oracle import conv_errors, rule_errors
+from tests.shared import once, selected
 
 pytest.importorskip("fla")
 
@@ -65,19 +66,31 @@ def cases_of(operation, which):
     return [case for number, case in enumerate(CASES[operation]) if (number % 3 == 0) == (which == FEW)]
 
 
+@pytest.fixture(scope="module")
+def measured(request, tmp_path_factory):
+    """Returns the errors of each case of an operation, by which cases they are; all of a kind in one process."""
+
+    def run(which):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.functional_tests.test_fla_kernels", which],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
+            timeout=240,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    chosen = selected(request, test_matches_the_oracle_forward_and_backward)
+    kinds = sorted({case["which"] for case in chosen})
+    return once(tmp_path_factory, "fla_kernels", lambda: {which: run(which) for which in kinds})
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", [FEW, pytest.param(OTHERS, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("operation", CASES)
-def test_matches_the_oracle_forward_and_backward(operation, which):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.functional_tests.test_fla_kernels", operation, which],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-        timeout=240,
-        check=True,
-    )
-    measured = [json.loads(line) for line in done.stdout.splitlines()]
-    for case, found in zip(cases_of(operation, which), measured, strict=True):
+def test_matches_the_oracle_forward_and_backward(operation, which, measured):
+    for case, found in zip(cases_of(operation, which), measured[which][operation], strict=True):
         assert all(error <= 1e-5 for error in found.values()), (case, found)  # not max: NaN must fail
 
 
@@ -86,8 +99,11 @@ if __name__ == "__main__":
 
     interpret_triton()
     torch.use_deterministic_algorithms(True)  # which fills torch.empty with NaN
-    operation, which = sys.argv[1:]
-    measure = partial(conv_errors, FlaConv()) if operation == "conv" else partial(rule_errors, FlaRule(), operation)
-    for case in cases_of(operation, which):
-        torch.manual_seed(0)
-        print(json.dumps(measure(**case)))
+    (which,) = sys.argv[1:]
+    errors = {}
+    for operation in CASES:
+        measure = partial(conv_errors, FlaConv()) if operation == "conv" else partial(rule_errors, FlaRule(), operation)
+        for case in cases_of(operation, which):
+            torch.manual_seed(0)
+            errors.setdefault(operation, []).append(measure(**case))
+    print(json.dumps(errors))

@@ -1,5 +1,6 @@
 """A fixed part of what `make fuzz` draws, and that the draws are wide, repeat, and see what is broken."""
 
+import functools
 import time
 
 import pytest
@@ -75,22 +76,24 @@ def test_a_tie_has_two_sums():
     assert fuzz_check._rounded_both_ways(shares[:1]).tolist() == [[258]]
 
 
-DRAWN = [case_of(1, number) for number in range(3000)]
+@functools.cache  # not when the module is imported, which every worker does
+def many():
+    return [case_of(1, number) for number in range(3000)]
 
 
 def test_a_case_is_read_from_its_line():
-    assert all(Case.read(case.line()) == case for case in DRAWN)
-    assert DRAWN[:50] == [case_of(1, number) for number in range(50)]
+    assert all(Case.read(case.line()) == case for case in many())
+    assert many()[:50] == [case_of(1, number) for number in range(50)]
 
 
 def seen(name):
-    return {getattr(call, name) for case in DRAWN for call in case.calls}
+    return {getattr(call, name) for case in many() for call in case.calls}
 
 
 def test_draws_have_rows_in_every_order():
     """Rows in every order are drawn by themselves and with each scheme, since a trait of all draws hides faults."""
     drawn = Seen()
-    for case in DRAWN:
+    for case in many():
         drawn.add(case)
     for family, least in (("attention", 30), ("linear", 30), ("moved", 5)):
         for feature in (
@@ -123,10 +126,10 @@ def test_draws_are_wide():
         "causal", "full", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks", "table",
     }  # fmt: skip
     assert {mask[1] for mask in seen("mask") if mask[0] == "table"} == set(BLOCK_TABLES)
-    assert {case.cp_size for case in DRAWN} == {1, 2, 3, 4, 5, 6, 8}
-    assert {(0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)} <= {case.schedule for case in DRAWN}
+    assert {case.cp_size for case in many()} == {1, 2, 3, 4, 5, 6, 8}
+    assert {(0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)} <= {case.schedule for case in many()}
     assert max(seen("head_chunks") - {None}) > 2
-    assert 0 in {sum(call.lengths) for case in DRAWN for call in case.calls}
+    assert 0 in {sum(call.lengths) for case in many() for call in case.calls}
 
 
 # -- a library that is broken ----------------------------------------------------------------------------------------
@@ -279,7 +282,7 @@ def test_a_smaller_case_fails_alike():
     def fails(case):
         return sum(case.calls[0].lengths) >= 3 and case.cp_size >= 2
 
-    case = next(case for case in DRAWN if case.cp_size == 6 and fails(case) and case.calls[0].mask[0] != "slices")
+    case = next(case for case in many() if case.cp_size == 6 and fails(case) and case.calls[0].mask[0] != "slices")
     small = shrunk(case, fails)
     assert (small.cp_size, sum(small.calls[0].lengths)) == (2, 3)
     assert len(small.line()) < 150

@@ -225,14 +225,24 @@ def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     done = subprocess.run([script, "docs", "ckpt"], env=environment, capture_output=True, text=True, check=True)
     launcher, flags = done.stdout.splitlines()[:3], done.stdout.splitlines()[4:]
     assert launcher == ["--standalone", "--nproc-per-node", "2"]
-    code = (
-        "import sys; from megatron.training.arguments import parse_args; "
-        "from megatron_cp.megatron.config import add_arguments; args = parse_args(add_arguments); "
-        "print(args.spec, args.context_parallel_size, args.cp_layout, args.load); "
-        # By these names our configuration is filled.
-        "print(args.sft, args.dataloader_inter_document_masking, args.reset_attention_mask, args.cp_packed_order)"
-    )
-    parsed = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120)
-    assert parsed.returncode == 0, parsed.stderr[-2000:]
+    parser, printed = forking_context().Process(target=parse, args=(flags, tmp_path / "said")), tmp_path / "said"
+    parser.start()  # in a fork, which has imported Megatron
+    parser.join(120)
+    assert parser.exitcode == 0, printed.read_text()[-2000:]
     expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
-    assert parsed.stdout.splitlines()[-2:] == [expected, "False False False None"]
+    assert printed.read_text().splitlines()[-2:] == [expected, "False False False None"]
+
+
+def parse(flags, prints):
+    """Prints options by the names by which our configuration is filled."""
+    with prints.open("w") as out:
+        for descriptor in (1, 2):
+            os.dup2(out.fileno(), descriptor)
+    sys.argv = ["pretrain_hybrid.py", *flags]
+    from megatron.training.arguments import parse_args
+
+    from megatron_cp.megatron.config import add_arguments
+
+    args = parse_args(add_arguments)
+    print(args.spec, args.context_parallel_size, args.cp_layout, args.load)
+    print(args.sft, args.dataloader_inter_document_masking, args.reset_attention_mask, args.cp_packed_order, flush=True)

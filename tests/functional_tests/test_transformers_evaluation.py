@@ -3,7 +3,9 @@
 Data sets that the batch does not divide, packed batches and padded ones, TRL's defaults, accumulation, metrics.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 from collections import defaultdict
 from functools import partial
@@ -12,6 +14,7 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
+from tests.functional_tests.test_transformers_launch import LOSS_PRINTED, PAGE, block
 from tests.limits import limit
 from tests.shared import once, selected
 
@@ -118,10 +121,9 @@ def numbers_of(trainer, **how):
     """Returns the numbers that training logs, and those of evaluations and predictions, without times."""
     trainer.train(**how)
     found = {f"{name} {entry['step']}": value for entry in trainer.state.log_history for name, value in entry.items()}
-    for count in (5, 7):
-        found |= {f"{name} of {count}": value for name, value in trainer.evaluate(documents(count, 2)).items()}
+    found |= {f"{name} of 5": value for name, value in trainer.evaluate(documents(5, 2)).items()}
     trainer.compute_metrics, trainer.args.prediction_loss_only = None, True
-    found["eval_loss alone"] = trainer.evaluate(documents(5, 2))["eval_loss"]
+    found["eval_loss of 7 alone"] = trainer.evaluate(documents(7, 2))["eval_loss"]
     trainer.args.prediction_loss_only, data = False, documents(5, 2)
     if hasattr(trainer, "_prepare_dataset"):  # predict leaves it to who calls it
         packing = trainer.args.packing
@@ -147,7 +149,22 @@ def all_numbers(world, folder, kinds):
         trainer_of(folder, 2, sft=True, save_strategy="steps", save_steps=1).train()
         first = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
         found["ours", "resumed"] = numbers_of(trainer_of(folder, 2, sft=True, seed=3), **first)
+    if world.size == 2:
+        found["the page's script"] = printed_by_the_page(folder)
     return found
+
+
+def printed_by_the_page(folder):
+    """Returns what the script of docs/transformers.md prints on this rank, all but its last line run."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    script, _, end = block("python").rstrip().rpartition("\n")
+    assert end == "trainer.accelerator.end_training()"  # which leaves the process group
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(compile(script, "train.py", "exec"), {})
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +175,7 @@ def found(request, tmp_path_factory):
         kinds["stock", case["replicas"]][case["name"]] = kinds["ours", 2 * case["replicas"]][case["name"]] = True
     for case in selected(request, test_goes_on_from_what_was_saved):
         kinds["ours", case["ranks"]]["SFTTrainer"] = kinds["ours", case["ranks"]]["resumed"] = True
-    sizes = sorted({size for (_, size), names in kinds.items() if names})
+    sizes = sorted({2, *(size for (_, size), names in kinds.items() if names)})
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("trainer"), kinds=kinds)
 
     def run():
@@ -168,8 +185,9 @@ def found(request, tmp_path_factory):
     return once(tmp_path_factory, "trainers", run)
 
 
-# One replica of the kinds that lay out a batch in ways of their own, and two of TRL's defaults.
-FIRST = {("Trainer", 1), ("Trainer, flattened", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
+# One replica of the kinds that lay out a batch in ways of their own, and two of TRL's defaults; the page's script has a
+# flattened batch.
+FIRST = {("Trainer", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
 
 
 @pytest.mark.parametrize(
@@ -196,3 +214,8 @@ def test_goes_on_from_what_was_saved(ranks, found):
     differ = {key for key in whole if resumed.get(key) != pytest.approx(whole[key], rel=1e-5)}
     # TRL counts tokens, and the trainer averages, from 0 again.
     assert {key for key in differ if "num_tokens" not in key and "train_loss" not in key} == set()
+
+
+def test_the_script_of_the_page_prints_its_loss(found):
+    (loss,) = LOSS_PRINTED.findall(found[2]["the page's script"])
+    assert float(loss) == pytest.approx(float(LOSS_PRINTED.search(PAGE)[1]), abs=1e-3)

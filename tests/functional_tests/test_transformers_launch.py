@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs/transformers.md").read_text().partition("## Trainer and TRL
 LINES = re.findall(r"^(?:torchrun|accelerate launch) .*$", PAGE, re.MULTILINE)
 LINES += re.findall(r"`(accelerate launch --config_file .*?)`", PAGE)
 SAID = re.compile(r"^ *parallelism_config=.*\n", re.MULTILINE)
+LOSS_PRINTED = re.compile(r"cp_size 2, eval_loss ([\d.]+)")
 
 
 def block(language):
@@ -30,9 +31,8 @@ def test_the_page_has_these_lines():
     assert len(SAID.findall(block("python"))) == 1
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=() if line.startswith("torchrun") else pytest.mark.thorough) for line in LINES]
-)
+@pytest.mark.thorough  # `test_transformers_evaluation` runs the script by forks, which import nothing again
+@pytest.mark.parametrize("line", LINES)
 def test_launch_lines_run_as_printed(line, tmp_path):
     script = block("python")
     (tmp_path / "train.py").write_text(script if line.startswith("torchrun") else SAID.sub("", script))
@@ -43,6 +43,5 @@ def test_launch_lines_run_as_printed(line, tmp_path):
              "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
-    printed = re.compile(r"cp_size 2, eval_loss ([\d.]+)")
-    expected = float(printed.search(PAGE)[1])
-    assert [float(loss) for loss in printed.findall(found.stdout)] == [pytest.approx(expected, abs=1e-3)] * 2
+    expected = float(LOSS_PRINTED.search(PAGE)[1])
+    assert [float(loss) for loss in LOSS_PRINTED.findall(found.stdout)] == [pytest.approx(expected, abs=1e-3)] * 2

@@ -27,9 +27,8 @@ from megatron_cp.exchange.sections import partition_heads
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
 CHECKS = [  # each list in one process
-    ["copies"],
+    ["copies", "sums", "far_apart", "refusals"],
     pytest.param(["any_pieces"], marks=pytest.mark.thorough),
-    ["sums", "far_apart", "refusals"],
     pytest.param(["coded"], marks=pytest.mark.thorough),
 ]
 

@@ -216,14 +216,14 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
 
 CHECKS = ["delta_rules", "alone", "extremes", "steps_and_norms"]
 EVERY = {"delta_rules": 5, "steps_and_norms": 5}  # of their cases, in `make test`
-INTERPRETED = [(check, EVERY.get(check, 1)) for check in CHECKS]
-INTERPRETED += [pytest.param(check, 1, marks=pytest.mark.thorough) for check in EVERY]
+INTERPRETED = [[f"{check}={EVERY.get(check, 1)}" for check in CHECKS]]  # each list in one process
+INTERPRETED += [pytest.param([f"{check}=1"], marks=pytest.mark.thorough) for check in EVERY]
 
 
-@pytest.mark.parametrize(("check", "every"), INTERPRETED)
-def test_interpreted(check: str, every: int):
+@pytest.mark.parametrize("checks", INTERPRETED, ids=" ".join)
+def test_interpreted(checks: list[str]):
     subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", check, str(every)],
+        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", *checks],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         timeout=240,
@@ -366,5 +366,6 @@ if __name__ == "__main__":
 
     interpret_triton()
     round_as_hardware_does()
-    name, every = sys.argv[1:]
-    globals()[name](**({} if every == "1" else {"every": int(every)}))
+    for check in sys.argv[1:]:
+        name, every = check.split("=")
+        globals()[name](**({} if every == "1" else {"every": int(every)}))
