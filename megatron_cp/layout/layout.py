@@ -193,9 +193,7 @@ class Layout(Memo):
 
     @classmethod
     def from_counts(cls, counts: Sequence[Sequence[int]] | IntArray, *, align: int = 1) -> Layout:
-        """Makes a layout in which each document is cut into one range a rank, in rank order, from the ranges' lengths.
-
-        It is for callers whose rows are split already: the documents' lengths are the sums over ranks.
+        """Makes a layout of documents that are cut already, into one range a rank, in rank order.
 
         Args:
             counts: `[cp_size, documents]` tokens of each document that each rank holds.
@@ -217,9 +215,8 @@ class Layout(Memo):
             raise ArgumentError("counts", counts, "numbers of tokens, [cp_size, documents], such as [[2, 1], [1, 3]]")
         packing = Packing(table.sum(0))
         ends = packing.cu_seqlens[:-1] + np.cumsum(table, 0)
-        return cls.from_fragments(
-            packing, [list(zip(*ranges, strict=True)) for ranges in zip(ends - table, ends, strict=True)], align=align
-        )
+        fragments = np.stack([ends - table, ends], -1).tolist()
+        return cls.from_fragments(packing, fragments, align=align)
 
     def padded(self, *, align: int = 1, min_rows: int = 0) -> Layout:
         """Returns the same fragments with other pad rows.
