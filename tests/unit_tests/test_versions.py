@@ -62,6 +62,23 @@ def test_the_range_of_the_package_begins_with_the_oldest_environment():
     assert f'requires-python = ">={oldest.python}"' in project
 
 
+@pytest.mark.parametrize(("words", "status"), [(["newest"], 1), (["newest", "--if-there"], 0), ([], 0)])
+def test_an_environment_without_its_python_is_left_out(words, status, monkeypatch, capsys):
+    monkeypatch.setattr(tool.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(tool.sys, "argv", ["versions", *words])
+    with pytest.raises(SystemExit) as stopped:
+        tool.main()
+    assert stopped.value.code == status
+    assert "newest: no python3.13 on PATH that starts, left out" in capsys.readouterr().out
+
+
+def test_rejects_an_environment_that_is_not_known(monkeypatch, capsys):
+    monkeypatch.setattr(tool.sys, "argv", ["versions", "nwest"])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "no environment nwest" in capsys.readouterr().err
+
+
 def test_counts_are_read_from_a_report(tmp_path):
     cases = '<testcase classname="a" name="b"/><testcase classname="a" name="c"><failure/></testcase>'
     cases += '<testcase classname="a" name="d"><skipped/></testcase>'

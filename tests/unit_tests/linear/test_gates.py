@@ -164,12 +164,21 @@ def test_gates_of_delta_rules_have_autograds_bits(sizes: Sizes, dtype: torch.dty
     assert same_bits(with_gradients(delta.normalised, *inputs[:2]), norms)
 
 
+def clamp_has_a_gradient_at_its_limits() -> bool:
+    """True up to torch 2.13, for mamba_ssm's kernels and for ours; torch 2.14 takes the other subgradient."""
+    one = torch.ones((), requires_grad=True)
+    one.clamp(0, 1).backward()
+    return bool(one.grad)
+
+
 @pytest.mark.any_cpu
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize(("limit", "softplus_too"), LIMITS, ids=str)
 @pytest.mark.parametrize(("tokens", "heads"), STEPS)
 def test_steps_have_autograds_bits(tokens: int, heads: int, limit: Any, softplus_too: bool, dtype: torch.dtype):
     options, (x, rates, bias) = (slice(1, 1 + heads), limit, softplus_too), step_inputs(tokens, heads, dtype)
+    if limit is not None and not clamp_has_a_gradient_at_its_limits():
+        x = x.where((x != limit[0]) & (x != limit[1]), x + 0.125)
     for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
         expected = with_gradients(steps_by_autograd(*options), *inputs)
         assert same_bits(with_gradients(steps_by(steps._Eager, *options), *inputs), expected)
@@ -190,6 +199,7 @@ def test_parameters_may_have_a_type_of_their_own():
     ("layer", "forward", "backward"),
     [("gdn", (27, 27), (75, 41)), ("kda", (27, 28), (76, 43)), ("mamba", (21, 11), (51, 11))],
 )
+@pytest.mark.skipif(torch.__version__.startswith(("2.9.", "2.10.")), reason="counts of torch 2.11; 2.9 calls more")
 def test_host_work_does_not_grow(layer, forward, backward):
     found = host_work(layer, "cpu")
     assert found.forward.calls <= forward[0]

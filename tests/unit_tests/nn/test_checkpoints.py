@@ -31,6 +31,8 @@ LAYERS = {
 def test_a_state_dict_loads_and_computes_the_same(name):
     attribute, make = LAYERS[name]
     stock, layer = mixer_of(name, attribute), make()
+    if name == "Mamba2" and not hasattr(stock.norm, "group_size"):
+        pytest.skip("its norm is over all groups in this transformers, which mamba_ssm's is not")
     layer.load_state_dict(stock.state_dict())
     hidden = torch.randn(11, HIDDEN, **WIDE)
     out = layer(hidden, cp.BatchPlan(cp.Layout.contiguous(cp.Packing([11]), 1)))

@@ -19,6 +19,7 @@ def test_every_scheme_is_dense_attention(scheme):
 
 
 def test_cases_of_all_schemes_search_where_tiles_are_assigned():
+    pytest.importorskip("ortools")
     cases = sweep(Case("attention", 4, LENGTHS, "random", scheme="a2a", search_seconds=0.01), ["layout", "mask"])
     assert {case.scheme for case in cases if case.search_seconds} == {"tiled", "a2a+tiled"}
     assert {case.scheme for case in cases} == set(SCHEMES)
