@@ -5,7 +5,7 @@ import threading
 import diffusers
 import torch
 
-_DRAWS = threading.Lock()
+DRAWS = threading.Lock()  # held while anything draws from the generator that threads share
 
 
 def flux(text=7, batch=1):
@@ -114,7 +114,7 @@ def doubled(x):
 
 def problem(name, **sizes):
     """Returns a model in float64 with random parameters, and its inputs; equal on ranks that are threads."""
-    with _DRAWS:  # threads share torch's generator
+    with DRAWS:
         torch.manual_seed(0)
         model, inputs = MODELS[name](**sizes)
         for parameter in model.parameters():  # no zeros or ones, which hide what they multiply

@@ -15,7 +15,7 @@ import diffusers
 from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
-from tests.diffusers_cases import JOINT, MODELS, problem, run
+from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
 
@@ -146,11 +146,29 @@ def test_steps_of_two_guidance_branches_have_two_plans():
         assert first.count("a2a over 2 ranks") == 2
 
 
+def own_losses_on_rank(group):
+    model, inputs = problem("wan")
+    context = enable_context_parallel(model, group, same_loss=False)
+    out = model(**inputs, return_dict=False)[0]
+    (out.square() if group.rank else out).sum().backward()
+    context.reduce_gradients()
+    with context.disabled():
+        alone = model(**inputs, return_dict=False)[0]
+    parameters = [x for x in model.parameters() if x.grad is not None]
+    expected = torch.autograd.grad(alone.square().sum() + alone.sum(), parameters)
+    return max(error(x.grad, gradient) for x, gradient in zip(parameters, expected, strict=True))
+
+
+def test_losses_of_the_ranks_own():
+    assert max(run_ranks(own_losses_on_rank, 2)) <= 1e-6
+
+
 def lora_on_rank(group):
     from peft import LoraConfig
 
     model, inputs = problem("cogvideox")
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    with DRAWS:
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
     for number, parameter in enumerate(model.double().parameters()):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
