@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
@@ -134,8 +133,8 @@ def plan_attention(
     )  # fmt: skip
     if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
         return request.plan(scheme_named(scheme), ulysses_degree)
-    key, planned = ("auto", *request.key, ulysses_degree, on, topology), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, planned))
+    key, planned = ("auto", *request.key, ulysses_degree), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
@@ -185,9 +184,9 @@ class _Request:
         """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
         if plan.attend is None or plan.attend.tiled is None:
             return plan
-        on, topology, item_size = self.on, self.topology, self.search.item_size
-        key = ("rounds", *self.key, on, topology, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
-        rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, on, topology, item_size))
+        key = ("rounds", *self.key, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
+        prediction = (self.on, self.topology, self.search.item_size)
+        rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, *prediction))
         return plan_in_rounds(plan, rounds, schedules)
 
     @property
@@ -195,7 +194,8 @@ class _Request:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
-        return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport, self.search)
+        options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
+        return (keys, self.mask, *sizes, *options)
 
     def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
         """Plans a scheme, and shares tables with one of `others` of the same degree."""
@@ -204,9 +204,7 @@ class _Request:
         q = Section("q", self.heads, self.head_dim, partition.heads)
         k = Section("k", self.kv_heads, self.head_dim, partition.groups)
         v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
-        chunks = _head_chunks(self.head_chunks, scheme, partition)
-        coding = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
-        steps = _steps(scheme, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
+        steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
         for other in others:
             if other.attend is not None and other.ulysses_degree == degree:
@@ -220,6 +218,37 @@ class _Request:
         )  # fmt: skip
         return self.schedule_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
 
+    def _steps(self, scheme: Scheme, partition: HeadPartition, q: Section, k: Section, v: Section) -> tuple[Step, ...]:
+        """Returns the steps: the attention, between two head exchanges if the scheme has them."""
+        layout, kv_layout = self.layout, self.kv_layout
+        chunks = _head_chunks(self.head_chunks, scheme, partition)
+        codec = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
+        degree = len(partition.heads)
+        # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
+        in_order = layout.in_stream_order and kv_layout.in_stream_order
+        exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
+        queries, keys = (
+            Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
+            for each in (layout, kv_layout)
+        )
+        parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+        attend = Attend(self.mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, key_chunks)
+        if scheme.assigns_tiles and queries.cp_size > 1:
+            attend = replace(attend, tiled=self.tiles(attend))
+        if not exchanged:
+            return (attend,)
+
+        def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
+            return exchange_of(layout, Sections(blocks), partition, parts, codec, section_major=section_major)
+
+        inbound = (
+            (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
+            if kv_layout != layout
+            else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
+        )
+        out = Section("out", q.num_heads, v.head_dim, partition.heads)
+        return (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
+
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
         """Returns the plan in so many head chunks; None if it cannot have them, or the user fixed another number."""
         scheme = SCHEMES[plan.scheme]
@@ -228,16 +257,9 @@ class _Request:
         return replace(self, head_chunks=chunks).plan(scheme, plan.ulysses_degree, [plan])
 
 
-def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, candidates: list[Plan]
-) -> _Choice:
-    """Chooses the candidate that is predicted to be fastest.
-
-    Args:
-        request, ulysses_degree, on, topology: see `plan_attention`.
-        candidates: the list to which the plans of all candidates are appended.
-    """
-    item_size = request.search.item_size
+def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Plan]) -> _Choice:
+    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`."""
+    on, topology, item_size = request.on, request.topology, request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
         untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
@@ -317,44 +339,6 @@ def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topolo
         return degrees
     host = topology.hosts.count(topology.hosts[0])
     return [degree for degree in degrees if degree == host] or degrees[:1]
-
-
-def _steps(
-    scheme: Scheme, layout: Layout, kv_layout: Layout, mask: Mask, partition: HeadPartition,
-    blocks: tuple[Section, Section, Section], chunks: int, codec: Codec | None,
-    tiles: Callable[[Attend], TiledWork],
-) -> tuple[Step, ...]:  # fmt: skip
-    """Returns the steps: the attention, between two head exchanges if the scheme has them.
-
-    Args:
-        tiles: assigns the tiles of a step, for schemes that assign them.
-    """
-    q, k, v = blocks
-    degree = len(partition.heads)
-    # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
-    in_order = layout.in_stream_order and kv_layout.in_stream_order
-    exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
-    queries, keys = (
-        Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
-        for each in (layout, kv_layout)
-    )
-    parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, key_chunks)
-    if scheme.assigns_tiles and queries.cp_size > 1:
-        attend = replace(attend, tiled=tiles(attend))
-    if not exchanged:
-        return (attend,)
-
-    def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
-        return exchange_of(layout, Sections(blocks), partition, parts, codec, section_major=section_major)
-
-    inbound = (
-        (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
-        if kv_layout != layout
-        else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
-    )
-    out = Section("out", q.num_heads, v.head_dim, partition.heads)
-    return (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
 
 
 def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:

@@ -10,12 +10,16 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.batch.graph_tables import documents_of
+from megatron_cp.exchange.device import CallTables
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.linear.kernels import conv
+from megatron_cp.linear.kernels.common.chunks import Chunks, fixed_chunks
+from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
-from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
+from megatron_cp.softmax.kernels.common.varlen_calls import device_calls, segment_calls
 from tests.slots_problem import CAPACITY, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
 
 CPU = torch.device("cpu")
@@ -95,6 +99,30 @@ def test_equal_plans_do_the_same_whatever_was_loaded():
     assert plain != plans.layout
     assert np.array_equal(plain.order, plans.layout.order)
     assert pickle.loads(pickle.dumps(plans.layout)) == plans.layout
+
+
+def test_layers_read_the_tables_that_were_loaded(monkeypatch):
+    """All of them, of every pack from the same memory: a graph replays what it was captured with."""
+    slots, group, read = cp.GraphTables(CAPACITY, DOCUMENTS, 1), ThreadGroup.create(1)[0], []
+    own = CallTables.tiles
+    monkeypatch.setattr(CallTables, "tiles", lambda *given: read.append(own(*given)) or read[-1])
+    kinds, addresses = [KINDS["a2a"], KINDS["gdn"]], set()
+    for lengths in packs_drawn(3):
+        plans = cp.BatchPlan(slots.layout(lengths), kinds)
+        slots.load(plans, 0, CPU)
+        inputs = [torch.ones(CAPACITY, heads, 16, requires_grad=True) for heads in (6, 2, 2)]
+        cp.attention(*inputs, plans.plan(kinds[0]), group).sum().backward()
+        calls = device_calls(read[-1], CPU)
+        assert read[-2:] == plans.plan(kinds[0]).tables.stage_tiles * 2  # in forward and in backward
+        linear = LinearOnRank(plans.plan(kinds[1]), group, "auto", "qkv", torch.ones(CAPACITY, 160)).call
+        chunks, heads = Chunks.from_call(linear), conv._piece_heads(linear, 4)
+        assert chunks.slots.tolist() == fixed_chunks(plans.layout.packing)["slots"].tolist()
+        assert [table.tolist() for table in heads] == [
+            table.tolist() for table in conv.fixed_heads(plans.layout.packing, 4).values()
+        ]
+        tables = [calls.hidden[0], calls.calls[0].queries.offsets, chunks.slots, chunks.begins, *heads]
+        addresses.add(tuple(table.data_ptr() for table in tables))
+    assert len(addresses) == 1
 
 
 def test_rows_that_fill_up_have_no_label_and_no_weight():
