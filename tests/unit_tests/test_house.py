@@ -26,6 +26,7 @@ FLOORS = [
     {"nn"},
     {"testing"},
     {"megatron", "transformers", "diffusers"},
+    {"integrations"},
     {"cli"},
     {"apps"},
 ]

@@ -1,0 +1,114 @@
+"""Context parallelism for verl's FSDP engine, in place of its Ulysses sequence parallelism.
+
+    from megatron_cp.integrations.verl import register
+
+    register()  # before verl makes its engines; "fsdp" and "fsdp2" then take ours
+
+`ulysses_sequence_parallel_size` is the number of ranks, which need not divide heads or tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.transformers.batch import ShardedBatch
+from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
+
+_ROLLED, _TEMPERATURE = (
+    "input_ids_rmpad_rolled",
+    "temperature_rmpad",
+)  # verl's names, of rows that the model does not take
+
+
+class ContextParallelEngineMixin:
+    """A mixin for verl's FSDP engine: `class Engine(ContextParallelEngineMixin, FSDPEngineWithLMHead)`.
+
+    The model runs over the ranks of verl's sequence-parallel group: any heads, any lengths, windows, and hybrids with
+    linear layers, whose documents stay apart. Log-probabilities, entropies and the losses that verl computes from them
+    are those of whole batches, on every rank.
+
+    Attributes:
+        cp_options: arguments of `enable_context_parallel`, such as `{"layout": "balanced", "scheme": "auto"}`.
+        context_parallel: the `ContextParallel` of the model, once it is built.
+
+    Raises:
+        ArgumentError: fused kernels, static padding, images, or `use_remove_padding=False`.
+    """
+
+    cp_options: Mapping[str, Any] = {}
+    context_parallel: ContextParallel
+    ulysses_parallel_group: Any
+    ulysses_sequence_parallel_size: int
+    use_ulysses_sp: bool
+    _sharded: ShardedBatch
+
+    def _build_module(self) -> Any:
+        with self._without_ulysses():  # which would exchange the model's attention, and refuses heads
+            module = super()._build_module()  # type: ignore[misc]
+        ranks = self.ulysses_parallel_group or ThreadGroup.create(1)[0]
+        self.context_parallel = enable_context_parallel(module, ranks, **self.cp_options)
+        return module
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns this rank's rows of what verl's engine passes to the model, and of what it computes results from."""
+        with self._without_ulysses():
+            inputs, results = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
+        if _ROLLED not in results or _TEMPERATURE not in results:
+            raise ArgumentError("use_remove_padding", False, "True", "Rows of padding are not computed here.")
+        if results["pad_size"]:
+            raise ArgumentError("engine.pad_to_length", True, "False", "Packs of any length are computed as they are.")
+        if "shift_labels" in inputs:
+            raise ArgumentError("model.use_fused_kernels", True, "False", "They have not been tested with it.")
+        whole = {
+            name: x for name, x in inputs.items() if x is not None and name not in ("cu_seqlens", "cu_seqlens_cpu")
+        }
+        whole |= {name: results[name][None] for name in (_ROLLED, _TEMPERATURE)}
+        host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in whole.items()}
+        host["lengths"] = micro_batch["input_ids"].offsets().diff().cpu()
+        self._sharded = self.context_parallel.shard(host, device=inputs["input_ids"].device)
+        rows = dict(self._sharded)
+        rows.pop("use_cache")  # verl passes its own
+        return rows, results | {name: rows.pop(name)[0] for name in (_ROLLED, _TEMPERATURE)}
+
+    def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
+        """Gathers a number for each token of the pack, in its order.
+
+        FSDP takes the mean of gradients over these ranks too, so a gradient is multiplied by their number, as verl's
+        own gather does.
+        """
+        if tensor.requires_grad:
+            tensor = tensor.detach() + self.context_parallel.cp_size * (tensor - tensor.detach())
+        return self.context_parallel.gather(tensor[None], self._sharded, same_loss=True)[0]
+
+    @contextlib.contextmanager
+    def _without_ulysses(self) -> Iterator[None]:
+        before = self.ulysses_sequence_parallel_size, self.use_ulysses_sp
+        self.ulysses_sequence_parallel_size, self.use_ulysses_sp = 1, False
+        try:
+            yield
+        finally:
+            self.ulysses_sequence_parallel_size, self.use_ulysses_sp = before
+
+
+def register(**cp_options: Any) -> type:
+    """Makes verl's backends "fsdp" and "fsdp2" of language models use context parallelism. Returns the engine's class.
+
+    Args:
+        cp_options: arguments of `enable_context_parallel`.
+    """
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    engine = type(
+        "ContextParallelEngine", (ContextParallelEngineMixin, FSDPEngineWithLMHead), {"cp_options": cp_options}
+    )
+    engines: dict[str, dict[Any, type]] = EngineRegistry._engines["language_model"]
+    for backend in ("fsdp", "fsdp2"):
+        engines[backend] = dict.fromkeys(engines[backend], engine)
+    return engine
