@@ -100,7 +100,7 @@ def features(case):
 @pytest.mark.usefixtures("group_by_group")
 @pytest.mark.few(of=lambda name, product: features(CASES[name]))
 def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name, product):
-    """Each transport with one of the counts, another with each case; or all together."""
+    """A transport has one of the counts, another with each case; or all of them."""
     case = CASES[name]
     expected = bits(case)
     most = case.plan().partition.most_groups
