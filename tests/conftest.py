@@ -1,5 +1,6 @@
 """Fixtures, and a thread for each rank: ranks are threads or processes already, and the machine has few cores."""
 
+import gc
 import multiprocessing
 from collections.abc import Hashable
 from types import SimpleNamespace
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(items):
         for values, those in with_values.items():
             for item in those[values in chosen :]:
                 item.add_marker("thorough")
+
+
+def pytest_collection_finish():
+    """Keeps what was imported out of later garbage collections, which take half a second with it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _values(callspec):

@@ -3,6 +3,7 @@
 CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ _PRELOADED = (
     "numpy",
     "pytest",
     "torch.distributed",
+    "tests.frozen",
 )
 # Tests of the emulated device need no Megatron, whose import takes its time there.
 _PRELOADED_FOR_CUDA = (
@@ -46,6 +48,7 @@ _PRELOADED_FOR_CUDA = (
     "numpy",
     "pytest",
     "torch.distributed",
+    "tests.frozen",
 )
 
 
@@ -78,6 +81,8 @@ def run_worlds_after(
 
 def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:
     prepare()
+    gc.collect()
+    gc.freeze()  # see `tests.frozen`
     launch.multiprocessing = SimpleNamespace(
         get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
     )

@@ -140,6 +140,7 @@ def saved_on(group, case):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few(together=2)
 def test_no_layer_saves_an_index_of_tokens(layer, mode, layout):
     case = Case(layer, 2, (39, 29, 72, 116), layout, heads=4, scheme=mode, dtype=torch.float32)
     longer = Case(layer, 2, (78, 58, 144, 232), layout, heads=4, scheme=mode, dtype=torch.float32)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.testing.parity import Case, compare, run_layer
 from megatron_cp.testing.poison import poisoned
 from tests.covering import covering
+from tests.drawing import drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 
@@ -101,7 +101,9 @@ def test_processes_equal_one_rank(layer):
     assert_parity(case_of(layer, 3, RAGGED, "random"), kind="processes")
 
 
-@given(
+@drawn(
+    20,
+    40,
     layer=st.sampled_from(LAYERS),
     cp=st.integers(1, 6),
     lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 31, 67]), min_size=1, max_size=6).filter(any),
@@ -114,7 +116,6 @@ def test_processes_equal_one_rank(layer):
     align=st.integers(1, 4),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)  # `make fuzz` draws more, of a new seed
 def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_dim, **rest):
     dims = {"head_dim": head_dim, "value_head_dim": value_head_dim or head_dim}
     case = case_of(lengths=tuple(lengths), groups=groups, heads=groups * ratio, **dims, **rest)
@@ -186,7 +187,9 @@ def test_processes_continue_segments(layer):
     assert_close(segments_case(layer, 3, RAGGED, "random", scheme="chunkwise"), kind="processes")
 
 
-@given(
+@drawn(  # `make fuzz` draws more, of a new seed
+    20,
+    40,
     layer=st.sampled_from(LINEAR),
     scheme=st.sampled_from(["chunkwise", "redistribute", "auto"]),
     cp=st.integers(1, 6),
@@ -200,7 +203,6 @@ def test_processes_continue_segments(layer):
     align=st.integers(1, 4),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
 def test_any_segments_equal_one_rank(groups, ratio, lengths, **rest):
     assert_close(Case(lengths=tuple(lengths), groups=groups, heads=groups * ratio, hidden_size=64, **rest))
 

@@ -26,6 +26,7 @@ def layouts(ranks, total=4):
 
 
 ON_TWO = tuple(layouts(2))
+each_half = pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
 
 
 def check_all(ranks, held, operation, **fields):
@@ -41,17 +42,19 @@ def test_there_are_as_many_as_orders_and_splits():
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask[0])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.few
-def test_attention(scheme, mask):
+@each_half
+def test_attention(scheme, mask, first):
     # Tiles take 30 ms to assign, and rows travel alike whatever the mask: each layout has one of the masks.
     held = ON_TWO[MASKS.index(mask) :: len(MASKS)] if scheme == "tiled" else ON_TWO
-    check_all(2, held, "attention", scheme=scheme, mask=mask)
+    check_all(2, held[first::2], "attention", scheme=scheme, mask=mask)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("operation", LINEAR)
 @pytest.mark.few
-def test_linear_layers(operation, mode):
-    check_all(2, ON_TWO, operation, scheme=mode, width=3)
+@each_half
+def test_linear_layers(operation, mode, first):
+    check_all(2, ON_TWO[first::2], operation, scheme=mode, width=3)
 
 
 @pytest.mark.parametrize("operation", ["gather", "relayout"])

@@ -95,15 +95,20 @@ def features(case):
     return case.layer, case.scheme, case.num_hosts, case.learned_sink
 
 
+@pytest.mark.parametrize("product", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["each", "product"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("group_by_group")
-@pytest.mark.few(of=lambda name: features(CASES[name]))
-def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
+@pytest.mark.few(of=lambda name, product: features(CASES[name]))
+def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name, product):
+    """A transport has one of the counts, another with each case; or all of them."""
     case = CASES[name]
     expected = bits(case)
     most = case.plan().partition.most_groups
     assert most > 1
-    for transport, chunks in itertools.product(TRANSPORTS, {1, 2, min(3, most)}):
+    counts = sorted({1, 2, min(3, most)})
+    first = list(CASES).index(name)
+    each = [(transport, counts[(first + number) % len(counts)]) for number, transport in enumerate(TRANSPORTS)]
+    for transport, chunks in itertools.product(TRANSPORTS, counts) if product else each:
         if (transport, chunks) != ("collective", 1):
             assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
 
@@ -298,7 +303,13 @@ STEADY = {
 }  # fmt: skip
 
 
+def steady_features(name):
+    case = STEADY[name]
+    return case.layer, case.scheme, case.layout, case.dtype, case.head_chunks, case.codec, case.transport, case.head_dim
+
+
 @pytest.mark.parametrize("name", STEADY)
+@pytest.mark.few(of=steady_features)
 def test_messages_are_allocated_in_the_first_step_alone(name):
     check_buffers(STEADY[name])
 

@@ -24,11 +24,12 @@ from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from tests.counting_group import CountingGroup
+from tests.drawing import drawn
 
 NAN = float("nan")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-repeatable = settings(derandomize=True, deadline=None, max_examples=100)
+FEW, MANY = 30, 100  # cases of each test
 
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
@@ -171,6 +172,9 @@ def cases(draw) -> Case:
     return Case(exchange, batch, tuple(dtypes), tuple(fused), stride)
 
 
+of_drawn_cases = drawn(FEW, MANY, cases())
+
+
 def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert [x.dtype for x in got] == [x.dtype for x in expected]
     assert [x.shape for x in got] == [x.shape for x in expected]
@@ -180,8 +184,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 # -- the two directions ----------------------------------------------------------------------------------------------
 
 
-@given(cases())
-@repeatable
+@of_drawn_cases
 def test_to_heads_slices_the_heads_of_the_full_stream(case: Case):
     full = case.normal(0)
     got = run_ranks(lambda group: to_heads(case.exchange, group, *case.token_side(full, group.rank)), case.cp_size)
@@ -189,8 +192,7 @@ def test_to_heads_slices_the_heads_of_the_full_stream(case: Case):
         assert_same(got[rank], case.heads(full, rank))
 
 
-@given(cases())
-@repeatable
+@of_drawn_cases
 def test_gradient_of_to_heads_sums_over_the_ranks_that_hold_a_head(case: Case):
     full = case.normal(0)
     gradients = [case.heads(case.whole_numbers(1 + rank), rank) for rank in range(case.cp_size)]
@@ -206,8 +208,7 @@ def test_gradient_of_to_heads_sums_over_the_ranks_that_hold_a_head(case: Case):
         assert_same(got, [x.nan_to_num(nan=0.0) for x in wanted])  # pad rows have no gradient
 
 
-@given(cases())
-@repeatable
+@of_drawn_cases
 def test_to_tokens_sums_over_the_ranks_that_hold_a_head_and_zeroes_pad_rows(case: Case):
     case = dataclasses.replace(case, fused=(False,) * 4, stride="contiguous")
     own = [case.heads(case.whole_numbers(1 + rank), rank) for rank in range(case.cp_size)]
@@ -216,8 +217,7 @@ def test_to_tokens_sums_over_the_ranks_that_hold_a_head_and_zeroes_pad_rows(case
         assert_same(got[rank], [x.nan_to_num(nan=0.0) for x in case.token_side(case.summed(own), rank)])
 
 
-@given(cases())
-@repeatable
+@of_drawn_cases
 def test_gradient_of_to_tokens_is_to_heads_and_ignores_pad_rows(case: Case):
     case = dataclasses.replace(case, fused=(False,) * 4)
     inputs, gradient = case.normal(0), case.normal(1)
@@ -232,8 +232,7 @@ def test_gradient_of_to_tokens_is_to_heads_and_ignores_pad_rows(case: Case):
         assert_same(got, case.heads(gradient, rank))
 
 
-@given(cases())
-@repeatable
+@of_drawn_cases
 def test_to_tokens_is_the_adjoint_of_to_heads(case: Case):
     case = dataclasses.replace(case, dtypes=(torch.float64,) * 4)
     full = case.whole_numbers(0)
@@ -253,7 +252,7 @@ def test_the_drawn_cases_reach_what_they_are_for():
     seen: Counter[str] = Counter()
 
     @given(cases())
-    @settings(repeatable, max_examples=300)  # as the three tests above draw together
+    @settings(derandomize=True, deadline=None, max_examples=300)  # as the thorough tests above draw together
     def look(case: Case) -> None:
         layout, q = case.layout, case.blocks[0]
         seen.update({
