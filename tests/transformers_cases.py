@@ -186,6 +186,8 @@ def wide():
     to_fp32, to, of_type = tensor.float, tensor.to, tensor.type
 
     def stay(self, *args, **named):
+        if not self.is_floating_point():  # positions, which transformers 5.5 multiplies with frequencies
+            return self.double()
         return self if self.dtype == torch.float64 else to_fp32(self, *args, **named)
 
     def widened(dtype):

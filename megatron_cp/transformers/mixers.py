@@ -6,6 +6,7 @@ parameters keep their names, and wrappers around a projection, such as LoRA, are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     projected = module.in_proj(hidden * module.ssm_in_multiplier if scales else hidden)
     projected = projected * module.mup_vector[0] if scales else projected
     gate, x, dt = projected.split([module.intermediate_size, module.conv_dim, module.num_heads], dim=-1)
-    low, high = (float(limit) for limit in module.time_step_limit)
+    low, high = _step_limits(module)
     out = _planned(
         mamba2_mixer, (x, dt), module, batch, A_log=module.A_log, D=module.D, dt_bias=module.dt_bias,
         dt_limit=(low, high),
@@ -140,13 +141,27 @@ def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     return module.out_proj(out.to(hidden.dtype))
 
 
+def _step_limits(module: Any) -> tuple[float, float]:
+    """Returns the limits to which a Mamba-2 layer clamps its steps.
+
+    NemotronH and Zamba2 clamp from `time_step_min` on. In transformers 5.5 they do so in PyTorch only, and their CUDA
+    kernels clamp to a `time_step_limit` that may be None; later releases clamp from `time_step_min` on in both.
+    """
+    names = {kind.__name__ for kind in type(module).__mro__}
+    if names & {"NemotronHMamba2Mixer", "Zamba2MambaMixer"} and hasattr(module, "time_step_min"):
+        return float(module.time_step_min), math.inf
+    low, high = module.time_step_limit
+    return float(low), float(high)
+
+
 # -- Short convolution -------------------------------------------------------------------------------------------------
 
 
 def _conv_slot(module: Any, **options: Any) -> LinearSpec:
     channels = module.conv.in_channels
     return LinearSpec(
-        "conv1d", heads=channels, key_heads=channels, head_dim=1, value_head_dim=1, conv_width=module.conv_kernel_size,
+        "conv1d", heads=channels, key_heads=channels, head_dim=1, value_head_dim=1,
+        conv_width=module.conv.kernel_size[0],
         **options,
     )  # fmt: skip
 
