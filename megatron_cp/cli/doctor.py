@@ -23,7 +23,7 @@ HELP = "versions, kernels found, devices, and what works here"
 
 _PACKAGES = (
     "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
-    "triton", "transformers",
+    "triton", "transformers", "diffusers", "accelerate", "trl",
 )  # fmt: skip
 
 

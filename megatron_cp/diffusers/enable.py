@@ -26,6 +26,7 @@ from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.transport import COLLECTIVE, Transport
+from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
 
 _Value = TypeVar("_Value")
@@ -68,7 +69,9 @@ def enable_context_parallel(
     models = _models_of(model)
     families = [family_of(each) for each in models]
     if any(hasattr(each, _RANKS) for each in models):
-        raise ArgumentError("model", "one that runs over a group already", "a model, once")
+        remedy = "Keep the context that the first call returned, which runs every pass."
+        raise ArgumentError("model", "one that runs over a group already", "a model, once", remedy)
+    require("scheme", scheme)
     if text not in ("split", "held"):
         raise ArgumentError("text", text, "split or held")
     if text == "held":
@@ -126,7 +129,6 @@ class _Enabled:
         self._sizes: dict[str, int] = {}
         self._real_text: tuple[tuple[int, ...], ...] | None = None
         self._calls = 0
-        self._compared: set[str] = set()
         setattr(model, _RANKS, self.ranks)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for path, arguments in family.inputs.items():
@@ -150,9 +152,7 @@ class _Enabled:
         given = _bound(module, args, kwargs)
         for name in self.family.refused:
             _refuse(name, given)
-        shapes = repr([(name, list(x.shape)) for name, x in given.items() if isinstance(x, Tensor)])
-        agree_on_inputs(self.ranks, type(module).__name__, given, contents=shapes not in self._compared)
-        self._compared.add(shapes)
+        agree_on_inputs(self.ranks, type(module).__name__, given)
         self._sizes, self._calls = {}, 0
         self._real_text = self._real(given.get(self.family.text_mask or ""))
 
@@ -179,7 +179,7 @@ class _Enabled:
             return None
         if self._calls != len(self._layers):
             remedy = "Set processors and fuse projections before it is enabled; caches that skip layers are not taken."
-            given = f"{self._calls} attention layers that ran over the group"
+            given = f"{self._calls} attention layers that ran over the group, as where another processor was set"
             raise ArgumentError("model", given, f"all {len(self._layers)} of them", remedy)
         rows = self._sizes[IMAGE]
         layout = image_layout(rows, output.shape[0], self.ranks.size)
@@ -330,4 +330,6 @@ def _refuse(path: str, given: Mapping[str, Any]) -> None:
     elif prefix:
         value = None
     if value is not None:
-        raise ArgumentError(name, type(value).__name__, "None", "Its rows are not split: run it with cp.disabled().")
+        raise ArgumentError(
+            name, type(value).__name__, "None", "Its rows are not split. On one rank: with context.disabled()."
+        )

@@ -120,7 +120,9 @@ def family_of(model: nn.Module) -> Family:
     """
     name = type(model).__name__
     if name not in FAMILIES:
-        remedy = "Describe its rows in megatron_cp.diffusers.families, and hold it to one rank by a test."
+        remedy = (
+            "Rows of other classes are not known here; megatron_cp.attention and gather are for models of your own."
+        )
         raise ArgumentError("model", name, f"a model of diffusers: {', '.join(FAMILIES)}", remedy)
     family = FAMILIES[name]
     for setting, remedy in family.refused_settings.items():

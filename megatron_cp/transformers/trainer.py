@@ -243,16 +243,18 @@ def _check_trainer(kind: type) -> None:
     """Refuses TRL's trainers that do more with a batch than ask the model for its loss."""
     trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
     allowed: tuple[str, ...] = kind._trl_trainers  # type: ignore[attr-defined]
-    if trl in ("DPOTrainer", "KTOTrainer") and trl not in allowed:
+    if trl in allowed or (trl is None and "SFTTrainer" in allowed):
+        return
+    remedy = (
+        "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
+        "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
+    )
+    if trl in (None, "SFTTrainer"):
+        remedy = "Its loss is the model's own: ContextParallelMixin is for it."
+    elif trl in ("DPOTrainer", "KTOTrainer"):
         remedy = f"Its losses need whole rows: class Mine(ContextParallelPreferenceMixin, {trl})."
-        raise ArgumentError("trainer", trl, "transformers' Trainer or TRL's SFTTrainer", remedy)
-    if trl not in (None, *allowed) or (trl is None and "SFTTrainer" not in allowed):
-        remedy = (
-            "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
-            "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
-        )
-        known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else "TRL's DPO- or KTOTrainer"
-        raise ArgumentError("trainer", trl or kind.__mro__[1].__name__, known, remedy)
+    known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else "TRL's DPO- or KTOTrainer"
+    raise ArgumentError("trainer", trl or "a trainer that is not TRL's", known, remedy)
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -254,6 +254,7 @@ def test_models_that_are_refused():
     ("options", "message"),
     [
         ({"text": "both"}, "text: got 'both'; allowed: split or held"),
+        ({"scheme": "ring"}, "scheme: got 'ring'"),
         ({"text": "held", "scheme": "p2p"}, "scheme: got 'p2p'; allowed: a2a, where text is held"),
         ({"text": "held", "head_chunks": 2}, "head_chunks: got 2; allowed: 1, where text is held"),
     ],
@@ -281,14 +282,16 @@ def test_backends_that_do_not_ask_torch_are_noticed():
 
 
 def other_inputs_on_rank(group, text, noise):
-    model, inputs = problem("flux", text=text if group.rank else 7)
+    model, inputs = problem("flux", text=(text or 7) if group.rank else 7)
     enable_context_parallel(model, group)
+    if not text:  # the second pass of a shape
+        model(**inputs)
     if group.rank:
         inputs["hidden_states"] += noise
     model(**inputs)
 
 
-@pytest.mark.parametrize(("text", "noise"), [(6, 0.0), (7, 1e-3)], ids=["rows", "noise"])
+@pytest.mark.parametrize(("text", "noise"), [(6, 0.0), (7, 1e-3), (0, 1e-3)], ids=["rows", "noise", "noise later"])
 def test_ranks_with_other_inputs_are_named(text, noise):
     with pytest.raises((RankError, CallMismatchError), match="call FluxTransformer2DModel with different inputs"):
         run_ranks(other_inputs_on_rank, 2, text, noise, timeout=60)

@@ -1,4 +1,4 @@
-"""What our engine for verl refuses, with a stand-in for verl's engine; its real one runs in test_verl_engine."""
+"""Refusals of the engine for verl, with a class in place of verl's, which runs in test_verl_engine."""
 
 import pytest
 

@@ -307,13 +307,15 @@ def test_tensors_of_any_stride_are_compared():
     run_ranks(compare, SIZE)
 
 
-def test_inputs_that_differ_are_named():
-    def call(group: RankGroup, contents: bool) -> None:
-        inputs = {"noise": torch.full((3,), float(group.rank)), "steps": 4, "pair": (torch.zeros(1), None)}
-        agree_on_inputs(group, "Model", inputs, contents=contents)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex128, torch.int32])
+def test_inputs_that_differ_are_named(dtype: torch.dtype) -> None:
+    def call(group: RankGroup, noise: float) -> None:
+        pair = (torch.zeros(1).expand(1), torch.empty(0), None)
+        inputs = {"noise": torch.full((3, 1), noise * group.rank).to(dtype), "steps": {4: "{"}, "pair": pair}
+        agree_on_inputs(group, "Model", inputs)
 
-    run_ranks(call, 2, False)
+    run_ranks(call, 2, 0.0)
     with pytest.raises((RankError, CallMismatchError), match="the ranks call Model with different inputs") as caught:
-        run_ranks(call, 2, True)
-    assert "noise: float32 [3]" in str(caught.value)
+        run_ranks(call, 2, 1.0)
+    assert f"noise: {str(dtype)[6:]} [3, 1], sum" in str(caught.value)
     assert "steps" not in str(caught.value)
