@@ -125,7 +125,8 @@ class _Enabled:
 
     def __init__(self, model: nn.Module, family: Family, attention: RowAttention, text: str, same_loss: bool) -> None:
         self.model, self.family, self.attention, self.ranks = model, family, attention, attention.ranks
-        self.holds_text, self.same_loss, self.is_on = text == "held", same_loss, True
+        self.holds_text = text == "held" and self.ranks.size > 1  # alone, a rank has all rows in any case
+        self.same_loss, self.is_on = same_loss, True
         self._sizes: dict[str, int] = {}
         self._real_text: tuple[tuple[int, ...], ...] | None = None
         self._calls = 0
@@ -222,11 +223,14 @@ class _Enabled:
     ) -> Tensor:
         """Computes the attention of all rows of the pass for this rank's queries, `[batch, heads, rows, head_dim]`.
 
-        The mask is read from the model's argument once a pass, so the layer's own, over local rows, is not used.
+        The mask is read from the model's argument once a pass, so the layer's own, over local rows, is not used; a
+        layer's mask is refused where the model has no such argument.
         """
         if dropout_p or is_causal or query.shape[2] != key.shape[2]:
             given = f"dropout {dropout_p}, is_causal {is_causal}, {query.shape[2]} queries and {key.shape[2]} keys"
             raise ArgumentError("attention", given, "attention of a pass's rows to themselves, without dropout")
+        if attn_mask is not None and self.family.text_mask is None:
+            raise ArgumentError("attention", "a mask", "None", "It is not split: run it with cp.disabled().")
         rows = self._pass(query.shape[0], query.shape[2])
         self._calls += 1
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -85,7 +85,7 @@ FAMILIES = {
         outputs={"pos_embed": {0: Rows(IMAGE, 0), 1: Rows(TEXT, 0)}},
         text_mask="encoder_hidden_states_mask",
         any_mask=True,
-        refused=("controlnet_block_samples",),
+        refused=("controlnet_block_samples", "attention_kwargs.attention_mask"),
     ),
     "LTXVideoTransformer3DModel": Family(
         ("transformer_blocks.*.attn1",),

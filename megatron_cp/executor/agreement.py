@@ -177,9 +177,12 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
         if isinstance(value, Tensor):
             tensors.append(value)
             return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, sum {{{len(tensors) - 1}}}"
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             return ", ".join(map(described, value))
-        return repr(value).replace("{", "{{").replace("}", "}}")
+        if isinstance(value, Mapping):
+            return ", ".join(f"{described(key)} {described(each)}" for key, each in value.items())
+        plain = value is None or isinstance(value, (bool, int, float, str))  # others may print their address
+        return (repr(value) if plain else type(value).__name__).replace("{", "{{").replace("}", "}}")
 
     templates = [f"{key}: {described(value)}" for key, value in inputs.items()]
     # Moved to one device, so that the host waits once.

@@ -1,7 +1,9 @@
 """Diffusion transformers of diffusers over ranks equal the stock model on one: outputs and gradients."""
 
 import copy
+import functools
 import runpy
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +14,7 @@ pytest.importorskip("diffusers")
 
 import diffusers
 
+import megatron_cp.diffusers.attend as attend_module
 from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -163,6 +166,36 @@ def test_losses_of_the_ranks_own():
     assert max(run_ranks(own_losses_on_rank, 2)) <= 1e-6
 
 
+def tables_on_rank(group, text, made):
+    model, inputs = problem("hunyuan")
+    enable_context_parallel(model, group, text=text)
+    with torch.no_grad():
+        model(**inputs)
+        first = made.count(threading.get_ident())
+        out = model(**inputs, return_dict=False)[0]
+    return out, first, made.count(threading.get_ident())
+
+
+def counted(made, function, *args, **named):
+    made.append(threading.get_ident())
+    return function(*args, **named)
+
+
+@pytest.mark.parametrize("text", ["split", "held"])
+def test_layers_of_a_second_pass_make_no_plans_and_no_indices(text, monkeypatch):
+    made = []  # the thread of each call
+    for name in ("plan_attention", "on_device"):
+        monkeypatch.setattr(attend_module, name, functools.partial(counted, made, getattr(attend_module, name)))
+    expected, _, _ = alone("hunyuan")
+    for out, first, both in run_ranks(tables_on_rank, 2, text, made):
+        assert error(out, expected) <= 1e-12
+        assert both == first > 0
+
+
+def test_text_that_a_single_rank_holds():
+    check("qwen", 1, text="held")
+
+
 def lora_on_rank(group):
     from peft import LoraConfig
 
@@ -224,6 +257,9 @@ def enabled(name="flux", group=None, settings=None, **options):
         ("flux", {"controlnet_block_samples": [torch.zeros(1)]}, "controlnet_block_samples: got 'list'; allowed: None"),
         ("flux", {"joint_attention_kwargs": {"ip_adapter_image_embeds": [1]}}, "ip_adapter_image_embeds: got 'list'"),
         ("hunyuan", {"encoder_attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1]] * 2)}, "a mask with holes"),
+        ("flux", {"joint_attention_kwargs": {"attention_mask": torch.ones(1, 1, 1, 44)}}, "attention: got 'a mask'"),
+        ("cogvideox", {"attention_kwargs": {"attention_mask": torch.ones(2, 1, 1, 34)}}, "attention: got 'a mask'"),
+        ("qwen", {"attention_kwargs": {"attention_mask": torch.ones(2, 1, 1, 32)}}, "kwargs.attention_mask: got"),
         ("flux", {"img_ids": torch.zeros(36, 3)}, "36 rows of image in a tensor"),
     ],
 )

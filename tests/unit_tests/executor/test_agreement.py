@@ -311,7 +311,11 @@ def test_tensors_of_any_stride_are_compared():
 def test_inputs_that_differ_are_named(dtype: torch.dtype) -> None:
     def call(group: RankGroup, noise: float) -> None:
         pair = (torch.zeros(1).expand(1), torch.empty(0), None)
-        inputs = {"noise": torch.full((3, 1), noise * group.rank).to(dtype), "steps": {4: "{"}, "pair": pair}
+        inputs = {
+            "noise": torch.full((3, 1), noise * group.rank).to(dtype),
+            "steps": {4: "{", "other": object()},
+            "pair": pair,
+        }
         agree_on_inputs(group, "Model", inputs)
 
     run_ranks(call, 2, 0.0)
