@@ -48,6 +48,17 @@ def test_warns_once_with_the_table(table):
         versions.warn_if_untested(torch="2.12.0")
 
 
+def test_the_table_has_every_environment_whose_python_was_there():
+    rows = versions.tested()["rows"]
+    names = [each.name for each in tool.ENVIRONMENTS]
+    found = [row["environment"] for row in rows]
+    assert found == [name for name in names if name in found]
+    assert {"oldest", "newest"} <= set(found)
+    for row in rows:
+        assert len(row["failures"]) == row["failed"]
+        assert row["passed"] > 1000
+
+
 def test_the_page_has_the_same_table():
     assert tool.page_table() in tool.PAGE.read_text()
 
