@@ -38,7 +38,8 @@ def all_cells(only: str = "") -> list[Cell]:
         for ranks in way.ranks
         for lengths in sizes
     ]
-    return [cell for cell in cells if only in f"{cell.way} {cell.model}"]
+    found = [cell for cell in cells if only in f"{cell.way} {cell.model}"]
+    return sorted(found, key=lambda cell: cell.ranks)
 
 
 def unavailable(way: Way) -> Outcome | None:
@@ -60,10 +61,10 @@ def run(cell: Cell, seconds: float) -> Outcome:
     if reason is not None:
         return reason
     compare = _diffusion if cell.model in models.DIFFUSION else _language
-    return run_cell(lambda rank, ranks: compare(cell, rank, ranks), cell.ranks, seconds)
+    return run_cell(lambda _rank, ranks: compare(cell, ranks), cell.ranks, seconds)
 
 
-def _language(cell, rank, ranks):
+def _language(cell, ranks):
     problem = models.language(cell.model, models.LENGTHS[cell.lengths])
     total, errors = len(problem.logits), []
 
@@ -85,7 +86,7 @@ def _summed(model, name):
     return over_ranks(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-def _diffusion(cell, rank, ranks):
+def _diffusion(cell, ranks):
     heads, (image, text) = models.DIFFUSION[cell.model], models.ROWS[cell.lengths]
     model, inputs, weight, expected, gradient = models.flux(heads, image, text)
     trains = cell.kind.run(model, ranks)

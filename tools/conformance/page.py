@@ -16,8 +16,8 @@ from tools.conformance.ways import DIFFUSION_WAYS, LANGUAGE_WAYS
 _PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "axolotl-ringmaster", "verl", "megatron_cp")
 _HOW = """# Which context parallelism is right for which model
 
-Ways of context parallelism that are installed by `pip`, each on tiny models with random weights in fp32, on CPU and gloo,
-held against the stock class in eager mode on one process, each document alone.
+Ways of context parallelism that `pip` installs, each on tiny models with random weights in fp32, on CPU and gloo, held
+against the stock class in eager mode on one process, each document alone.
 
 - **right**: outputs and the gradient of one early weight are within {bound:g} of the largest element. The number is
   the larger of the two errors.
@@ -62,9 +62,8 @@ def text_of(found: dict[Cell, Outcome], seconds: float, rounds: int, differing: 
         same = "the same outcome in each" if not differing else f"other outcomes for {len(differing)}: {differing}"
         lines += ["", f"{rounds} rounds had {same}."]
     lines += ["", "## In short", "", *_counts(found)]
-    for title, ways, kinds in (
-        ("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Diffusion transformers", DIFFUSION_WAYS, models.DIFFUSION),
-    ):  # fmt: skip
+    both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
+    for title, ways, kinds in both:
         lines += ["", f"## {title}", *_tables({c: o for c, o in found.items() if c.model in kinds}, ways)]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +100,7 @@ def _tables(found, ways):
         yield f"| model | lengths | {' | '.join(f'x{size}' for size in ranks)} |"
         yield "|---" * (2 + len(ranks)) + "|"
         for model, lengths in dict.fromkeys((cell.model, cell.lengths) for cell in mine):
-            row = [_shown(mine[Cell(name, model, lengths, size)], notes) for size in ranks]
+            row = [_shown(mine.get(Cell(name, model, lengths, size)), notes) for size in ranks]
             yield f"| {model} | {lengths} | {' | '.join(row)} |"
         if notes:
             yield ""
@@ -109,6 +108,8 @@ def _tables(found, ways):
 
 
 def _shown(outcome, notes):
+    if outcome is None:
+        return "not run"
     if outcome.error is None:
         return f"{outcome.name} {notes.get(outcome.words, '')}".strip()
     if outcome.name == RIGHT:

@@ -28,28 +28,23 @@ def ours(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
     finish(parallel.gather(logits, batch, same_loss=True)[0], None)
 
 
-def stock(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """The stock class on one process with SDPA and the packed row: what a collator without padding gives it."""
-    problem.model.set_attn_implementation("sdpa")
+def stock(problem: Problem, _mesh: None, finish: Finish) -> None:
+    """The stock class on one process with the packed row: what a collator without padding gives it."""
     finish(_call(problem.model, problem.input_ids, problem.position_ids)[0], None)
 
 
 def _call(model, ids, positions):
-    """Calls a model. Models without positions, such as Mamba-2, get none."""
-    import inspect
-
-    named = {"position_ids": positions} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=ids, use_cache=False, **named).logits
+    return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
 
-def _ringmaster(problem, mesh, finish, backend, *, blocks=False):
+def _ringmaster(problem, mesh, finish, backend, *, inner="sdpa", blocks=False):
     import ringmaster
     from ringmaster.config import RotateMethod
 
     config = ringmaster.RingmasterConfig(size=mesh.size(), backend=backend)
     heads = getattr(problem.model.config, "num_key_value_heads", None)
     runtime = ringmaster.setup(
-        config, num_kv_heads=heads, device_mesh=mesh, device_type="cpu", inner_attn="sdpa",
+        config, num_kv_heads=heads, device_mesh=mesh, device_type="cpu", inner_attn=inner,
     )  # fmt: skip
     if heads is not None:
         problem.model.set_attn_implementation(runtime.attn_implementation)
@@ -74,6 +69,11 @@ def _ringmaster(problem, mesh, finish, backend, *, blocks=False):
 def ringmaster_ulysses(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
     """axolotl-ringmaster's Ulysses around SDPA."""
     _ringmaster(problem, mesh, finish, "ulysses")
+
+
+def ringmaster_flex(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
+    """axolotl-ringmaster's Ulysses around FlexAttention."""
+    _ringmaster(problem, mesh, finish, "ulysses", inner="flex_attention")
 
 
 def ringmaster_ring(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
@@ -192,23 +192,27 @@ class Way:
     ranks: tuple[int, ...] = (2, 3)
 
 
-_RING = "as above with `backend=\"ring\"`; on a CPU no block of its public choices has gradients, so its own `math` block stands in, which its tests use on gloo"  # noqa: E501
-_TORCH = "`with context_parallel(mesh[\"cp\"], buffers=[ids, positions], ...)` around an SDPA model, defaults"
+_RING = 'as above with `backend="ring"`; on a CPU no block of its public choices has gradients, so its own `math` block stands in, which its tests use on gloo'  # noqa: E501
+_TORCH = '`with context_parallel(mesh["cp"], buffers=[ids, positions], ...)` around an SDPA model, defaults'
 _DIFFUSERS = "`transformer.enable_parallelism(config=ContextParallelConfig({}))`; its method that makes the mesh divides by the number of accelerators, which is 0 on a CPU, and is replaced by the same without that; outputs only, as it is for inference"  # noqa: E501
 LANGUAGE_WAYS = {
     "ours": Way(
         ours, "megatron_cp", "megatron_cp.transformers",
-        "`enable_context_parallel(model, mesh[\"cp\"])`, `parallel.shard({\"input_ids\", \"lengths\"})`, `parallel.gather`",
+        "`enable_context_parallel(model, mesh[\"cp\"])`, `parallel.shard`, `parallel.gather`",
     ),
     "ringmaster ulysses": Way(
         ringmaster_ulysses, "axolotl-ringmaster", "ringmaster",
         "`setup(RingmasterConfig(size, backend=\"ulysses\"), inner_attn=\"sdpa\")`, `set_attn_implementation`, "
         "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`",
     ),
+    "ringmaster ulysses, flex": Way(
+        ringmaster_flex, "axolotl-ringmaster", "ringmaster",
+        "as above with `inner_attn=\"flex_attention\"`, which transformers allows for Gemma-2 and GptOss",
+    ),
     "ringmaster ring": Way(ringmaster_ring, "axolotl-ringmaster", "ringmaster", _RING),
     "ringmaster usp": Way(
         ringmaster_auto, "axolotl-ringmaster", "ringmaster",
-        "as above with `backend=\"auto\"` on 4 ranks, which is Ulysses of 2 times ring of 2 for 2 key heads", (4,),
+        "as above with `backend=\"auto\"` on 4 ranks, Ulysses of 2 times ring of 2 for 2 key heads", (4,),
     ),
     "torch": Way(torch_own, "torch", "torch.distributed.tensor.experimental", _TORCH),
     "accelerate": Way(
@@ -222,13 +226,13 @@ LANGUAGE_WAYS = {
     ),
     "none: stock, one process": Way(
         stock, "transformers", "transformers",
-        "no context parallelism: the stock class with SDPA on the packed row with `position_ids`, as a control", (1,),
+        "no context parallelism: the stock class in eager mode on the packed row, as a control", (1,),
     ),
 }  # fmt: skip
 DIFFUSION_WAYS = {
     "ours": Way(
         diffusion_ours, "megatron_cp", "megatron_cp.diffusers",
-        "`enable_context_parallel(transformer, mesh[\"cp\"])`, `context.reduce_gradients`' sum",
+        "`enable_context_parallel(transformer, mesh[\"cp\"])`, gradients summed over ranks",
     ),
     "diffusers ulysses": Way(
         diffusers_ulysses, "diffusers", "diffusers", _DIFFUSERS.format("ulysses_degree=ranks")
