@@ -91,7 +91,7 @@ def _collect(workers, readers, deadline):
 
 def _outcome(found, codes):
     failures = [each for each in found if each is not None and each[0] != "done"]
-    own = [each for each in failures if "Connection closed by peer" not in each[1]] or failures
+    own = [each for each in failures if "gloo" not in each[1]] or failures  # else another rank's failure
     if own:
         kind, words = own[0]
         return Outcome(CRASHED, words=f"exit codes {codes}") if kind == "crashed" else Outcome(kind, words=words)
@@ -131,7 +131,10 @@ def _rank(compare, rank, ranks, folder, answers):
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].strip() if text else ''}"
+    if text:
+        return f"{type(error).__name__}: {text[0].strip()}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {last.name}: {last.line}"
 
 
 def over_ranks(local: Tensor) -> Tensor:

@@ -30,21 +30,20 @@ A way that refuses does its duty: only a wrong cell misleads. Ours is used as it
 row is a model with documents (or rows) of these lengths; `x2` is the number of ranks. Tiny models say whether a way
 computes the model's function, and nothing about speed, memory or training at scale.
 
-    python -m tools.conformance --out benchmarks/results/conformance.md    # {count} cells, in {rounds} rounds
+    python -m tools.conformance --out benchmarks/results/conformance.md    # {count} cells
 
 The environment is a virtual one with this package and its development extras, and then, without their dependencies,
 so that torch and transformers are the same for all:
 
     pip install '.[dev]'
     pip install --no-deps axolotl-ringmaster verl
-    pip install --no-deps codetiming tensordict ray msgpack jsonschema attrs referencing rpds-py    # for verl's imports
 
 """
 
 
-def write(path: Path, found: dict[Cell, Outcome], seconds: float, rounds: int, differing: Iterable[Cell]) -> None:
+def write(path: Path, found: dict[Cell, Outcome], seconds: float, again: int, differing: Iterable[Cell]) -> None:
     """Writes the page, and its cells as JSON beside it."""
-    path.write_text(text_of(found, seconds, rounds, list(differing)))
+    path.write_text(text_of(found, seconds, again, list(differing)))
     versions = {name: _version(name) for name in _PACKAGES}
     cells = [{**dataclasses.asdict(cell), **dataclasses.asdict(outcome)} for cell, outcome in found.items()]
     for each in cells:  # JSON has no infinity
@@ -53,14 +52,14 @@ def write(path: Path, found: dict[Cell, Outcome], seconds: float, rounds: int, d
     path.with_suffix(".json").write_text(json.dumps(given, indent=1) + "\n")
 
 
-def text_of(found: dict[Cell, Outcome], seconds: float, rounds: int, differing: list[Cell]) -> str:
+def text_of(found: dict[Cell, Outcome], seconds: float, again: int, differing: list[Cell]) -> str:
     """Returns the page."""
-    lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found), rounds=rounds)]
+    lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found))]
     lines += ["| package | version |", "|---|---|", f"| Python | {platform.python_version()} |"]
     lines += [f"| {name} | {_version(name)} |" for name in _PACKAGES]
-    if rounds > 1:
-        same = "the same outcome in each" if not differing else f"other outcomes for {len(differing)}: {differing}"
-        lines += ["", f"{rounds} rounds had {same}."]
+    if again:
+        same = "all with the same outcome" if not differing else f"with other outcomes for {differing}"
+        lines += ["", f"{again} of the {len(found)} cells were run twice, {same}."]
     lines += ["", "## In short", "", *_counts(found)]
     both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
     for title, ways, kinds in both:
