@@ -1,0 +1,117 @@
+"""The result page and the JSON beside it."""
+
+import dataclasses
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from tools.conformance import models
+from tools.conformance.cells import Cell
+from tools.conformance.judge import BOUND, HUNG, REFUSED, RIGHT, WRONG, Outcome
+from tools.conformance.ways import DIFFUSION_WAYS, LANGUAGE_WAYS
+
+_PACKAGES = ("torch", "transformers", "diffusers", "accelerate", "axolotl-ringmaster", "verl", "megatron_cp")
+_HOW = """# Which context parallelism is right for which model
+
+Ways of context parallelism that `pip` installs, each on tiny models with random weights in fp32, on CPU and gloo, held
+against the stock class in eager mode on one process, each document alone.
+
+- **right**: outputs and the gradient of one early weight are within {bound:g} of the largest element. The number is
+  the larger of the two errors.
+- **wrong**: no exception and a larger error; both errors are shown, of outputs and of the gradient. Most of these cells
+  train without anyone noticing.
+- **refused**: an exception on some rank; its first line is below the table. **not runnable**: something is missing that
+  a CPU does not have, such as flash attention. **hung**: nothing after {seconds:g} seconds.
+
+A way that refuses does its duty: only a wrong cell misleads. Ours is used as its page says, like the others. A table
+row is a model with documents (or rows) of these lengths; `x2` is the number of ranks. Tiny models say whether a way
+computes the model's function, and nothing about speed, memory or training at scale.
+
+    python -m tools.conformance --out benchmarks/results/conformance.md    # {count} cells
+
+The environment is a virtual one with this package and its development extras, and then, without their dependencies,
+so that torch and transformers are the same for all:
+
+    pip install '.[dev]'
+    pip install --no-deps axolotl-ringmaster verl
+
+"""
+
+
+def write(path: Path, found: dict[Cell, Outcome], seconds: float, again: int, differing: Iterable[Cell]) -> None:
+    """Writes the page, and its cells as JSON beside it."""
+    path.write_text(text_of(found, seconds, again, list(differing)))
+    versions = {name: _version(name) for name in _PACKAGES}
+    cells = [{**dataclasses.asdict(cell), **dataclasses.asdict(outcome)} for cell, outcome in found.items()]
+    for each in cells:  # JSON has no infinity
+        each |= {name: str(each[name]) for name in ("error", "gradient") if each[name] == float("inf")}
+    given = {"bound": BOUND, "versions": versions, "cells": cells}
+    path.with_suffix(".json").write_text(json.dumps(given, indent=1) + "\n")
+
+
+def text_of(found: dict[Cell, Outcome], seconds: float, again: int, differing: list[Cell]) -> str:
+    """Returns the page."""
+    lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found))]
+    lines += ["| package | version |", "|---|---|", f"| Python | {platform.python_version()} |"]
+    lines += [f"| {name} | {_version(name)} |" for name in _PACKAGES]
+    if again:
+        same = "all with the same outcome" if not differing else f"with other outcomes for {differing}"
+        lines += ["", f"{again} of the {len(found)} cells were run twice, {same}."]
+    lines += ["", "## In short", "", *_counts(found)]
+    both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
+    for title, ways, kinds in both:
+        lines += ["", f"## {title}", *_tables({c: o for c, o in found.items() if c.model in kinds}, ways)]
+    return "\n".join(lines) + "\n"
+
+
+def _version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _counts(found):
+    yield "| way | right | wrong without a word | refused | hung | other |"
+    yield "|---|---|---|---|---|---|"
+    ways = dict.fromkeys((cell.model in models.DIFFUSION, cell.way) for cell in found)
+    for diffusion, way in ways:
+        mine = [o.name for c, o in found.items() if c.way == way and (c.model in models.DIFFUSION) == diffusion]
+        count = Counter(mine)
+        shown = [count.pop(name, 0) for name in (RIGHT, WRONG, REFUSED, HUNG)]
+        other = ", ".join(f"{number} {name}" for name, number in count.items()) or "0"
+        name = f"{way} (Flux)" if diffusion and way == "ours" else way
+        yield f"| {name} | {' | '.join(map(str, shown))} | {other} |"
+
+
+def _tables(found, ways):
+    for name, way in ways.items():
+        mine = {cell: outcome for cell, outcome in found.items() if cell.way == name}
+        if not mine:
+            continue
+        yield from ["", f"### {name}", "", f"{way.package} {_version(way.package)}: {way.used}.", ""]
+        ranks = sorted({cell.ranks for cell in mine})
+        words = dict.fromkeys(outcome.words for outcome in mine.values() if outcome.words)
+        notes = {each: f"[{number}]" for number, each in enumerate(words, start=1)}
+        yield f"| model | lengths | {' | '.join(f'x{size}' for size in ranks)} |"
+        yield "|---" * (2 + len(ranks)) + "|"
+        for model, lengths in dict.fromkeys((cell.model, cell.lengths) for cell in mine):
+            row = [_shown(mine.get(Cell(name, model, lengths, size)), notes) for size in ranks]
+            yield f"| {model} | {lengths} | {' | '.join(row)} |"
+        if notes:
+            yield ""
+            yield from (f"- {number} `{each[:300]}`" for each, number in notes.items())
+
+
+def _shown(outcome, notes):
+    if outcome is None:
+        return "not run"
+    if outcome.error is None:
+        return f"{outcome.name} {notes.get(outcome.words, '')}".strip()
+    if outcome.name == RIGHT:
+        return f"right, {max(outcome.error, outcome.gradient or 0):.0e}"
+    gradient = "" if outcome.gradient is None else f", {outcome.gradient:.1e}"
+    return f"**wrong**, {outcome.error:.1e}{gradient}"
