@@ -7,7 +7,8 @@ runs the few files that CI has time for, and prints their counts; `--write` puts
 `megatron_cp/versions.json` and into `docs/versions.md`. Exit code 1 if a test failed that the table does not have.
 
 A Python is looked for on PATH as `python3.10` and so on. An environment whose Python is not there is left out, with a
-line that says so, and exit code 1 if it was named, unless `--if-there` is given. Packages are installed by `uv` of the
+line that says so, and exit code 1 if it was named, unless `--if-there` is given, which also goes on where packages
+cannot be had. Packages are installed by `uv` of the
 extra `dev`, which takes half a minute to two for torch and its CUDA libraries; without it by pip, which takes longer.
 """
 
@@ -104,7 +105,12 @@ def main() -> None:
             print(f"{environment.name}: no python{environment.python} on PATH that starts, left out", flush=True)
             failed |= bool(args.names) and not args.if_there
             continue
-        row = _measured(environment, python, args)
+        try:
+            row = _measured(environment, python, args)
+        except subprocess.CalledProcessError as error:  # of an installation
+            print(f"{environment.name}: not installed, exit code {error.returncode}", flush=True)
+            failed |= not args.if_there
+            continue
         print(json.dumps(row), flush=True)
         failed |= bool(set(row["failures"]) - _known_failures(environment.name))
         if args.write and not args.short:
@@ -118,7 +124,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="the few files that CI runs")
     parser.add_argument("--write", action="store_true", help="keep the counts in the table")
     parser.add_argument("--keep", action="store_true", help="leave the environments in the folder, and use those there")
-    parser.add_argument("--if-there", action="store_true", help="no error where a Python that is named is missing")
+    parser.add_argument(
+        "--if-there", action="store_true", help="no error where a Python that is named, or a package, is missing"
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where they are made")
     parser.add_argument("-n", type=int, default=2, metavar="PROCESSES", help="processes of pytest")
     args = parser.parse_args()
@@ -141,7 +149,11 @@ def _measured(environment: Environment, python: str, args: argparse.Namespace) -
     inner = folder / "bin" / "python"
     began = time.monotonic()
     if not inner.exists():
-        _install(environment, python, folder)
+        try:
+            _install(environment, python, folder)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     installed = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as reports:
