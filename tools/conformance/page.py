@@ -38,7 +38,6 @@ so that torch and transformers are the same for all:
     pip install --no-deps axolotl-ringmaster verl
     pip install --no-deps ray tensordict codetiming hydra-core omegaconf msgpack jsonschema jsonschema-specifications \\
         attrs referencing rpds-py cloudpickle pyvers    # what verl imports
-
 """
 
 
@@ -104,7 +103,7 @@ def _tables(found, ways):
             yield f"| {model} | {lengths} | {' | '.join(row)} |"
         if notes:
             yield ""
-            yield from (f"- {number} `{each[:300]}`" for each, number in notes.items())
+            yield from (f"- {number} `` {each[:300]} ``" for each, number in notes.items())
 
 
 def _shown(outcome, notes):

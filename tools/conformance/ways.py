@@ -230,7 +230,8 @@ LANGUAGE_WAYS = {
     ),
     "none: stock, one process": Way(
         stock, "transformers", "transformers",
-        "no context parallelism: the stock class in eager mode on the packed row, as a control", (1,),
+        "no context parallelism: the stock class in eager mode on the packed row, as a control. GptOss gives "
+        "its masks no `position_ids`; in Qwen3-Next and Mamba-2 state goes on into the next document", (1,),
     ),
 }  # fmt: skip
 DIFFUSION_WAYS = {
