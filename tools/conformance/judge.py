@@ -115,13 +115,16 @@ def _rank(compare, rank, ranks, folder, answers):
     )  # fmt: skip
     try:
         if ranks > 1:
-            distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+            distributed.init_process_group(
+                "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+            )
         answer = ("done", *compare(rank, ranks))
     except ImportError as error:  # a kernel's package, which wants a GPU
         answer = (UNABLE, _first_line(error))
     except Exception as error:
         traceback.print_exc()
-        answer = (REFUSED, _first_line(error))
+        words = _first_line(error)
+        answer = (UNABLE if "cpu" in words.lower() else REFUSED, words)  # such as "FlexAttention ... backward on CPU"
     answers.send(answer)
     answers.close()
     if answer[0] == "done" and ranks > 1:

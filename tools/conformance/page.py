@@ -21,10 +21,9 @@ against the stock class in eager mode on one process, each document alone.
 
 - **right**: outputs and the gradient of one early weight are within {bound:g} of the largest element. The number is
   the larger of the two errors.
-- **wrong**: no exception and a larger error; both errors are shown, of outputs and of the gradient. Most of these cells
-  train without anyone noticing.
-- **refused**: an exception on some rank; its first line is below the table. **not runnable**: something is missing that
-  a CPU does not have, such as flash attention. **hung**: nothing after {seconds:g} seconds.
+- **wrong**: no exception and a larger error; both errors are shown, of outputs and of the gradient.
+- **refused**: an exception on some rank; its first line is below the table. **not runnable**: an import fails or an
+  error names the CPU: it says nothing about a GPU. **hung**: nothing after {seconds:g} seconds.
 
 A way that refuses does its duty: only a wrong cell misleads. Ours is used as its page says, like the others. A table
 row is a model with documents (or rows) of these lengths; `x2` is the number of ranks. Tiny models say whether a way
@@ -37,7 +36,8 @@ so that torch and transformers are the same for all:
 
     pip install '.[dev]'
     pip install --no-deps axolotl-ringmaster verl
-
+    pip install --no-deps ray tensordict codetiming hydra-core omegaconf msgpack jsonschema jsonschema-specifications \\
+        attrs referencing rpds-py cloudpickle pyvers    # what verl imports
 """
 
 
@@ -103,7 +103,7 @@ def _tables(found, ways):
             yield f"| {model} | {lengths} | {' | '.join(row)} |"
         if notes:
             yield ""
-            yield from (f"- {number} `{each[:300]}`" for each, number in notes.items())
+            yield from (f"- {number} `` {each[:300]} ``" for each, number in notes.items())
 
 
 def _shown(outcome, notes):

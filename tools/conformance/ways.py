@@ -117,11 +117,12 @@ def accelerate_own(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
 
 def verl_ulysses(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
     """verl's Ulysses: its monkey patch of flash attention, and its own padding and slicing of the row."""
-    from verl.models.transformers.monkey_patch import apply_monkey_patch
+    from verl.models.transformers import monkey_patch
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad_and_slice_inputs
 
+    monkey_patch.is_trl_available = lambda: False  # it patches a class that TRL no longer has, and does not need TRL
     set_ulysses_sequence_parallel_group(mesh["cp"].get_group())
-    apply_monkey_patch(problem.model, ulysses_sp_size=mesh.size(), use_remove_padding=True)
+    monkey_patch.apply_monkey_patch(problem.model, ulysses_sp_size=mesh.size(), use_remove_padding=True)
     problem.model.set_attn_implementation("flash_attention_2")
     ids, positions, _ = ulysses_pad_and_slice_inputs(problem.input_ids, problem.position_ids, mesh.size())
     rows = _call(problem.model, ids, positions)[0]
@@ -203,7 +204,9 @@ LANGUAGE_WAYS = {
     "ringmaster ulysses": Way(
         ringmaster_ulysses, "axolotl-ringmaster", "ringmaster",
         "`setup(RingmasterConfig(size, backend=\"ulysses\"), inner_attn=\"sdpa\")`, `set_attn_implementation`, "
-        "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`",
+        "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`. Its page says that any "
+        "kernel can be wrapped; transformers itself refuses SDPA for Gemma-2 and GptOss, and with a flash kernel that "
+        "has soft caps and sinks one document may be right. Its Gated DeltaNet wants kernels that want a GPU",
     ),
     "ringmaster ulysses, flex": Way(
         ringmaster_flex, "axolotl-ringmaster", "ringmaster",
@@ -222,11 +225,13 @@ LANGUAGE_WAYS = {
     ),
     "verl ulysses": Way(
         verl_ulysses, "verl", "verl.models.transformers.monkey_patch",
-        "`apply_monkey_patch(model, ulysses_sp_size)`, `ulysses_pad_and_slice_inputs`, flash attention",
+        "`apply_monkey_patch(model, ulysses_sp_size)`, `ulysses_pad_and_slice_inputs`, flash attention; "
+        "as without TRL, whose newest versions lack a class that it patches",
     ),
     "none: stock, one process": Way(
         stock, "transformers", "transformers",
-        "no context parallelism: the stock class in eager mode on the packed row, as a control", (1,),
+        "no context parallelism: the stock class in eager mode on the packed row, as a control. GptOss gives "
+        "its masks no `position_ids`; in Qwen3-Next and Mamba-2 state goes on into the next document", (1,),
     ),
 }  # fmt: skip
 DIFFUSION_WAYS = {
@@ -238,7 +243,8 @@ DIFFUSION_WAYS = {
         diffusers_ulysses, "diffusers", "diffusers", _DIFFUSERS.format("ulysses_degree=ranks")
     ),
     "diffusers ulysses_anything": Way(
-        diffusers_ulysses_anything, "diffusers", "diffusers", "as above with `ulysses_anything=True`"
+        diffusers_ulysses_anything, "diffusers", "diffusers", "as above with `ulysses_anything=True`; gloo "
+        "gathers rows of equal counts only, NCCL also others"
     ),
     "diffusers ring": Way(diffusers_ring, "diffusers", "diffusers", "as above with `ring_degree=ranks`"),
     "diffusers ring_anything": Way(
