@@ -44,7 +44,8 @@ def _ringmaster(problem, mesh, finish, backend, *, inner="sdpa", blocks=False):
     config = ringmaster.RingmasterConfig(size=mesh.size(), backend=backend)
     heads = getattr(problem.model.config, "num_key_value_heads", None)
     runtime = ringmaster.setup(
-        config, num_kv_heads=heads, device_mesh=mesh, device_type="cpu", inner_attn=inner,
+        config, num_kv_heads=heads,
+        device_mesh=None if backend == "auto" else mesh, device_type="cpu", inner_attn=inner,
     )  # fmt: skip
     if heads is not None:
         problem.model.set_attn_implementation(runtime.attn_implementation)
@@ -215,7 +216,9 @@ LANGUAGE_WAYS = {
     "ringmaster ring": Way(ringmaster_ring, "axolotl-ringmaster", "ringmaster", _RING),
     "ringmaster usp": Way(
         ringmaster_auto, "axolotl-ringmaster", "ringmaster",
-        "as above with `backend=\"auto\"` on 4 ranks, Ulysses of 2 times ring of 2 for 2 key heads", (4,),
+        "as above with `backend=\"auto\"` on 4 ranks and no mesh, so that it makes its own: Ulysses of "
+        "2 times ring of 2 for 2 key heads",
+        (4,),
     ),
     "torch": Way(torch_own, "torch", "torch.distributed.tensor.experimental", _TORCH),
     "accelerate": Way(
