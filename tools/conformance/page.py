@@ -28,6 +28,8 @@ against the stock class in eager mode on one process, each document alone.
 A way that refuses does its duty: only a wrong cell misleads. Ours is used as its page says, like the others. A table
 row is a model with documents (or rows) of these lengths; `x2` is the number of ranks. Tiny models say whether a way
 computes the model's function, and nothing about speed, memory or training at scale.
+fla, mamba_ssm and causal_conv1d are hidden, since stock classes would take their GPU kernels on a CPU too; what needs
+them says so and is refused.
 
     python -m tools.conformance --out benchmarks/results/conformance.md    # {count} cells
 
