@@ -211,7 +211,8 @@ class Layout(Memo):
             table = np.asarray(counts)
         except ValueError:  # rows of different lengths
             table = np.empty(0)
-        if table.ndim != 2 or not len(table) or not np.issubdtype(table.dtype, np.integer) or (table < 0).any():
+        is_whole = table.ndim == 2 and np.issubdtype(table.dtype, np.integer) and bool((table >= 0).all())
+        if not is_whole or not 1 <= len(table) <= MAX_CP_SIZE:
             raise ArgumentError("counts", counts, "numbers of tokens, [cp_size, documents], such as [[2, 1], [1, 3]]")
         packing = Packing(table.sum(0))
         ends = packing.cu_seqlens[:-1] + np.cumsum(table, 0)

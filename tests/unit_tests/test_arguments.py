@@ -146,6 +146,10 @@ CALLS = {
         "fragments": [None, 5, "ab", [], {}, [5], [[5]], [[(0,)]], [[(0, 9.0)]], [[("0", 9)]], [[(0, True), (1, 9)]],
                       [[(0, BEYOND)]], [[(0, 9, 9)]], {((0, 9),)}, [{(0, 9)}], [{(0, 9): 1}], [[{0, 9}]], [[None]],
                       [[(0, 8)]], [[(0, 9)], [(3, 4)]], [[(-1, 9)]], [[(0, 9)]] * 1025]}),
+    "Layout.from_counts": (cp.Layout.from_counts, {"counts": [[9]]}, {
+        "align": [*NO_INTEGER, 0],
+        "counts": [None, 5, "ab", [], {}, [5], [[]], [[9.0]], [["9"]], [[-1], [10]], [[True]], [[1], [2, 3]],
+                   [[BEYOND]], [[1]] * 1025]}),
     "Layout.padded": (LAYOUT.padded, {}, {"align": [*NO_INTEGER, 0], "min_rows": NO_INTEGER}),
     **{f"Layout.{name}": (getattr(LAYOUT, name), {"rank": 0}, {"rank": [*NO_INTEGER, 2]})
        for name in ("tokens", "positions", "document_ids", "fragments_of")},

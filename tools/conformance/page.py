@@ -50,7 +50,7 @@ def write(path: Path, found: dict[Cell, Outcome], seconds: float, again: int, di
     cells = [{**dataclasses.asdict(cell), **dataclasses.asdict(outcome)} for cell, outcome in found.items()]
     for each in cells:  # JSON has no infinity
         each |= {name: str(each[name]) for name in ("error", "gradient") if each[name] == float("inf")}
-    given = {"bound": BOUND, "versions": versions, "cells": cells}
+    given = {"device": "cpu", "bound": BOUND, "versions": versions, "cells": cells}
     path.with_suffix(".json").write_text(json.dumps(given, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Each way of context parallelism, used as its own documentation says. Packages are imported where they are used.
+"""Ways of context parallelism, used as their own documentation says. Packages are imported where they are used.
 
 A way of language models is called on every rank with a problem, the mesh `cp` of all ranks and `finish`. It calls the
 model on its share of the row and then, where the backward pass may run, `finish(rows, places)`: the logits that it has
