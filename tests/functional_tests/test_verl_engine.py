@@ -67,7 +67,7 @@ def trained(world, name, folder):
         tokenizer().save_pretrained(folder)
     dist.barrier()
     engine = register()
-    assert EngineRegistry.get_engine_cls("language_model", "fsdp2") is engine
+    assert set(EngineRegistry._engines["language_model"]["fsdp2"].values()) == {engine}
     made = engine(
         HFModelConfig(path=str(folder), use_remove_padding=True, override_config={"attn_implementation": "eager"},
                       enable_gradient_checkpointing=False),
