@@ -112,8 +112,7 @@ class RowAttention:
             out = q.new_zeros(len(q), 0, v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
         out = out.index_select(0, split.back)
         (image_out,) = to_tokens(outbound, comm, out[text_rows:])
-        owned_heads = [[owned] if owned[1] > owned[0] else [] for owned in plan.partition.heads]
-        by_head = Layout.from_fragments(Packing([local[0].shape[1]]), owned_heads)
+        by_head = plan.memo("layout by head", lambda: _layout_by_head(plan))
         text_out = gather(out[:text_rows].transpose(0, 1), by_head, self.ranks).transpose(0, 1)
         both = torch.cat([text_out, image_out.unflatten(1, (local[0].shape[1], -1))])
         return both.index_select(0, split.local)
@@ -139,6 +138,12 @@ class _Split:
         joined = np.argsort(np.concatenate([entries.repeat(texts), entries.repeat(images)]), kind="stable")
         self.local, self.joined, self.back = (_table(each, device) for each in (places, joined, np.argsort(joined)))
         self.packing = Packing(texts + images)
+
+
+def _layout_by_head(plan: Plan) -> Layout:
+    """Returns the layout of a plan's heads as rows: each rank has those that it computes."""
+    owned_heads = [[owned] if owned[1] > owned[0] else [] for owned in plan.partition.heads]
+    return Layout.from_fragments(Packing([max(last for _, last in plan.partition.heads)]), owned_heads)
 
 
 def _table(indices: NDArray, device: torch.device) -> Tensor:

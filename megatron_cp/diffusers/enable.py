@@ -230,7 +230,7 @@ class _Enabled:
             given = f"dropout {dropout_p}, is_causal {is_causal}, {query.shape[2]} queries and {key.shape[2]} keys"
             raise ArgumentError("attention", given, "attention of a pass's rows to themselves, without dropout")
         if attn_mask is not None and self.family.text_mask is None:
-            raise ArgumentError("attention", "a mask", "None", "It is not split: run it with cp.disabled().")
+            raise ArgumentError("attention", "a mask", "None", "It is not split. On one rank: with context.disabled().")
         rows = self._pass(query.shape[0], query.shape[2])
         self._calls += 1
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -242,7 +242,9 @@ def test_plans_that_layers_have_run_with_may_be_loaded():
     plans = cp.BatchPlan(slots.layout(PACKS[0]), [KINDS["a2a"]])
     q, k, v = (torch.randn(CAPACITY // 2, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
     cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")
+    assert plans.plans[0].tables is None
     slots.load(plans, 0, DEVICE)
+    assert plans.plans[0].tables is not None  # without them the capture below is refused
     cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         cp.attention(q, k, v, plans.plans[0], group, kernel="varlen")

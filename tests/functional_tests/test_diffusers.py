@@ -149,6 +149,33 @@ def test_steps_of_two_guidance_branches_have_two_plans():
         assert first.count("a2a over 2 ranks") == 2
 
 
+def half_on_rank(group, name, autocast):
+    model, inputs = problem(name)
+    model.float()
+    inputs = {key: single(x, torch.float32) for key, x in inputs.items()}
+    if not autocast:
+        model.to(torch.bfloat16)
+        inputs = {key: single(x, torch.bfloat16) for key, x in inputs.items()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        alone = model(**inputs, return_dict=False)[0]
+        enable_context_parallel(model, group)
+        out = model(**inputs, return_dict=False)[0]
+    assert out.dtype == alone.dtype
+    return error(out.float(), alone.float())
+
+
+def single(x, dtype):
+    if isinstance(x, tuple) and isinstance(x[0], torch.Tensor):
+        return tuple(single(each, dtype) for each in x)
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision(name, autocast):
+    assert max(run_ranks(half_on_rank, 2, name, autocast)) <= 3e-2
+
+
 def own_losses_on_rank(group):
     model, inputs = problem("wan")
     context = enable_context_parallel(model, group, same_loss=False)
