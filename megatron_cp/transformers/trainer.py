@@ -239,10 +239,10 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
     """transformers' `Trainer` with context parallelism; see `ContextParallelMixin`."""
 
 
-def _check_trainer(kind: type) -> None:
+def _check_trainer(kind: type[ContextParallelMixin]) -> None:
     """Refuses TRL's trainers that do more with a batch than ask the model for its loss."""
     trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
-    allowed: tuple[str, ...] = kind._trl_trainers  # type: ignore[attr-defined]
+    allowed = kind._trl_trainers
     if trl in allowed or (trl is None and "SFTTrainer" in allowed):
         return
     remedy = (
