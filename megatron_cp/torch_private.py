@@ -232,18 +232,16 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
     return _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)()
 
 
-def dispatched_operators(namespace: str) -> list[tuple[Any, Any]]:
-    """Returns a namespace's operators that a mode sees, each with its schema's arguments; without torch's list, none.
+def operators(namespace: str) -> list[tuple[Any, Any]]:
+    """Returns a namespace's operators, each with its schema's arguments; without torch's list, none.
 
-    Modes do not see operators with an implicit composite kernel, only those that these call.
+    A mode sees any of them: those with an implicit composite kernel where no argument is a tensor that autograd knows.
     """
-    names = _find("_C._dispatch_get_all_op_names", list)()
-    has_kernel = _find("_C._dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     found = []
-    for name in names:
+    for name in _find("_C._dispatch_get_all_op_names", list)():
         own, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
-        if own == namespace and not has_kernel(name, "CompositeImplicitAutograd"):
+        if own == namespace:
             operator = getattr(getattr(getattr(torch.ops, own), packet), overload or "default")
             found.append((operator, operator._schema.arguments))
     return found

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> Report:
         f"megatron-cp {__version__}, Python {platform.python_version()} on {platform.machine()}",
         "  ".join(f"{name} {found or '-'}" for name, found in versions.items()),
         f"devices: {', '.join(devices) if devices else 'the CPU only'}",
+        f"{sum(f.works for f in findings)} of {len(findings)} features below work here; the others say what they need",
         "",
         *_tested(versions),
         "",

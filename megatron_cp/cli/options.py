@@ -12,6 +12,7 @@ from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_cp.executor.groups import RankGroup
     from megatron_cp.testing.parity import Case
 
+DOCUMENTS = 8  # that are drawn if no number is given
 MAX_LOCAL_RANKS = 64
 RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module imports torch
 
@@ -147,7 +149,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         type=positive,
         metavar="N",
         help="instead of --lengths: a number of documents, such as 64, whose lengths are drawn from --corpus, or "
-        "without a corpus from a law of short lengths with a heavy tail (default: 8)",
+        f"without a corpus from a law of short lengths with a heavy tail (default: {DOCUMENTS})",
     )
     group.add_argument(
         "--corpus",
@@ -331,7 +333,7 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
         _check_total("--lengths", sum(args.lengths))
         return tuple(args.lengths)
     random = np.random.default_rng(args.seed)
-    count = args.documents or 8
+    count = args.documents or DOCUMENTS
     _check_total("--documents", count)
     draws = random.lognormal(mean=3.0, sigma=1.2, size=count) if args.corpus is None else _drawn(args, count, random)
     if args.tokens_per_rank is None:
@@ -341,6 +343,18 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
     _check_total("--tokens-per-rank", total)
     edges = np.round(np.cumsum(draws) / draws.sum() * total).astype(int)  # sums exactly; the shortest may round to 0
     return tuple(np.diff(edges, prepend=0).tolist())
+
+
+def described_documents(args: argparse.Namespace) -> list[str]:
+    """Returns a line that says how lengths are drawn; nothing if they are given."""
+    if args.lengths is not None:
+        return []
+    origin = "a law of short lengths" if args.corpus is None else f"the documents of --corpus {args.corpus}"
+    scaled = f", scaled to {args.tokens_per_rank} tokens a rank" if args.tokens_per_rank else ""
+    return [
+        f"documents: {counted(args.documents or DOCUMENTS, 'length')} drawn from {origin} with --seed {args.seed}"
+        f"{scaled}; pass --lengths for your own"
+    ]
 
 
 def _drawn(args: argparse.Namespace, count: int, random: np.random.Generator) -> IntArray:

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.applications import application
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, described_layer, layer_case_of
+from megatron_cp.cli.options import (
+    add_batch_arguments,
+    add_layer_arguments,
+    described_documents,
+    described_layer,
+    layer_case_of,
+)
 from megatron_cp.cli.parser import cp_sizes
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
@@ -70,7 +76,7 @@ def run(args: argparse.Namespace) -> Report:
     if len(args.cp) > 1:
         _refuse(args, ("plot",), "with one --cp")
     explained = _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
-    return replace(explained, text=f"{described_layer(args)}\n{explained.text}")
+    return replace(explained, text="\n".join([described_layer(args), *described_documents(args), explained.text]))
 
 
 _LONG_SEARCH = 5  # seconds; shorter searches are not announced

@@ -18,6 +18,7 @@ from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.describe import size
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.softmax.attention import attention
@@ -56,7 +57,20 @@ class RowAttention:
             out = out.new_zeros(batch * count, *out.shape[1:]).index_copy(0, index, out)
         return out.unflatten(0, (batch, count))
 
+    def explain(self) -> str:
+        """Describes each plan, below the rows that it is for, in bytes of the elements that it was made for."""
+        found = []
+        for (rows, *_, value_head_dim, item_size), plan in self.plans.items():
+            lines = [rows.describe()]
+            if rows.holds_text and rows.text_rows:
+                most = max(last - first for first, last in plan.partition.heads)
+                sent = size(rows.text_rows * most * value_head_dim * item_size * (rows.cp_size - 1))
+                lines.append(f"its text is on every rank; only its output travels, at most {sent} from a rank")
+            found.append("\n".join([*lines, plan.explain(item_size)]))
+        return "\n\n".join(found)
+
     def _plan(self, rows: PassRows, local: list[Tensor]) -> Plan:
+        """Returns the plan of the rows that travel to attentions: all, or those of the image where text is held."""
         q, k, v = local
         sizes = {
             "heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_head_dim": v.shape[2],
@@ -64,7 +78,7 @@ class RowAttention:
         }  # fmt: skip
 
         def made() -> Plan:
-            layout = rows.layout()
+            layout = (rows.image if rows.holds_text else rows).layout()
             return plan_attention(layout.packing, layout, mask=Mask.full(layout.packing), **sizes | self.options)
 
         return _kept(self.plans, (rows, *sizes.values()), made)
@@ -88,7 +102,7 @@ class RowAttention:
         order_tables(device)
         images = [x.index_select(0, split.image) for x in local]
         texts = [x.index_select(0, split.text) for x in local]
-        plan = self._plan(rows.image, images)
+        plan = self._plan(rows, images)
         comm = Communicator(self.ranks, plan.transport, "attention to held text", plan.scheme)
         (inbound, _), (outbound, _) = plan.exchanges(forward=True)
         received = to_heads(inbound, comm, *(x.flatten(1) for x in images))

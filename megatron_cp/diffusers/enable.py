@@ -105,7 +105,7 @@ class ContextParallel:
 
     def explain(self) -> str:
         """Describes the plans that were made so far, one for each number of rows."""
-        return "\n\n".join(plan.explain() for each in self._enabled for plan in each.attention.plans.values())
+        return "\n\n".join(each.attention.explain() for each in self._enabled if each.attention.plans)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

@@ -48,6 +48,19 @@ class PassRows:
         """The rows of the image alone."""
         return replace(self, streams=tuple(each for each in self.streams if each[0] == IMAGE), holds_text=False)
 
+    @property
+    def text_rows(self) -> int:
+        """The real rows of text of all entries."""
+        if self.real_text is not None:
+            return sum(map(len, self.real_text))
+        return self.batch * dict(self.streams).get(TEXT, 0)
+
+    def describe(self) -> str:
+        """Returns the rows as text."""
+        streams = " and ".join(f"{rows} rows of {name}" for name, rows in self.streams)
+        real = "" if self.real_text is None else f", of which {self.text_rows} of {TEXT} in all are real"
+        return f"for a batch of {self.batch}, each with {streams}{real}:"
+
     def ranges(self, rank: int) -> list[tuple[str, int, int]]:
         """Returns `(name, first, count)` of the rows that a rank has of each stream of one entry."""
         found = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_cp.torch_private import DispatchMode, below_autograd, dispatched_operators
+from megatron_cp.torch_private import DispatchMode, below_autograd, operators
 
 _lock = threading.Lock()
 
@@ -39,7 +39,7 @@ def register_operators() -> None:
 def _register_operators() -> None:
     tensor = torch.empty(0)
     with below_autograd(), _Register():
-        for operator, arguments in dispatched_operators("aten"):
+        for operator, arguments in operators("aten"):
             required = [each for each in arguments if not each.has_default_value()]
             given = {each.name: _any_value(str(each.type), tensor) for each in required}
             # A few take arguments unknown here: storages, devices, lists of one length. Our kernels do not call them.

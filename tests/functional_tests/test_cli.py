@@ -127,7 +127,9 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
     reports = {}
     for layout in ("contiguous", "balanced"):
         assert main([*arguments, "--layout", layout]) == 0
-        reports[layout] = last_json(capsys.readouterr().out)
+        out, err = capsys.readouterr()
+        assert "documents: 64 lengths drawn from the documents of --corpus default with --seed 0" in err
+        reports[layout] = last_json(out)
     assert reports["balanced"]["work_imbalance"] <= 1.01 < 1.5 < reports["contiguous"]["work_imbalance"]
     for report in reports.values():
         assert report["pad_tokens"] == 0
@@ -259,8 +261,10 @@ def test_plan_says_that_a_linear_layer_leaves_codec_and_chunks_unused(capsys):
 
 def test_doctor_lists_what_works_and_what_would_help(capsys):
     assert main(["doctor", "--json"]) == 0
-    rows = last_json(capsys.readouterr().out)["capabilities"]
+    out, err = capsys.readouterr()
+    rows = last_json(out)["capabilities"]
     assert {row["feature"]: row["works"] for row in rows}["scheme a2a"] is True
+    assert f"{sum(row['works'] for row in rows)} of {len(rows)} features below work here" in err
     assert all(row["remark"] for row in rows if not row["works"])
 
 

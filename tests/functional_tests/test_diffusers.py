@@ -130,10 +130,10 @@ def test_blocks_that_are_recomputed_have_the_rows_of_their_own_pass(name):
         assert max(error(recomputed[each], plain[each]) for each in plain) <= 1e-12
 
 
-def steps_on_rank(group):
+def steps_on_rank(group, text):
     model, inputs = problem("flux")
     _, others = problem("flux", text=4)
-    context = enable_context_parallel(model, group)
+    context = enable_context_parallel(model, group, text=text)
     described = []
     for _ in range(3):
         for each in (inputs, others):
@@ -143,10 +143,14 @@ def steps_on_rank(group):
     return described
 
 
-def test_steps_of_two_guidance_branches_have_two_plans():
-    for first, second, third in run_ranks(steps_on_rank, 2):
+@pytest.mark.parametrize("text", ["split", "held"])
+def test_steps_of_two_guidance_branches_have_two_plans(text):
+    for first, second, third in run_ranks(steps_on_rank, 2, text):
         assert first == second == third
         assert first.count("a2a over 2 ranks") == 2
+        assert first.count(" rows of image") == first.count(f"bytes of {torch.float64.itemsize}") == 2
+        # Another rank gets 4 rows of text of half of 4 heads of 8 numbers.
+        assert first.count("only its output travels, at most 512 B from a rank") == (text == "held")
 
 
 def half_on_rank(group, name, autocast):

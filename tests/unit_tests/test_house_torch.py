@@ -134,7 +134,7 @@ def test_what_is_computed_without_private_names(without):
     without.occupy_device(1)
     with without.no_modes(), without.below_autograd():
         pass
-    assert without.dispatched_operators("aten") == []
+    assert without.operators("aten") == []
 
 
 def test_functions_are_not_traced_without_private_names(without):

@@ -27,6 +27,7 @@ def test_one_thread_meets_every_operator_once(monkeypatch):
         aten.resize_.default, aten.empty.memory_format, aten.index_select.default, aten.add_.Tensor, aten.mm.out,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten.promote_types.default, aten.flatten.using_ints,  # composite: no tensor, or one that autograd does not know
     }  # fmt: skip
     assert called <= set(met)
     assert 1.1 * len(set(met)) > len(met) > 2000
