@@ -45,9 +45,7 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
     """
     tensors, chunk_comm, arriving = [] if callable(inputs) else inputs, comm, dict[tuple[int, int], Finish]()
     back = ToTokensInParts(plan.steps[-1].exchange, comm) if isinstance(plan.steps[-1], ToTokens) else None
-    program = plan.program(forward=True, projected=callable(inputs))
-    alone = sum([isinstance(do, Move) and do.to_heads and do.starts for do in program]) == 1
-    for do in program:
+    for do in plan.program(forward=True, projected=callable(inputs)):
         match do:
             case Project(chunk):
                 assert callable(inputs)
@@ -63,7 +61,7 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
             case Move(ToHeads(exchange, (first, last)) as step, starts=True, parts=parts):
                 exchange = exchange.chunk_exchange(parts[0]) if callable(inputs) else exchange
                 inbound = ToHeadsInParts(exchange, chunk_comm)
-                inbound.start(*tensors[first:last], alone=alone)
+                inbound.start(*tensors[first:last], alone=last - first >= len(tensors) and not callable(inputs))
                 arriving |= {(id(step), part): partial(inbound.finish, number) for number, part in enumerate(parts)}
             case Move(ToHeads(_, (first, _)) as step, parts=(part,)):
                 tensors = tensors[:first]  # those of the exchanges before
