@@ -30,6 +30,8 @@ from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 
+_NAMES = ("to_tokens", "to_heads")  # of the directions, in ranges of a profiler
+
 
 def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor) -> list[Tensor]:
     """Moves tensors from this rank's tokens with all heads to all tokens with this rank's heads.
@@ -108,52 +110,15 @@ class ToHeadsInParts(_MoveInParts):
         in_flight = InFlightExchange(at, self._comm, [tensor.shape[-1] for tensor in tensors])
         self._in_flight, self.num_parts = in_flight, in_flight.num_parts
         if not alone or self.num_parts > 1:
-            self._order_tokens, self._tensors = self._Start.apply(in_flight, *tensors), ()
+            self._order_tokens, self._tensors = _Start.apply(in_flight, True, range(self.num_parts), *tensors), ()
 
     def finish(self, part: int = 0) -> list[Tensor]:
         """Waits for one part, and returns its sections as `to_heads` does."""
         if self._exchange.is_local:
             return _without_transfer(self._exchange, self._tensors)
         if not self._order_tokens:
-            return list(self._Whole.apply(self._in_flight, *self._tensors))
-        return list(self._Finish.apply(self._in_flight, part, self._order_tokens[part]))
-
-    class _Whole(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
-            ctx.in_flight = in_flight
-            in_flight.start_to_heads(tensors, forward=True)
-            return tuple(in_flight.finish_to_heads(0, forward=True))
-
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            ctx.in_flight.start_to_tokens(0, gradients, forward=False)
-            return None, *ctx.in_flight.finish_to_tokens(forward=False)
-
-    class _Start(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
-            ctx.in_flight = in_flight
-            in_flight.start_to_heads(tensors, forward=True)
-            return tuple([tensors[0].new_empty(0) for _ in range(in_flight.num_parts)])
-
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *order_tokens: Tensor) -> Any:
-            return None, *ctx.in_flight.finish_to_tokens(forward=False)
-
-    class _Finish(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, part: int, order_token: Tensor) -> Any:
-            ctx.in_flight, ctx.part, ctx.order_token = in_flight, part, (order_token.dtype, order_token.device)
-            return tuple(in_flight.finish_to_heads(part, forward=True))
-
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            ctx.in_flight.start_to_tokens(ctx.part, gradients, forward=False)
-            return None, None, torch.empty(0, dtype=ctx.order_token[0], device=ctx.order_token[1])
+            return list(_Whole.apply(self._in_flight, True, *self._tensors))
+        return list(_Finish.apply(self._in_flight, True, (part,), self._order_tokens[part]))
 
 
 class ToTokensInParts(_MoveInParts):
@@ -180,55 +145,68 @@ class ToTokensInParts(_MoveInParts):
         if self._in_flight is None:
             self._in_flight = InFlightExchange(at, self._comm, [block.width for block in exchange.sections.blocks])
         if self._in_flight.num_parts == 1:
-            self._moved = list(self._Whole.apply(self._in_flight, *sections))
+            self._moved = list(_Whole.apply(self._in_flight, False, *sections))
         else:
-            self._order_tokens = [*self._order_tokens, self._Start.apply(self._in_flight, part, *sections)]
+            self._order_tokens = [*self._order_tokens, *_Start.apply(self._in_flight, False, (part,), *sections)]
 
     def finish(self) -> list[Tensor]:
         """Waits for every part, and returns the tensors that `to_tokens` returns."""
         if not self._order_tokens:
             return self._moved
-        return list(self._Finish.apply(self._in_flight, *self._order_tokens))
+        return list(_Finish.apply(self._in_flight, False, range(len(self._order_tokens)), *self._order_tokens))
 
-    class _Whole(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, *sections: Tensor) -> Any:
-            ctx.in_flight = in_flight
-            in_flight.start_to_tokens(0, sections, forward=True)
-            return tuple(in_flight.finish_to_tokens(forward=True))
 
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            ctx.in_flight.start_to_heads(gradients, forward=False)
-            return None, *ctx.in_flight.finish_to_heads(0, forward=False)
+# Forward runs an instruction of the layer's program, `Move(..., to_heads, starts, parts)`, and backward its adjoint.
 
-    class _Start(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, part: int, *sections: Tensor) -> Any:
-            ctx.in_flight, ctx.part = in_flight, part
-            in_flight.start_to_tokens(part, sections, forward=True)
-            return sections[0].new_empty(0)
 
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *order_tokens: Tensor) -> Any:
-            return None, None, *ctx.in_flight.finish_to_heads(ctx.part, forward=False)
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlightExchange, to_heads: bool, parts: Sequence[int], *tensors: Tensor) -> Any:
+        ctx.adjoint = in_flight, not to_heads, parts[::-1]
+        in_flight.start(to_heads, parts, tensors, forward=True)
+        return tuple([tensors[0].new_empty(0) for _ in parts])
 
-    class _Finish(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, in_flight: InFlightExchange, *order_tokens: Tensor) -> Any:
-            ctx.in_flight, ctx.dtypes = in_flight, [order_token.dtype for order_token in order_tokens]
+    @staticmethod
+    @no_compile_backward
+    def backward(ctx: Any, *order_tokens: Tensor) -> Any:
+        in_flight, to_heads, parts = ctx.adjoint
+        return None, None, None, *in_flight.finish(to_heads, parts, forward=False)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, in_flight: InFlightExchange, to_heads: bool, parts: Sequence[int], *order_tokens: Tensor
+    ) -> Any:
+        ctx.adjoint, ctx.dtypes = (in_flight, not to_heads, parts[::-1]), [each.dtype for each in order_tokens]
+        if not to_heads:
             # A checkpoint recomputes until it has what was saved. It must come this far: no part may stay under way.
             ctx.save_for_backward(*order_tokens)
-            return tuple(in_flight.finish_to_tokens(forward=True))
+        return tuple(in_flight.finish(to_heads, parts, forward=True))
 
-        @staticmethod
-        @no_compile_backward
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            _ = ctx.saved_tensors
-            ctx.in_flight.start_to_heads(gradients, forward=False)
-            return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
+    @staticmethod
+    @no_compile_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _, (in_flight, to_heads, parts) = ctx.saved_tensors, ctx.adjoint
+        in_flight.start(to_heads, parts, gradients, forward=False)
+        return None, None, None, *[gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes]
+
+
+class _Whole(torch.autograd.Function):
+    """Both at once, of the only part."""
+
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlightExchange, to_heads: bool, *tensors: Tensor) -> Any:
+        ctx.adjoint = in_flight, not to_heads
+        in_flight.start(to_heads, (0,), tensors, forward=True)
+        return tuple(in_flight.finish(to_heads, (0,), forward=True))
+
+    @staticmethod
+    @no_compile_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        in_flight, to_heads = ctx.adjoint
+        in_flight.start(to_heads, (0,), gradients, forward=False)
+        return None, None, *in_flight.finish(to_heads, (0,), forward=False)
 
 
 def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -255,54 +233,41 @@ class InFlightExchange:
         self.num_parts = len(at.parts)
         self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part; the tensors are sent and received
 
-    def start_to_heads(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
-        """Starts every part, in the order in which the head side waits for them."""
-        for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
-            with self._traced("to_heads", part, forward=forward) if profiling() else NO_RANGE:
+    def start(self, to_heads: bool, parts: Sequence[int], tensors: Sequence[Tensor], *, forward: bool) -> None:
+        """Packs and starts parts in one direction."""
+        for part in parts:
+            with self._traced(_NAMES[to_heads], part, forward=forward) if profiling() else NO_RANGE:
                 at = self.at[forward].parts[part]
-                received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
-                sent, write_own = pack_tokens_for_peers(tensors, at, self.comm.buffers, received)
-                self._start(part, received, sent, at, to_heads=True)
+                if to_heads:
+                    received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
+                    sent, write_own = pack_tokens_for_peers(tensors, at, self.comm.buffers, received)
+                else:
+                    received = self.comm.acquire(at.token_side_bytes, at.device)
+                    sent, write_own = pack_heads_for_peers(tensors, at, self.comm.buffers, received)
+                split_counts = at.split_counts(to_heads=to_heads)
+                pending = self.comm.start_all_to_all(received, sent, split_counts, at.steps[to_heads])
+                self.under_way[part] = pending, sent, received
                 write_own()
 
-    def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
-        """Waits for a part, and returns its sections."""
-        at, received = self.at[forward].parts[part], self._wait(part, to_heads=True, forward=forward)
-        with self._traced("to_heads unpack", part, forward=forward) if profiling() else NO_RANGE:
-            sections = unpack_heads(received, at)
-        self.comm.release(received)
-        return sections
+    def finish(self, to_heads: bool, parts: Sequence[int], *, forward: bool) -> list[Tensor]:
+        """Waits for parts, in the order in which they were started.
 
-    def start_to_tokens(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
-        """Starts one part."""
-        with self._traced("to_tokens", part, forward=forward) if profiling() else NO_RANGE:
-            at = self.at[forward].parts[part]
-            received = self.comm.acquire(at.token_side_bytes, at.device)
-            sent, write_own = pack_heads_for_peers(sections, at, self.comm.buffers, received)
-            self._start(part, received, sent, at, to_heads=False)
-            write_own()
-
-    def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
-        """Waits for all parts, and returns the tensors of the token side."""
-        order = range(self.num_parts) if forward else reversed(range(self.num_parts))  # as they were started
-        received = {part: self._wait(part, to_heads=False, forward=forward) for part in order}
-        messages = [received[part] for part in range(self.num_parts)]
-        with self._traced("to_tokens unpack", None, forward=forward) if profiling() else NO_RANGE:
-            tensors = unpack_tokens(messages, self.at[forward], self.widths)
+        Returns the sections of one part, or the tensors of the token side from all parts.
+        """
+        for part in parts:
+            pending, sent, _ = self.under_way[part]
+            with self._traced(f"{_NAMES[to_heads]} wait", part, forward=forward) if profiling() else NO_RANGE:
+                pending.wait()
+            self.comm.release(sent)
+        messages = [self.under_way.pop(part)[2] for part in sorted(parts)]
+        one = parts[0] if to_heads else None
+        with self._traced(f"{_NAMES[to_heads]} unpack", one, forward=forward) if profiling() else NO_RANGE:
+            at = self.at[forward]
+            tensors = (
+                unpack_tokens(messages, at, self.widths) if one is None else unpack_heads(messages[0], at.parts[one])
+            )
         self.comm.release(*messages)
         return tensors
-
-    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool) -> None:
-        pending = self.comm.start_all_to_all(received, sent, at.split_counts(to_heads=to_heads), at.steps[to_heads])
-        self.under_way[part] = pending, sent, received
-
-    def _wait(self, part: int, *, to_heads: bool, forward: bool) -> Tensor:
-        pending, sent, received = self.under_way.pop(part)
-        step = "to_heads wait" if to_heads else "to_tokens wait"
-        with self._traced(step, part, forward=forward) if profiling() else NO_RANGE:
-            pending.wait()
-        self.comm.release(sent)
-        return received
 
     def _traced(self, step: str, part: int | None, *, forward: bool) -> record_function:
         """Returns the range of a step of one part, or of all parts if `part` is None."""

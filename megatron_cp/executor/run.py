@@ -1,8 +1,8 @@
-"""The loop over a plan's steps."""
+"""The loop over a layer's program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,9 +19,10 @@ from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.trace import profiling, traced_work
 from megatron_cp.executor.transfers import prepare_transfers
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.layer_program import Local, Move, Project
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
-from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
+from megatron_cp.plan.steps import Compute, LocalStep, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
 Inputs = list[Tensor] | Callable[[int], list[Tensor]]
@@ -29,12 +30,9 @@ Finish = Callable[[], list[Tensor]]
 
 
 def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
-    """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
+    """Runs a plan's forward program on this rank.
 
-    The steps up to the last exchange to the head side work on own tokens. An exchange starts as soon as the steps
-    before it are done, and later steps run while it is under way; local work between exchanges takes and returns all
-    tensors. The steps after that exchange take the tensors that have arrived. Head chunks are computed one after
-    another, while the next chunk arrives and the previous one is sent.
+    Every instruction is differentiable, and autograd runs their adjoints in the order of the backward program.
 
     Args:
         plan: the plan, equal on every rank.
@@ -45,64 +43,37 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
             for `Halo` under "conv" and for `Scan` under "rule". Unless `inputs` is a function, work between exchanges
             to the head side is done once for all chunks, by the functions of chunk 0.
     """
-    count = max((number + 1 for number, step in enumerate(plan.steps) if isinstance(step, ToHeads)), default=0)
-    on_tokens, on_heads = plan.steps[:count], plan.steps[count:]
+    tensors, chunk_comm, arriving = [] if callable(inputs) else inputs, comm, dict[tuple[int, int], Finish]()
     back = ToTokensInParts(plan.steps[-1].exchange, comm) if isinstance(plan.steps[-1], ToTokens) else None
-    for chunk, in_flight in enumerate(_started(plan, on_tokens, comm, inputs, work)):
-        tensors = [tensor for finish in in_flight for tensor in finish()]
-        with without_autocast(tensors[0].device):
-            functions, chunk_comm = work(chunk), comm.chunk_comm(chunk, plan.head_chunks) if profiling() else comm
-            for step in on_heads:
-                if not isinstance(step, ToTokens):
-                    tensors = _compute(step, tensors, functions, chunk_comm)
-        if back is not None:
-            back.start(chunk, *tensors)
-    return tensors if back is None else back.finish()
+    for do in plan.program(forward=True, projected=callable(inputs)):
+        match do:
+            case Project(chunk):
+                assert callable(inputs)
+                chunk_comm = comm.chunk_comm(chunk, plan.head_chunks) if profiling() else comm
+                tensors = inputs(chunk)
+            case Local(steps, chunk):
+                with without_autocast(tensors[0].device):
+                    functions = work(chunk or 0)
+                    if chunk is not None and profiling():
+                        chunk_comm = comm.chunk_comm(chunk, plan.head_chunks)
+                    for step in steps:
+                        tensors = _compute(step, tensors, functions, chunk_comm)
+            case Move(ToHeads(exchange, (first, last)) as step, starts=True, parts=parts):
+                exchange = exchange.chunk_exchange(parts[0]) if callable(inputs) else exchange
+                inbound = ToHeadsInParts(exchange, chunk_comm)
+                inbound.start(*tensors[first:last], alone=last - first >= len(tensors) and not callable(inputs))
+                arriving |= {(id(step), part): partial(inbound.finish, number) for number, part in enumerate(parts)}
+            case Move(ToHeads(_, (first, _)) as step, parts=(part,)):
+                tensors = tensors[:first]  # those of the exchanges before
+                tensors += arriving.pop((id(step), part))()
+            case Move(starts=True, parts=(part,)) if back is not None:
+                back.start(part, *tensors)
+            case Move() if back is not None:
+                tensors = back.finish()
+    return tensors
 
 
-def _started(
-    plan: Plan, steps: Sequence[Step], comm: Communicator, inputs: Inputs,
-    work: Callable[[int], Mapping[str, LocalWork]],
-) -> list[list[Finish]]:  # fmt: skip
-    """Runs the token-side steps and starts every exchange.
-
-    Returns, for each head chunk, functions that wait for its tensors and return them.
-    """
-    if not steps:
-        return [[lambda: inputs(0) if callable(inputs) else inputs]]
-    if not callable(inputs):
-        arriving = _start_on_tokens(steps, comm, inputs, work(0), None)
-        return [list(finishes) for finishes in zip(*arriving, strict=True)]
-    in_flight = []
-    for chunk in range(plan.head_chunks):
-        chunk_comm = comm.chunk_comm(chunk, plan.head_chunks) if profiling() else comm
-        arriving = _start_on_tokens(steps, chunk_comm, inputs(chunk), work(chunk), chunk)
-        in_flight.append([finish for parts in arriving for finish in parts])
-    return in_flight
-
-
-def _start_on_tokens(
-    steps: Sequence[Step], comm: Communicator, tensors: list[Tensor], work: Mapping[str, LocalWork], chunk: int | None
-) -> list[list[Finish]]:
-    """Runs the steps on the tensors of all chunks, or of `chunk`, and starts their exchanges.
-
-    Returns, for each exchange, a function for each of its parts that waits for it and returns its tensors.
-    """
-    alone = chunk is None and sum([isinstance(step, ToHeads) for step in steps]) == 1
-    arriving: list[list[Finish]] = []
-    for step in steps:
-        if isinstance(step, ToHeads):
-            exchange = step.exchange if chunk is None else step.exchange.chunk_exchange(chunk)
-            inbound = ToHeadsInParts(exchange, comm)
-            inbound.start(*tensors[slice(*step.inputs)], alone=alone)
-            arriving.append([partial(inbound.finish, part) for part in range(inbound.num_parts)])
-        else:
-            with without_autocast(tensors[0].device):
-                tensors = _compute(step, tensors, work, comm)
-    return arriving
-
-
-def _compute(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
+def _compute(step: LocalStep, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
     """Runs one local step."""
     match step:
         case Attend():
@@ -113,8 +84,6 @@ def _compute(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], c
             name = "conv"
         case Scan():
             name = "rule"
-        case ToHeads() | ToTokens():
-            raise AssertionError(f"{step} is an exchange")
         case _:
             assert_never(step)
     if not profiling():

@@ -20,6 +20,7 @@ from megatron_cp.layout.route import pieces_between
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
 from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.layer_program import LayerProgram, layer_program
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
@@ -219,6 +220,13 @@ class Plan(Memo):
     def recurrent_steps(self) -> tuple[Halo | Scan, ...]:
         """The steps that continue a segment from the one before it."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
+
+    def program(self, *, forward: bool, projected: bool = False) -> LayerProgram:
+        """Returns the instructions of one direction, the same on every rank; see `layer_program`."""
+        return self.memo(
+            ("program", forward, projected),
+            lambda: layer_program(self.steps, self.head_chunks, forward=forward, projected=projected),
+        )
 
     def exchanges(self, *, forward: bool) -> Iterator[tuple[Exchange, bool]]:
         """Yields each head exchange of one direction, in order, with True if it goes to the head side."""

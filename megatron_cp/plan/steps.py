@@ -36,4 +36,5 @@ class ToTokens:
     exchange: Exchange
 
 
-Step = ToHeads | Compute | Attend | Halo | Scan | ToTokens
+LocalStep = Compute | Attend | Halo | Scan
+Step = ToHeads | LocalStep | ToTokens

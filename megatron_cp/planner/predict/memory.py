@@ -14,9 +14,11 @@ from megatron_cp.exchange.split_counts import rounded
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
+from megatron_cp.plan.layer_program import Local, Move
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.stage import Stage
+from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
 MERGING = 3  # log-sum-exps for each query and head while partial results are merged: old, new, and the weight
@@ -66,8 +68,34 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     assert plan.attend is not None
     kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
     chunks = [_RankBytes(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
-    moves = list(_exchange_bytes(plan, rank, item_size))
-    return _forward(chunks, moves) if forward else _backward(chunks, moves)
+    moves = {
+        id(step): _bytes_of_exchange(step.exchange, rank, item_size, to_heads=isinstance(step, ToHeads))
+        for step in plan.steps
+        if isinstance(step, ToHeads | ToTokens) and not step.exchange.is_local
+    }
+    inbound, outbound = ([move for move in moves.values() if move.to_heads == leads] for leads in (True, False))
+    # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
+    message = inbound[0] if len(inbound) == 1 else None
+    live, moments = 0, [0]
+    if not forward:
+        live = sum(move.tokens for move in outbound) + sum(sum(move.heads) for move in inbound)
+        live += sum(local.out + local.lse for local in chunks)
+    for do in plan.program(forward=forward):
+        if isinstance(do, Local):
+            chunk = do.chunk or 0
+            local, made = chunks[chunk], chunks[chunk].out + chunks[chunk].lse
+            gradients = 0 if forward else message.heads[chunk] if message else local.dq + local.keys
+            moments += [live + gradients + moment for moment in (local.forward() if forward else local.backward())]
+            live += made if forward else -made - sum(move.heads[chunk] for move in moves.values())
+            live += gradients if message and message.in_order else 0
+        elif isinstance(do, Move) and (move := moves.get(id(do.step))):
+            if do.to_heads and do.starts == move.in_order:
+                live += sum(move.heads[part] for part in do.parts)
+            elif not do.to_heads and not do.starts:
+                live -= sum(move.heads) if move is message and move.in_order else 0
+                moments.append(live + move.tokens + move.summed)
+                live += move.tokens
+    return max(moments)
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
@@ -100,28 +128,19 @@ def _pool_bytes(plan: Plan, rank: int, item_size: int) -> int:
     """Returns the bytes that `Buffers` makes for head exchanges and attention, in one forward and one backward."""
     pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
-        moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
-        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == leads] for leads in (True, False))
-        chunks = list(range(plan.head_chunks) if moves or plan.attend else ())[:: 1 if forward else -1]
-        arriving = {
-            chunk: [
-                pool.acquire(size)
-                for exchange in leading
-                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=True)
-            ]
-            for chunk in chunks
-        }
-        leaving = []
-        for chunk in chunks:
-            pool.release(arriving[chunk])
-            if plan.attend is not None:
-                walk_buffers(plan.chunk_attend(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
-            leaving += [
-                pool.acquire(size)
-                for exchange in trailing
-                for size in _message_bytes(plan, exchange, chunk, rank, item_size, to_heads=False)
-            ]
-        pool.release(leaving)
+        taken = dict[tuple[int, int], list[int]]()
+        for do in plan.program(forward=forward):
+            match do:
+                case Local(_, chunk) if plan.attend is not None:
+                    attend = plan.chunk_attend(chunk or 0)
+                    walk_buffers(attend, kv_rank, head_rank, item_size, pool, forward=forward)
+                case Move(step, to_heads, starts, parts) if not step.exchange.is_local:
+                    for key in [(id(step), part) for part in parts]:
+                        if starts:
+                            sizes = _message_bytes(plan, step.exchange, key[1], rank, item_size, to_heads=to_heads)
+                            taken[key] = [pool.acquire(size) for size in sizes]
+                        else:
+                            pool.release(taken[key])
     return sum(pool.capacities)
 
 
@@ -182,14 +201,6 @@ class _ExchangeBytes:
     in_order: bool
 
 
-def _exchange_bytes(plan: Plan, rank: int, item_size: int) -> list[_ExchangeBytes]:
-    return [
-        _bytes_of_exchange(exchange, rank, item_size, to_heads=to_heads)
-        for exchange, to_heads in plan.exchanges(forward=True)
-        if not exchange.is_local
-    ]
-
-
 def _bytes_of_exchange(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _ExchangeBytes:
     kv_rank, head_rank = divmod(rank, exchange.degree)
     exchange, blocks = exchange.subgroup(kv_rank), exchange.sections.blocks
@@ -202,36 +213,6 @@ def _bytes_of_exchange(exchange: Exchange, rank: int, item_size: int, *, to_head
         heads=tuple(layout.packing.total * part.row_format(sizes).row_bytes[head_rank] for part in exchange.parts),
         in_order=layout.in_stream_order and not any(exchange.coded(sizes)),
     )
-
-
-def _forward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
-    live, moments = sum(sum(move.heads) for move in inbound if move.in_order), []
-    for number, local in enumerate(chunks):
-        live += sum(move.heads[number] for move in inbound if not move.in_order)
-        moments += [live, *(live + moment for moment in local.forward())]
-        live += local.out + local.lse
-    return max(*moments, *(live + move.tokens + move.summed for move in outbound), 0)
-
-
-def _backward(chunks: list[_RankBytes], moves: list[_ExchangeBytes]) -> int:
-    inbound, outbound = ([move for move in moves if move.to_heads == leads] for leads in (True, False))
-    output, saved = sum(move.tokens for move in outbound), sum(sum(move.heads) for move in inbound)
-    live = output + saved + sum(local.out + local.lse for local in chunks)
-    live += sum(sum(move.heads) for move in outbound if move.in_order)
-    moments = [live]
-    for number, local in reversed(list(enumerate(chunks))):
-        live += sum(move.heads[number] for move in outbound if not move.in_order)
-        # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
-        gradients = inbound[0].heads[number] if len(inbound) == 1 else local.dq + local.keys
-        moments += [live + gradients + moment for moment in local.backward()]
-        live -= sum(move.heads[number] for move in moves) + local.out + local.lse
-        live += gradients if len(inbound) == 1 and inbound[0].in_order else 0
-    live = output
-    for move in reversed(inbound):
-        moments.append(live + move.tokens + move.summed)
-        live += move.tokens
-    return max(moments)
 
 
 @dataclass(frozen=True)

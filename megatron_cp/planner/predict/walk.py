@@ -12,9 +12,10 @@ import numpy as np
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.layer_program import Local, Move
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
-from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
+from megatron_cp.plan.steps import Compute, LocalStep
 from megatron_cp.planner.predict.hardware import Hardware
 from megatron_cp.planner.predict.kernels import convolution_seconds, rule_seconds, scan_seconds
 from megatron_cp.planner.predict.program import Edges, Program
@@ -30,52 +31,25 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
         item_size: bytes of an element.
         forward: the direction; backward recomputes nothing beyond what kernels do themselves.
     """
-    walk = _Walk(plan, hardware, item_size, forward=forward)
-    return walk.forward() if forward else walk.backward()
+    return _Walk(plan, hardware, item_size, forward=forward).layer()
 
 
 class _Walk(AttentionWalk):
-    # -- the steps, in the executor's order ----------------------------------------------------------------------------
-
-    def forward(self) -> Program:
-        plan = self.plan
-        inbound = [step.exchange for step in plan.steps if isinstance(step, ToHeads) and not step.exchange.is_local]
-        arriving = [(exchange, self._to_heads(exchange)) for exchange in inbound]
-        leaving: list[int] = []
-        back = plan.steps[-1].exchange if isinstance(plan.steps[-1], ToTokens) else None
-        for chunk in range(plan.head_chunks):
-            for exchange, keys in arriving:
-                self._arrived_at_heads(exchange, chunk, keys[chunk])
-            for step in plan.steps:
-                self._computed(step, chunk)
-            if back is not None and not back.is_local:
-                leaving.append(self._to_tokens(back, chunk))
-        if back is not None:
-            self._arrived_at_tokens(back, leaving)
+    def layer(self) -> Program:
+        keys = dict[tuple[int, int], int]()  # transfers under way, by their step and part
+        for do in self.plan.program(forward=self.is_forward):
+            match do:
+                case Local(steps, chunk):
+                    for step in steps:
+                        self._compute(step, chunk or 0)
+                case Move(step) if not step.exchange.is_local:
+                    self._exchange(do, keys)
         return self.program
 
-    def backward(self) -> Program:
-        plan, returning = self.plan, []
-        inbound = [step.exchange for step in plan.steps if isinstance(step, ToHeads) and not step.exchange.is_local]
-        back = plan.steps[-1].exchange if isinstance(plan.steps[-1], ToTokens) else None
-        exchanged = back is not None and not back.is_local
-        keys = self._to_heads(back) if exchanged and back is not None else {}
-        for chunk in reversed(range(plan.head_chunks)):
-            if exchanged and back is not None:
-                self._arrived_at_heads(back, chunk, keys[chunk])
-            for step in reversed(plan.steps):
-                self._computed(step, chunk)
-            returning.append([self._to_tokens(exchange, chunk) for exchange in reversed(inbound)])
-        for number, exchange in enumerate(reversed(inbound)):
-            self._arrived_at_tokens(exchange, [chunk_keys[number] for chunk_keys in returning])
-        return self.program
-
-    def _computed(self, step: object, chunk: int) -> None:
+    def _compute(self, step: LocalStep, chunk: int) -> None:
         match step:
-            case ToHeads() | ToTokens():
-                return
             case Compute(name):
-                self._linear_work(name, chunk)
+                self._linear_work(name)
             case Halo():
                 self._halo(step)
             case Scan():
@@ -96,35 +70,28 @@ class _Walk(AttentionWalk):
         readers = np.tile(np.arange(self.degree), self.plan.cp_size)
         return Edges.from_messages(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
 
-    def _to_heads(self, exchange: Exchange) -> dict[int, int]:
-        """Starts all parts, in the order in which they are waited for; returns the key of each."""
-        keys = {}
-        for part in range(len(exchange.parts)) if self.is_forward else reversed(range(len(exchange.parts))):
-            self._copy("pack tokens", exchange.layout.token_counts * self._rows(exchange, part).sum(), exchange)
-            keys[part] = self._start("to heads", self._edges(exchange, part))
-        return keys
+    def _exchange(self, do: Move, keys: dict[tuple[int, int], int]) -> None:
+        exchange, side = do.step.exchange, "tokens" if do.to_heads == do.starts else "heads"
+        as_they_lie = side == "heads" and exchange.layout.in_stream_order and exchange.codec is None
+        for part in do.parts:
+            if not do.starts:
+                self._wait(keys[id(do.step), part])
+                continue
+            if not as_they_lie or not self.plan.attend:
+                self._copy(f"pack {side}", self._bytes_on(side, exchange, part), exchange)
+            edges = self._edges(exchange, part)
+            name, edges = ("to heads", edges) if do.to_heads else ("to tokens", edges.reversed())
+            keys[id(do.step), part] = self._start(name, edges)
+        if not do.starts and not as_they_lie:
+            moved = sum((self._bytes_on(side, exchange, part) for part in do.parts), np.zeros(1, dtype=np.int64))
+            self._copy(f"unpack {side}", moved, exchange)
 
-    def _head_side(self, exchange: Exchange, part: int) -> IntArray:
-        """Returns `[ranks]` the bytes of all tokens of a KV rank and the own heads."""
-        tokens = exchange.layout.token_counts.reshape(-1, self.degree).sum(axis=1)
-        return tokens[self.kv_ranks] * self._rows(exchange, part)[self.head_ranks]
-
-    def _arrived_at_heads(self, exchange: Exchange, part: int, key: int) -> None:
-        self._wait(key)
-        if not exchange.layout.in_stream_order or exchange.codec is not None:
-            self._copy("unpack heads", self._head_side(exchange, part), exchange)
-
-    def _to_tokens(self, exchange: Exchange, part: int) -> int:
-        if not exchange.layout.in_stream_order or exchange.codec is not None or not self.plan.attend:
-            self._copy("pack heads", self._head_side(exchange, part), exchange)
-        return self._start("to tokens", self._edges(exchange, part).reversed())
-
-    def _arrived_at_tokens(self, exchange: Exchange, keys: list[int]) -> None:
-        for key in keys:
-            self._wait(key)
-        rows = sum(self._rows(exchange, part).sum() for part in range(len(exchange.parts)))
-        if not exchange.is_local:
-            self._copy("unpack tokens", exchange.layout.token_counts * rows, exchange)
+    def _bytes_on(self, side: str, exchange: Exchange, part: int) -> IntArray:
+        """Returns `[ranks]` the bytes of a message: own tokens, or all tokens of a KV rank and the own heads."""
+        tokens, rows = exchange.layout.token_counts, self._rows(exchange, part)
+        if side == "tokens":
+            return tokens * rows.sum()
+        return tokens.reshape(-1, self.degree).sum(axis=1)[self.kv_ranks] * rows[self.head_ranks]
 
     # -- linear layers ------------------------------------------------------------------------------------------------
 
@@ -144,7 +111,7 @@ class _Walk(AttentionWalk):
             [sum(block.heads_on(rank) * block.head_dim for block in blocks) for rank in range(self.degree)]
         )[self.head_ranks]
 
-    def _linear_work(self, name: str, chunk: int) -> None:
+    def _linear_work(self, name: str) -> None:
         plan = self.plan
         if name == "rule":
             seconds = rule_seconds(plan, self.hardware, self.item, forward=self.is_forward, chunks=plan.head_chunks)
@@ -161,13 +128,13 @@ class _Walk(AttentionWalk):
 
     def _halo(self, step: Halo) -> None:
         if not self.is_forward:  # the gradients of other ranks' rows are known after the convolution
-            self._linear_work("conv", 0)
+            self._linear_work("conv")
         if step.crosses:
             counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
             self._copy("pack halo", counts.sum(axis=1) * step.channels * self.item)
             self._wait(self._start("halo", self._count_edges(counts * step.channels * self.item)))
         if self.is_forward:
-            self._linear_work("conv", 0)
+            self._linear_work("conv")
 
     def _scan(self, step: Scan) -> None:
         local = rule_seconds(self.plan, self.hardware, self.item, forward=self.is_forward)
