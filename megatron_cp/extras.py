@@ -1,9 +1,10 @@
-"""Commands that install what some features of this package need: the extras of `pyproject.toml`."""
+"""Optional packages: the commands that install them (the extras of `pyproject.toml`), and what of them is here."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from shlex import quote
 
 # Their sources compile against the torch that is installed, which pip's isolated builds do not have.
@@ -24,3 +25,26 @@ def install(extra: str) -> str:
     pins = [line.partition(";")[0].strip() for line in lines if line.endswith(f'extra == "{extra}"')]
     options = "--no-build-isolation " if extra in _COMPILED else ""
     return f"pip install {options}{' '.join(map(quote, pins))}"
+
+
+@cache
+def installed_version(package: str) -> tuple[int, ...] | None:
+    """Returns the major and the minor version of a package, or None if it is not installed."""
+    try:
+        return tuple(int(part) for part in version(package).split(".")[:2])
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def import_failure(*modules: str) -> str | None:
+    """Returns the error of importing modules, or None if there is none.
+
+    An installed package may fail because a dependency is missing or its CUDA extension was built for another torch.
+    """
+    try:
+        for module in modules:
+            import_module(module)
+    except Exception as failure:  # a module can raise anything
+        return f"{type(failure).__name__}: {failure}"
+    return None

@@ -40,6 +40,21 @@ class Cost(Protocol):
     def pair(self) -> float: ...
 
 
+def check_cost(cost: Cost) -> None:
+    """Raises an `ArgumentError` unless a cost has a `token` and a `pair` that are finite and at least 0."""
+    for name in ("token", "pair"):
+        if not 0 <= as_number(getattr(cost, name, None)) < math.inf:
+            raise ArgumentError("cost", cost, "a PackCost, whose token and pair are finite numbers of at least 0")
+
+
+def checked_lengths(lengths: Iterable[int]) -> IntArray:
+    """Returns the lengths of documents as an array; raises an `ArgumentError` unless they are a list of integers."""
+    sizes = host_array("lengths", lengths)
+    if sizes.ndim != 1 or sizes.size == 0 or not is_integral(sizes):
+        raise ArgumentError("lengths", sizes.tolist(), "a flat list of at least one integer of at least 1")
+    return sizes
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The packs that a step reads, and the rule for its duration.
@@ -75,10 +90,7 @@ class GlobalBatch:
     def __post_init__(self) -> None:
         for name in ("ranks", "microbatches"):
             object.__setattr__(self, name, checked_integer(name, getattr(self, name), 1))
-        for name in ("token", "pair"):
-            if not 0 <= as_number(getattr(self.cost, name, None)) < math.inf:
-                allowed = "a PackCost, whose token and pair are finite numbers of at least 0"
-                raise ArgumentError("cost", self.cost, allowed)
+        check_cost(self.cost)
         checked_flag("barrier", self.barrier)
 
     @property
@@ -149,9 +161,7 @@ def even_packs(
         [[0], [1, 2, 3, 4, 5, 6]]
     """
     budget = checked_integer("budget", budget, 1)
-    sizes = host_array("lengths", lengths)
-    if sizes.ndim != 1 or sizes.size == 0 or not is_integral(sizes):
-        raise ArgumentError("lengths", sizes.tolist(), "a flat list of at least one integer of at least 1")
+    sizes = checked_lengths(lengths)
     batch = GlobalBatch(ranks, 1 if microbatches is None else microbatches, cost, barrier)
     packs = best_fit(sizes, budget)
     if sum(sizes.tolist()) > _MOST_TOKENS:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_cp.data.even import Cost
+from megatron_cp.data.even import Cost, check_cost, checked_lengths
+from megatron_cp.data.pieces import best_fit
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
-from megatron_cp.layout.packing import IntArray, host_array, is_integral
+from megatron_cp.layout.packing import IntArray
 
 # Time limits for a document, as multiples of the ideal step: they decide the number of ranks that it is spread over.
 _TARGETS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 2.0, math.inf)
@@ -123,14 +124,10 @@ def group_batches(
 def _checked(lengths: Iterable[int], ranks: int, tokens_per_rank: int, cost: Cost, exchange: float) -> _Problem:
     ranks = checked_integer("ranks", ranks, 1)
     tokens_per_rank = checked_integer("tokens_per_rank", tokens_per_rank, 1)
-    for name in ("token", "pair"):
-        if not 0 <= as_number(getattr(cost, name, None)) < math.inf:
-            raise ArgumentError("cost", cost, "a PackCost, whose token and pair are finite numbers of at least 0")
+    check_cost(cost)
     if not 0 <= as_number(exchange) < math.inf:
         raise ArgumentError("exchange", exchange, "a finite number of at least 0")
-    found = host_array("lengths", lengths)
-    if found.ndim != 1 or found.size == 0 or not is_integral(found):
-        raise ArgumentError("lengths", found.tolist(), "a flat list of at least one integer of at least 1")
+    found = checked_lengths(lengths)
     wrong = [length for length in found.tolist() if not 1 <= length <= ranks * tokens_per_rank]
     if wrong:
         raise ArgumentError("lengths", wrong[0], f"from 1 to {ranks * tokens_per_rank}, what all ranks hold together")
@@ -143,11 +140,7 @@ def _bound(problem: _Problem) -> float:
     # A document over two ranks sends half of its tokens.
     sent = sum(problem.exchange * int(n) / 2 for n in problem.lengths if n > problem.tokens_per_rank)
     longest = max(
-        (
-            min(problem.seconds(one, size) for size in range(problem.fewest(one), problem.ranks + 1))
-            for one in documents
-        ),
-        default=0.0,
+        min(problem.seconds(one, size) for size in range(problem.fewest(one), problem.ranks + 1)) for one in documents
     )
     return max((sum(problem.works) + sent) / problem.ranks, longest)
 
@@ -172,9 +165,9 @@ def _scheduled(problem: _Problem, sizes: Sequence[int], *, by_time: bool) -> tup
         free[rank] += problem.works[document]
         held[rank].append(document)
     for rank, documents in enumerate(held):
-        for pack in _packs(problem, documents):
-            seconds = sum(problem.works[document] for document in pack)
-            batches.append(GroupBatch(range(rank, rank + 1), tuple(pack), seconds))
+        for places in best_fit([int(problem.lengths[document]) for document in documents], problem.tokens_per_rank):
+            pack = tuple(documents[place] for place in places)
+            batches.append(GroupBatch(range(rank, rank + 1), pack, sum(problem.works[document] for document in pack)))
     return batches, max(free)
 
 
@@ -182,18 +175,3 @@ def _waste(free: Sequence[float]) -> tuple[float, float]:
     """Returns the time when ranks are all free, and the sum of their waits until then."""
     begins = max(free)
     return begins, sum(begins - one for one in free)
-
-
-def _packs(problem: _Problem, documents: Sequence[int]) -> list[list[int]]:
-    """Puts one rank's documents in packs that fit it: each into the first with room (Johnson 1973)."""
-    packs, room = list[list[int]](), list[int]()
-    for document in sorted(documents, key=lambda one: (-int(problem.lengths[one]), one)):
-        length = int(problem.lengths[document])
-        place = next((number for number, left in enumerate(room) if left >= length), None)
-        if place is None:
-            packs.append([])
-            room.append(problem.tokens_per_rank)
-            place = len(packs) - 1
-        packs[place].append(document)
-        room[place] -= length
-    return packs

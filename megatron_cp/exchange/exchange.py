@@ -90,8 +90,8 @@ class Exchange(Memo):
         return self.parts[part].row_format(item_sizes, alignment, self.coded(item_sizes))
 
     def row_bytes(self, part: int, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> tuple[int, ...]:
-        """Returns each rank's bytes of one token in messages of one part: `row_format` without its copies."""
-        return self.parts[part].row_bytes(item_sizes, alignment, self.coded(item_sizes))
+        """Returns each rank's bytes of one token in messages of one part."""
+        return self.row_format(part, item_sizes, alignment).row_bytes
 
     @cached_property
     def is_local(self) -> bool:

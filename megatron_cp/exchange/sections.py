@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.memo import Memo
@@ -212,14 +213,24 @@ class RowFormat:
         row_starts: for each rank, the bytes of one token in the messages of all lower ranks.
         offsets: `[rank][section]` byte offset of each section inside the row.
         scales: `[rank][section]` byte offset of its scales, behind all sections; None if it is not coded.
-        head_copies: the copies that fill or empty the messages of all ranks, in rank order within a section.
+        blocks, parents: the sections, and those of which they are a chunk: the same ones if they are none.
     """
 
     row_bytes: tuple[int, ...]
     row_starts: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     scales: tuple[tuple[int | None, ...], ...]
-    head_copies: tuple[HeadCopy, ...]
+    blocks: tuple[Section, ...]
+    parents: tuple[Section, ...]
+
+    @cached_property
+    def head_copies(self) -> tuple[HeadCopy, ...]:
+        """The copies that fill or empty the messages of all ranks, in rank order within a section."""
+        return tuple(
+            head_copy
+            for index, (block, parent) in enumerate(zip(self.blocks, self.parents, strict=True))
+            for head_copy in _head_copies(index, block, parent, self.row_bytes, self.offsets, self.scales)
+        )
 
 
 @dataclass(frozen=True)
@@ -275,33 +286,16 @@ class Sections(Memo):
 
         A section that is `coded` takes one byte an element, and `SCALE_SIZE` more a head.
         """
-        key = "row format", tuple(item_sizes), alignment, None if coded is None else tuple(coded)
+        coded = (False,) * len(self.blocks) if coded is None else tuple(coded)
+        key = "row format", tuple(item_sizes), alignment, coded
         return self.memo(key, lambda: self._make_row_format(item_sizes, alignment, coded))
 
-    def row_bytes(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]) -> tuple[int, ...]:
-        """Returns each rank's bytes of one token in messages to (or from) it: `row_format` without its copies."""
-        key = "row layout", tuple(item_sizes), alignment, tuple(coded)
-        return self.memo(key, lambda: self._row_layout(item_sizes, alignment, coded))[2]
-
-    def _make_row_format(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool] | None) -> RowFormat:
-        coded = [False] * len(self.blocks) if coded is None else coded
-        offsets, scales, row_bytes = self._row_layout(item_sizes, alignment, coded)
-        head_copies = tuple(
-            head_copy
-            for index, block in enumerate(self.blocks)
-            for head_copy in _head_copies(index, block, (self.parent or self).blocks[index], row_bytes, offsets, scales)
-        )
-        row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
-        return RowFormat(row_bytes, row_starts, offsets, scales, head_copies)
-
-    def _row_layout(
-        self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int | None, ...], ...], tuple[int, ...]]:
-        """Returns the offsets, the scales and the bytes of a row format."""
+    def _make_row_format(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]) -> RowFormat:
         heads_of_ranks = list(zip(*([hi - lo for lo, hi in block.ranges] for block in self.blocks), strict=True))
         rows = {heads: self._rank_row(heads, item_sizes, alignment, coded) for heads in set(heads_of_ranks)}
         offsets, scales, row_bytes = zip(*(rows[heads] for heads in heads_of_ranks), strict=True)
-        return offsets, scales, row_bytes
+        row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
+        return RowFormat(row_bytes, row_starts, offsets, scales, self.blocks, (self.parent or self).blocks)
 
     def _rank_row(
         self, heads: tuple[int, ...], item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]

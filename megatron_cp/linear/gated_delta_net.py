@@ -14,8 +14,6 @@ from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, Stage, check_conv
 from megatron_cp.plan.plan import Plan
 
-_MAKER = 'plan_linear(kind="gdn")'
-
 
 @no_compile
 def gated_delta_rule(
@@ -54,29 +52,43 @@ def gated_delta_rule(
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "gdn", _MAKER)
+    return delta_rule(
+        "gdn", "gated_delta_rule", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel,
+        per_feature=False,
+    )  # fmt: skip
+
+
+def delta_rule(
+    kind: str, operation: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Plan,
+    group: Group | None, scale: float | None, use_qk_l2norm_in_kernel: bool, kernel: str | LinearKernel, *,
+    per_feature: bool,
+) -> Tensor:  # fmt: skip
+    """Computes `gated_delta_rule`, or `kda`, whose g has a number `per_feature` and travels before beta."""
+    check_plan(plan, kind, f'plan_linear(kind="{kind}")')
     q, k, v = widened(q, k, v)
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
     # v is first, since the others are compared with it.
     for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
-    for name, tensor in (("g", g), ("beta", beta)):
-        check_tensor(name, tensor, (layer.rows, blocks[2].num_heads), like=v)
+    heads = blocks[2].num_heads
+    check_tensor("g", g, (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads), like=v)
+    check_tensor("beta", beta, (layer.rows, heads), like=v)
     layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     layer.agree(
-        "gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
+        operation, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
-    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
+    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = normalised(q, k)
-        return [q, k, v, g.squeeze(-1), beta.squeeze(-1)]
+        g, beta = others if per_feature else reversed(others)
+        return [q, k, v, g if per_feature else g.squeeze(-1), beta.squeeze(-1)]
 
     return layer.run(
-        [q.flatten(1), k.flatten(1), v.flatten(1), beta, g],
+        [q.flatten(1), k.flatten(1), v.flatten(1), *((g.flatten(1), beta) if per_feature else (beta, g))],
         conv=LinearOnRank.sections,
         gates=gates,
         rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
@@ -126,7 +138,7 @@ def gated_delta_net(
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "gdn", _MAKER)
+    check_plan(plan, "gdn", 'plan_linear(kind="gdn")')
     (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])

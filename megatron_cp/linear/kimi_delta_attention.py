@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_scale
+from megatron_cp.errors import ArgumentError, as_number, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.linear.gates.delta import delta_gates, normalised
+from megatron_cp.linear.gated_delta_net import delta_rule
+from megatron_cp.linear.gates.delta import delta_gates
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.plan.plan import Plan
-
-_MAKER = 'plan_linear(kind="kda")'
 
 
 @no_compile
@@ -55,32 +54,8 @@ def kda(
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "kda", _MAKER)
-    q, k, v = widened(q, k, v)
-    layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
-    # v is first, since the others are compared with it.
-    for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
-        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
-    check_tensor("g", g, (layer.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
-    check_tensor("beta", beta, (layer.rows, blocks[2].num_heads), like=v)
-    layer.check_kernels()
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    layer.agree(
-        "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-
-    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-        if use_qk_l2norm_in_kernel:
-            q, k = normalised(q, k)
-        return [q, k, v, g, beta.squeeze(-1)]
-
-    return layer.run(
-        [q.flatten(1), k.flatten(1), v.flatten(1), g.flatten(1), beta],
-        conv=LinearOnRank.sections,
-        gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
+    return delta_rule(
+        "kda", "kda", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, per_feature=True
     )
 
 
@@ -130,7 +105,7 @@ def kda_mixer(
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "kda", _MAKER)
+    check_plan(plan, "kda", 'plan_linear(kind="kda")')
     (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]

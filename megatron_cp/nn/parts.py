@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cp.linear.gates.gated_norm import gated_norm
-from megatron_cp.linear.gates.tensors import has_kernels
+from megatron_cp.linear.gated_norm import gated_norm
 
 Gate = Callable[[Tensor], Tensor]
 
@@ -36,16 +35,13 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Maps two `[..., features]` to one, in the type of x; computes in at least float32."""
-        if self.gate is None and has_kernels(x, z, self.weight):
+        if self.gate is None:
             return gated_norm(x, z, self.weight, self.eps, self.group_size)
         acc_dtype = torch.promote_types(x.dtype, torch.float32)
-        values, gates = x.to(acc_dtype), z.to(acc_dtype)
-        if self.gate is None:
-            values = values * nn.functional.silu(gates)
-        groups = values.unflatten(-1, (-1, self.group_size))
+        groups = x.to(acc_dtype).unflatten(-1, (-1, self.group_size))
         scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         values = (groups * scale).flatten(-2) * self.weight.to(acc_dtype)
-        return (values if self.gate is None else values * self.gate(gates)).to(x.dtype)
+        return (values * self.gate(z.to(acc_dtype))).to(x.dtype)
 
 
 class ConvWeight(nn.Module):

@@ -6,16 +6,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.testing.modes import register_operators
+from megatron_cp.testing.modes import OneThreadMode, register_operators
 from megatron_cp.torch_private import DispatchMode
 
 T = TypeVar("T")
@@ -35,10 +34,8 @@ _SYNCS = {
 _SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
 
 
-class Counters(DispatchMode):
+class Counters(OneThreadMode):
     """Counts on this thread, within `with counters:`, forward and backward.
-
-    Autograd would run the backward of CUDA tensors in another thread, uncounted; within the block it does not.
 
     Attributes:
         collectives: operations on a group that `watch` wrapped; on other groups each call of torch.distributed: over
@@ -57,7 +54,6 @@ class Counters(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._one_thread = ExitStack()
         self.collectives = 0
         self.copied: Counter[str] = Counter()
         self.host_syncs: Counter[str] = Counter()
@@ -70,19 +66,13 @@ class Counters(DispatchMode):
         """Returns the bytes copied, in units of a tensor's size."""
         return sum(self.copied.values()) / activation.nbytes
 
-    def __enter__(self) -> Counters:
-        register_operators()
-        self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
+    def __enter__(self) -> Self:
         _watch_methods(self)
-        super().__enter__()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         _unwatch_methods()
-        self._one_thread.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, whole
 
@@ -21,7 +20,7 @@ def leaks(case: Case, document: int, *, kind: str = "threads") -> dict[str, list
         AssertionError: the changed document's own output did not change.
     """
     before, after = (
-        whole(case, run_ranks(_run, case.cp, case, problem, kind=kind))
+        whole(case, run_ranks(run_layer, case.cp, case, problem, kind=kind))
         for problem in (draw(case), _changed(draw(case), case, document))
     )
     start, end = (int(edge) for edge in case.packing.cu_seqlens[document : document + 2])
@@ -29,10 +28,6 @@ def leaks(case: Case, document: int, *, kind: str = "threads") -> dict[str, list
     sharded = {"out", *(f"d_{name}" for name in draw(case).inputs)}
     per_token = {name: tensor for name, tensor in before.items() if name in sharded}
     return {name: _changed_documents(case, tensor, after[name], document) for name, tensor in per_token.items()}
-
-
-def _run(group: RankGroup, case: Case, problem: Problem) -> dict[str, Tensor]:
-    return run_layer(group, case, problem)
 
 
 def _changed(problem: Problem, case: Case, document: int) -> Problem:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,17 +10,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.testing.modes import register_operators
-from megatron_cp.torch_private import DispatchMode, leaves, no_modes
+from megatron_cp.testing.modes import OneThreadMode
+from megatron_cp.torch_private import leaves, no_modes
 
 
-class PeakMemory(DispatchMode):
+class PeakMemory(OneThreadMode):
     """Follows the tensors that this thread makes within `with memory:`, forward and backward, until they are freed.
 
     It counts the storage of every tensor that an operator returned and that did not exist before. It does not count
     memory that an operator allocates and frees internally, operations of a group that `watch` wrapped, and the buffers
-    that the group keeps for all layers. Autograd would run the backward of CUDA tensors in another thread, uncounted;
-    within the block it does not.
+    that the group keeps for all layers.
 
     Attributes:
         live: bytes of such storages that are in use after the latest operator.
@@ -38,7 +35,6 @@ class PeakMemory(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._one_thread = ExitStack()
         # By the address of the storage, which is not reused while a weak reference exists.
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._found: dict[int, StorageWeakRef] = {}  # existed before; results may be views of it
@@ -60,18 +56,6 @@ class PeakMemory(DispatchMode):
         """
         return _WatchedGroup(group)
 
-    def __enter__(self) -> PeakMemory:
-        register_operators()
-        self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
-        super().__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._one_thread.close()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage, _ in _sized_storages((args, kwargs)):
             if storage.cdata not in self._made:
@@ -82,13 +66,10 @@ class PeakMemory(DispatchMode):
                 self._found[storage.cdata] = storage  # taken from a group's buffers
             elif storage.cdata not in self._found:
                 self._made[storage.cdata] = storage, size
-        self._forget_freed()
-        self.peak = max(self.peak, self.live)
-        return result
-
-    def _forget_freed(self) -> None:
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self._found = {key: found for key, found in self._found.items() if not found.expired()}
+        self.peak = max(self.peak, self.live)
+        return result
 
 
 def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:

@@ -1,4 +1,4 @@
-"""Registration of operators before dispatch modes, which ranks that are threads enter at the same moment."""
+"""`OneThreadMode`: the base of dispatch modes that follow a step, which ranks that are threads enter at one moment."""
 
 from __future__ import annotations
 
@@ -8,10 +8,29 @@ from functools import cache
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from megatron_cp.torch_private import DispatchMode, below_autograd, operators
 
 _lock = threading.Lock()
+
+
+class OneThreadMode(DispatchMode):
+    """A mode that sees forward and backward of this thread; autograd would run CUDA's backward in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._one_thread = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        register_operators()
+        self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._one_thread.close()
 
 
 class _RegisteredError(Exception):

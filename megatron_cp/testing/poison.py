@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.testing.modes import register_operators
-from megatron_cp.torch_private import DispatchMode
+from megatron_cp.testing.modes import OneThreadMode
 
 _aten = torch.ops.aten
 _UNINITIALISED = {
@@ -22,17 +21,12 @@ _UNINITIALISED = {
 }
 
 
-class poisoned(DispatchMode):  # noqa: N801 - used as `with poisoned():`
+class poisoned(OneThreadMode):  # noqa: N801 - used as `with poisoned():`
     """Fills every tensor that this thread allocates without a value with NaN.
 
     Bytes are filled with 0xFF, which is NaN in every floating-point type that a view may read them as; other integers
-    with their largest value. Covers backward passes run inside it on the CPU, and CUDA ones of the same thread.
+    with their largest value.
     """
-
-    def __enter__(self) -> poisoned:
-        register_operators()
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -283,7 +283,7 @@ def test_gates_in_float64_are_torchs():
 
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_mambas_gated_norm_equals_the_cpus(has_gate):
-    """The norm runs by a kernel of mamba_ssm's or of ours; the module is Megatron's, as in `norms.py`."""
+    """The norm runs by mamba_ssm's kernel or by torch's operators; the module is Megatron's, as in `norms.py`."""
     pytest.importorskip("megatron.core")
     from megatron_cp.megatron.layers.norms import GatedRMSNorm
 

@@ -95,7 +95,7 @@ def test_matches_the_oracle_forward_and_backward(operation, which, measured):
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from tools.triton_interpreter import interpret_triton
 
     interpret_triton()
     torch.use_deterministic_algorithms(True)  # which fills torch.empty with NaN

@@ -50,7 +50,7 @@ def _without_a_device():
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from tools.triton_interpreter import interpret_triton
 
     interpret_triton()
     _without_a_device()

@@ -32,8 +32,8 @@ def interpret_in_place() -> None:
     """Changes Triton's interpreter for good."""
     from triton.runtime import interpreter
 
-    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
     from tools.nullgpu.emulation import of_host
+    from tools.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()

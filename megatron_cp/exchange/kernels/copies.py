@@ -6,7 +6,7 @@ they did nothing: more tensors than a launch takes, rows that are not dense and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_cp.exchange.codec import INT8, Format
-from megatron_cp.exchange.kernels.pieces import MOST, TYPES, WIDEST, Piece, Pieces, alignment_of, copy_table
+from megatron_cp.exchange.codec import INT8
+from megatron_cp.exchange.kernels.pieces import (
+    MOST,
+    TYPES,
+    WIDEST,
+    Piece,
+    Pieces,
+    alignment_of,
+    copy_table,
+    has_dense_rows,
+)
 from megatron_cp.exchange.sections import HeadCopy, RowFormat, Section
 
 if TYPE_CHECKING:
@@ -37,21 +46,22 @@ def _has_triton() -> bool:
 
 def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
     """Cuts columns from `[rows, f]` tensors, whose features are the sections in order, into every rank's message."""
-    key, addresses = _launch_key("pack tokens", tensors, (message,))
-    if key not in at.remembered:
-        at.remembered[key] = _packs_tokens(tensors, message, at) if _fits(tensors, [message], at) else None
-    launch: Launch | None = at.remembered[key]
-    return launch is not None and launch(addresses)
+    return _launched(_packs_tokens, tensors, (message,), at)
 
 
 def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> bool:
     """Copies the messages of every part back; shared heads are summed, and rows beyond the own ones are zero."""
-    key, addresses = _launch_key("unpack tokens", tensors, messages)
-    if key not in at.remembered:
-        fits = _fits(tensors, messages, at) and (not at.exchange.sections.replicated or set(at.dtypes) <= set(TYPES))
-        at.remembered[key] = _unpacks_tokens(messages, tensors, at) if fits else None
-    launch: Launch | None = at.remembered[key]
-    return launch is not None and launch(addresses)
+    return _launched(_unpacks_tokens, tensors, messages, at)
+
+
+def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
+    """Copies rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
+    return _launched(_packs_heads, sections, (message,), at)
+
+
+def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> bool:
+    """Decodes coded messages into the sections."""
+    return _launched(_unpacks_heads, sections, (message,), at)
 
 
 def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geometry) -> None:
@@ -60,35 +70,18 @@ def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geo
     key = ("gather", index.data_ptr(), addresses[0] % WIDEST, addresses[1] % WIDEST)
     launch = at.remembered.get(key)
     if launch is None:
-        rows, message = source.view(torch.uint8).view(-1, row), target.view(torch.uint8)
-        pieces = _row_table(row, alignment_of([rows], [message]), source.device)
-        launch = at.remembered[key] = _to_message([rows], message, len(index), pieces, index=index)
+        rows, messages = [source.view(torch.uint8).view(-1, row)], [target.view(torch.uint8)]
+        pieces = _row_table(row, alignment_of(rows, messages), source.device)
+        launch = at.remembered[key] = _launch(rows, messages, len(index), pieces, index=index)
     launch(addresses)
 
 
-def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
-    """Copies rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
-    key, addresses = _launch_key("pack heads", sections, (message,))
-    if key not in at.remembered:
-        fits = _fits(sections, [message], at) and not (at.copies > 1 and any(at.coded))
-        at.remembered[key] = _packs_heads(sections, message, at) if fits else None
-    launch: Launch | None = at.remembered[key]
-    return launch is not None and launch(addresses)
+Make = Callable[[Sequence[Tensor], Sequence[Tensor], "Geometry"], "Launch | None"]
 
 
-def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> bool:
-    """Decodes coded messages into the sections."""
-    key, addresses = _launch_key("unpack heads", sections, (message,))
-    if key not in at.remembered:
-        fits = _fits(sections, [message], at) and at.copies == 1
-        at.remembered[key] = _unpacks_heads(message, sections, at) if fits else None
-    launch: Launch | None = at.remembered[key]
-    return launch is not None and launch(addresses)
-
-
-def _launch_key(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[int]]:
-    """Returns all properties that a launch depends on, and the addresses, which differ for every call."""
-    key: list[Any] = [what]
+def _launched(make: Make, tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> bool:
+    """Queues a launch, which is checked and made once for all layers of a batch, by all that it depends on."""
+    key: list[Any] = [make]
     addresses = []
     for tensor in tensors:
         address = tensor.data_ptr()
@@ -98,57 +91,64 @@ def _launch_key(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]
         address = message.data_ptr()
         key.append(address % WIDEST)
         addresses.append(address)
-    return tuple(key), addresses
+    known = tuple(key)
+    if known not in at.remembered:
+        at.remembered[known] = make(tensors, messages, at) if _fits(tensors, messages, at) else None
+    launch: Launch | None = at.remembered[known]
+    if launch is None:
+        return False
+    launch(addresses)
+    return True
 
 
-# Launches are checked and made once for all layers of a batch.
+def _packs_tokens(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch:
+    pieces = _token_pieces(tensors, messages, (at.format,), at, to_tensors=False)
+    return _launch(tensors, messages, at.local_rows, pieces, at)
 
 
-def _packs_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> Launch:
-    pieces = _token_table(
-        at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
-        alignment_of(tensors, [message]), at.device, to_tensors=False,
-    )  # fmt: skip
-    return _to_message(tensors, message, at.local_rows, pieces, coding=_coding(at, pieces))
+def _unpacks_tokens(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch | None:
+    if at.exchange.sections.replicated and not set(at.dtypes) <= set(TYPES):
+        return None
+    pieces = _token_pieces(tensors, messages, tuple(part.format for part in at.parts), at, to_tensors=True)
+    return _launch(tensors, messages, at.local_rows, pieces, at)
 
 
-def _unpacks_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> Launch:
-    pieces = _token_table(
-        at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
-        alignment_of(tensors, messages), at.device, to_tensors=True,
-    )  # fmt: skip
-    return _from_messages(messages, tensors, at.local_rows, pieces, coding=_coding(at, pieces))
+def _packs_heads(sections: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch | None:
+    if at.copies > 1 and any(at.coded):
+        return None
+    pieces = _head_pieces(at, alignment_of(sections, messages), to_tensors=False)
+    return _launch(sections, messages, at.layout.packing.total, pieces, at, index=at.order)
 
 
-def _packs_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> Launch:
-    pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=False)
-    return _to_message(
-        sections, message, at.layout.packing.total, pieces, index=at.order, coding=_coding(at, pieces)
-    )  # fmt: skip
+def _unpacks_heads(sections: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch | None:
+    if at.copies > 1:
+        return None
+    pieces = _head_pieces(at, alignment_of(sections, messages), to_tensors=True)
+    return _launch(sections, messages, at.layout.packing.total, pieces, at, index=at.inverse_order)
 
 
-def _unpacks_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> Launch:
-    pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=True)
-    return _from_messages(
-        [message], sections, at.layout.packing.total, pieces, index=at.inverse_order, coding=_coding(at, pieces)
-    )  # fmt: skip
+def _launch(
+    tensors: Sequence[Tensor], messages: Sequence[Tensor], rows: int, pieces: Pieces, at: Geometry | None = None, *,
+    index: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    from megatron_cp.exchange.kernels.triton import Launch
 
-
-def _to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, **more: Any) -> Launch:
-    from megatron_cp.exchange.kernels.triton import to_message
-
-    return to_message(tensors, message, rows, pieces, **more)
-
-
-def _from_messages(
-    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
-) -> Launch:
-    from megatron_cp.exchange.kernels.triton import from_messages
-
-    return from_messages(messages, tensors, rows, pieces, **more)
+    coding = at.coding if at is not None and pieces.head_blocks else None  # None also without a head on this rank
+    return Launch(tensors, messages, rows, pieces, index=index, coding=coding)
 
 
 # Tables depend on shapes and not on the batch, so that the latest are cached.
+
+
+def _token_pieces(
+    tensors: Sequence[Tensor], messages: Sequence[Tensor], formats: tuple[RowFormat, ...], at: Geometry, *,
+    to_tensors: bool,
+) -> Pieces:  # fmt: skip
+    widths, types = tuple(tensor.shape[1] for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
+    return _token_table(
+        at.blocks, formats, at.dtypes, at.coded, widths, types, alignment_of(tensors, messages), at.device,
+        to_tensors=to_tensors,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -237,31 +237,9 @@ def _row_table(row: int, alignment: tuple[int, ...], device: torch.device) -> Pi
 
 
 def _fits(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> bool:
-    if max(len(tensors), len(messages)) > MOST or not all(map(_has_dense_rows, tensors)):
+    if max(len(tensors), len(messages)) > MOST or not all(map(has_dense_rows, tensors)):
         return False
     if not any(at.coded):
         return True
     is_new = at.device.type != "cuda" or torch.cuda.get_device_capability(at.device) >= _CODED_FORMATS
     return set(at.dtypes) <= set(TYPES) and (is_new or at.coding == INT8)
-
-
-def _coding(at: Geometry, pieces: Pieces) -> Format | None:
-    """Returns the format of coded pieces, if this rank has a head of them."""
-    return at.coding if pieces.head_blocks else None
-
-
-def _has_dense_rows(tensor: Tensor) -> bool:
-    size = 1
-    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
-        if length != 1 and stride != size:
-            return False
-        size *= length
-    return True
-
-
-def _widths(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.shape[1] for tensor in tensors)
-
-
-def _types(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
-    return tuple(tensor.dtype for tensor in tensors)

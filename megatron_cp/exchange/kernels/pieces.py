@@ -128,6 +128,16 @@ def alignment_of(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple
     return tuple(_power_of_two(start | WIDEST) for start in starts)
 
 
+def has_dense_rows(x: Tensor) -> bool:
+    """Returns True if the elements of each row, along all axes but the first, are adjacent."""
+    size = 1
+    for length, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
 def copy_table(
     pieces: Sequence[Piece],
     *,

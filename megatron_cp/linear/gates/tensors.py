@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron_cp.exchange.kernels.copies import runs_on
+from megatron_cp.exchange.kernels.pieces import has_dense_rows
 
 _WIDEST = 16  # bytes of the widest access of a GPU's thread
 _DENSE = torch.contiguous_format
@@ -36,16 +37,7 @@ def dense(tensors: Sequence[Tensor], units: Sequence[int]) -> list[Tensor]:
 
 def _fits(x: Tensor, unit: int) -> bool:
     begins_on_units = unit == 1 or (x.data_ptr() % _WIDEST == 0 and x.stride(0) % unit == 0)
-    return begins_on_units and (x.is_contiguous() or _has_dense_rows(x))
-
-
-def _has_dense_rows(x: Tensor) -> bool:
-    size = 1
-    for length, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
-        if length != 1 and stride != size:
-            return False
-        size *= length
-    return x.ndim > 1
+    return begins_on_units and (x.is_contiguous() or (x.ndim > 1 and has_dense_rows(x)))
 
 
 def own_part(parameter: Tensor, heads: slice, width: int = 1) -> Tensor:

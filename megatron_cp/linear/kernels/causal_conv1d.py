@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
-from megatron_cp.extras import install
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
-from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
+from megatron_cp.linear.kernels.common.installed import package_refusal
 from megatron_cp.linear.kernels.conv import add_history
 
 OLDEST = (1, 2)  # the first version whose `causal_conv1d_fn` has these arguments
@@ -32,21 +30,13 @@ class CausalConv1dConv(ConvKernel):
     devices = ("cuda",)
 
     def refusal(self, call: LinearCall) -> str | None:
-        installed = installed_version(self.package)
-        if installed is None or installed < OLDEST:
-            what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
-            return f"causal-conv1d is {what}; {install('mamba')}"
-        if call.device.type != "cuda":
-            return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
-        if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"has no {call.dtype}; use chunked or reference"
-        if call.conv_width not in WIDTHS:
+        reason = package_refusal(call, self.package, "mamba", OLDEST, "causal_conv1d")
+        if reason is None and call.conv_width not in WIDTHS:
             return f"has {WIDTHS[0]} to {WIDTHS[-1]} taps, not {call.conv_width}; use fla or chunked"
         odd = [channels for channels in call.channels if channels % ALIGN]
-        if odd:
+        if reason is None and odd:
             return f"has multiples of {ALIGN} channels, not {min(odd)}; use fla or chunked"
-        failure = import_failure("causal_conv1d")
-        return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {install('mamba')}"
+        return reason
 
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,

@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_cp.extras import install
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
 from megatron_cp.linear.kernels.common.fla_scan import CHUNK, GdnScan, KdaScan, conv_states, documents
-from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
+from megatron_cp.linear.kernels.common.installed import package_refusal
 from megatron_cp.plan.kinds import GDN
 
 SERIES = (0, 6)  # other versions may have other internal functions
@@ -126,16 +125,8 @@ def _fixed(call: LinearCall, tables: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _unusable(call: LinearCall) -> str | None:
-    installed = installed_version(FlaRule.package)
-    if installed != SERIES:
-        what = "not installed" if installed is None else "not of version 0.6"
-        return f"fla-core is {what}; {install('fla')}"
-    if call.device.type != "cuda":
-        return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
-    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"has no {call.dtype}; use chunked or reference"
-    failure = import_failure("fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda")
-    return None if failure is None else f"fla-core cannot be imported ({failure}); {install('fla')}"
+    modules = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda"
+    return package_refusal(call, FlaRule.package, "fla", SERIES, *modules, only=True)
 
 
 def _evenly_grouped(inputs: Delta, groups: list[int]) -> Delta:

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.scan import LocalScan
-from megatron_cp.extras import install
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
-from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
+from megatron_cp.linear.kernels.common.installed import package_refusal
 
 OLDEST = (2, 2)  # versions 2.2.4, 2.2.6, 2.3.0 and 2.3.2 have been tested, all in Triton's interpreter
 
@@ -47,16 +46,7 @@ class MambaSsmRule(RuleKernel):
         self.chunk_size = chunk_size
 
     def refusal(self, call: LinearCall) -> str | None:
-        installed = installed_version(self.package)
-        if installed is None or installed < OLDEST:
-            what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
-            return f"mamba-ssm is {what}; {install('mamba')}"
-        if call.device.type != "cuda":
-            return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
-        if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"has no {call.dtype}; use chunked or reference"
-        failure = import_failure("mamba_ssm.ops.triton.ssd_combined")
-        return None if failure is None else f"mamba-ssm cannot be imported ({failure}); {install('mamba')}"
+        return package_refusal(call, self.package, "mamba", OLDEST, "mamba_ssm.ops.triton.ssd_combined")
 
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
         assert isinstance(inputs, StateSpace)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.extras import install
+from megatron_cp.linear.gated_norm import silu_gated
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
-from megatron_cp.megatron.layers.norms import silu_gated
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
 from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.extras import install
+from megatron_cp.extras import install, installed_version
 from megatron_cp.softmax.kernels.base import AttentionCall
 from megatron_cp.softmax.kernels.common.varlen_calls import Segments
-from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal, major_version
+from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
 
 
 class FlashAttention2(SegmentedAttention):
@@ -24,9 +24,9 @@ class FlashAttention2(SegmentedAttention):
     package = "flash-attn"
 
     def refusal(self, call: AttentionCall) -> str | None:
-        installed = _installed_major(self.package)
-        if installed != 2:
-            what = "not installed" if installed is None else f"of version {installed}, not 2"
+        installed = installed_version(self.package)
+        if installed is None or installed[0] != 2:
+            what = "not installed" if installed is None else f"of version {installed[0]}, not 2"
             return f"flash-attn is {what}; {install('flash')}"
         return common_refusal(call)
 
@@ -100,11 +100,6 @@ def _flash_attn_2() -> Any:
 
 def _flash_attn_3() -> Any:
     return import_module("flash_attn_interface")
-
-
-@cache
-def _installed_major(package: str) -> int | None:
-    return major_version(package)
 
 
 @cache

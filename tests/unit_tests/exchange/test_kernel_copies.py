@@ -177,7 +177,7 @@ class Counted:
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
+    from tools.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()

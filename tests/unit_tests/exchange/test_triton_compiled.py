@@ -268,10 +268,7 @@ def launch(pieces: list[Piece], tensors: list[Tensor], message: Tensor, rows: in
     types, messages = [tensor.dtype for tensor in tensors], [message] * (1 + max(piece.message for piece in pieces))
     alignment = alignment_of(tensors, messages)
     table = copy_table(pieces, types=types, alignment=alignment, device=CPU, to_tensors=back)
-    if back:
-        kernels.from_messages(messages, tensors, rows, table, **more)([x.data_ptr() for x in (*tensors, *messages)])
-    else:
-        kernels.to_message(tensors, message, rows, table, **more)([x.data_ptr() for x in (*tensors, message)])
+    kernels.Launch(tensors, messages, rows, table, **more)([x.data_ptr() for x in (*tensors, *messages)])
     return table
 
 

@@ -311,11 +311,11 @@ def check(
 
 
 def copy_to_message(tensors: Sequence[Tensor], message: Tensor, *how: Any, **more: Any) -> None:
-    to_message(tensors, message, *how, **more)([x.data_ptr() for x in (*tensors, message)])
+    Launch(tensors, [message], *how, **more)([x.data_ptr() for x in (*tensors, message)])
 
 
 def copy_from_message(messages: Sequence[Tensor], tensors: Sequence[Tensor], *how: Any, **more: Any) -> None:
-    from_messages(messages, tensors, *how, **more)([x.data_ptr() for x in (*tensors, *messages)])
+    Launch(tensors, messages, *how, **more)([x.data_ptr() for x in (*tensors, *messages)])
 
 
 def ranges(heads: int, groups: int, ranks: int) -> tuple[tuple, tuple]:
@@ -500,8 +500,6 @@ def check_refusals() -> None:
     refuses("a part of an element", table, [piece, piece._replace(offset=1, size=30)], [tensor], [message],
             to_tensors=True)  # fmt: skip
     refuses("2 GiB", table, [piece._replace(start=2**31)], [tensor], [message], to_tensors=False)
-    refuses("to messages", copy_from_message, [message], [tensor], 4, to)
-    refuses("from messages", copy_to_message, [tensor], message, 4, back)
     refuses("aligned to", copy_to_message, [rows_of(4, 16, BF16, first=1)], message, 4, to)
     refuses("in a message of 112", copy_to_message, [tensor], message[:-16], 4, to)
     refuses("not dense", copy_to_message, [rows_of(4, 32, BF16)[:, ::2]], message, 4, to)
@@ -532,12 +530,12 @@ def refuse_unaligned_accesses() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
+    from tools.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()
     refuse_unaligned_accesses()
-    from megatron_cp.exchange.kernels.triton import from_messages, to_message
+    from megatron_cp.exchange.kernels.triton import Launch
 
     for name in sys.argv[1:]:
         globals()[f"check_{name}"]()

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from megatron_cp import extras
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.extras import install
@@ -20,9 +21,8 @@ of_both = pytest.mark.parametrize(("kernel", "module", "kind"), PAIRS)
 
 @pytest.fixture(autouse=True)
 def on_a_gpu_with_both(monkeypatch):
-    for _, module, _ in PAIRS:
-        monkeypatch.setattr(module, "installed_version", lambda package: (9, 9))
-        monkeypatch.setattr(module, "import_failure", lambda *modules: None)
+    monkeypatch.setattr(installed, "installed_version", lambda package: (9, 9))
+    monkeypatch.setattr(installed, "import_failure", lambda *modules: None)
 
 
 def _call(kind, dtype=torch.bfloat16, device="cuda", width=4, channels=(64,)):
@@ -37,27 +37,27 @@ def test_takes_what_the_package_computes(kernel, module, kind, dtype):
 
 @of_both
 def test_rejects_a_missing_package(monkeypatch, kernel, module, kind):
-    monkeypatch.setattr(module, "installed_version", lambda package: None)
+    monkeypatch.setattr(installed, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {install('mamba')}"
 
 
 @of_both
 def test_rejects_an_old_package(monkeypatch, kernel, module, kind):
     major, minor = module.OLDEST
-    monkeypatch.setattr(module, "installed_version", lambda package: (major, minor))
+    monkeypatch.setattr(installed, "installed_version", lambda package: (major, minor))
     assert kernel.refusal(_call(kind)) is None
-    monkeypatch.setattr(module, "installed_version", lambda package: (major, minor - 1))
+    monkeypatch.setattr(installed, "installed_version", lambda package: (major, minor - 1))
     assert kernel.refusal(_call(kind)) == f"{kernel.package} is older than version {major}.{minor}; {install('mamba')}"
 
 
 @of_both
 def test_rejects_a_package_that_cannot_be_imported(monkeypatch, kernel, module, kind):
     monkeypatch.undo()
-    monkeypatch.setattr(module, "installed_version", lambda package: (9, 9))
+    monkeypatch.setattr(installed, "installed_version", lambda package: (9, 9))
     monkeypatch.setitem(sys.modules, kernel.name, None)
-    installed.import_failure.cache_clear()
+    extras.import_failure.cache_clear()
     assert f"{kernel.package} cannot be imported (ModuleNotFoundError: " in kernel.refusal(_call(kind))
-    installed.import_failure.cache_clear()
+    extras.import_failure.cache_clear()
 
 
 @of_both
@@ -93,9 +93,9 @@ def test_a_refusal_reaches_the_user(kernel, module, kind):
 @of_both
 def test_the_installed_version_is_read_once(monkeypatch, kernel, module, kind):
     monkeypatch.undo()
-    installed.installed_version.cache_clear()
-    monkeypatch.setattr(installed, "version", lambda package: {kernel.package: "2.3.2.post1"}[package])
-    assert module.installed_version(kernel.package) == (2, 3)
-    monkeypatch.setattr(installed, "version", None)
-    assert module.installed_version(kernel.package) == (2, 3)
-    installed.installed_version.cache_clear()
+    extras.installed_version.cache_clear()
+    monkeypatch.setattr(extras, "version", lambda package: {kernel.package: "2.3.2.post1"}[package])
+    assert extras.installed_version(kernel.package) == (2, 3)
+    monkeypatch.setattr(extras, "version", None)
+    assert extras.installed_version(kernel.package) == (2, 3)
+    extras.installed_version.cache_clear()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_cp import extras
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
@@ -19,7 +20,7 @@ KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]
 
 @pytest.fixture(autouse=True)
 def on_a_gpu_that_can_train(monkeypatch):
-    monkeypatch.setattr(fla, "installed_version", lambda package: (0, 6))
+    monkeypatch.setattr(installed, "installed_version", lambda package: (0, 6))
     monkeypatch.setattr(fla, "_gradients_are_wrong", lambda: False)
 
 
@@ -35,13 +36,13 @@ def test_takes_what_fla_computes(kernel, kind, dtype):
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_rejects_a_missing_fla(monkeypatch, kernel, kind):
-    monkeypatch.setattr(fla, "installed_version", lambda package: None)
+    monkeypatch.setattr(installed, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == "fla-core is not installed; pip install fla-core==0.6.0 einops==0.8.2"
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_rejects_an_old_fla(monkeypatch, kernel, kind):
-    monkeypatch.setattr(fla, "installed_version", lambda package: (0, 5))
+    monkeypatch.setattr(installed, "installed_version", lambda package: (0, 5))
     assert kernel.refusal(_call(kind)) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops==0.8.2"
 
 
@@ -88,9 +89,9 @@ def test_a_refusal_reaches_the_user():
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_rejects_an_fla_that_cannot_be_imported(monkeypatch, kernel, kind):
     monkeypatch.setitem(sys.modules, "fla.ops.kda", None)
-    installed.import_failure.cache_clear()
+    extras.import_failure.cache_clear()
     assert "fla-core cannot be imported (ModuleNotFoundError: " in kernel.refusal(_call(kind))
-    installed.import_failure.cache_clear()
+    extras.import_failure.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from megatron_cp.linear.activations import sigmoid_value, softplus
 from megatron_cp.linear.gates import delta, steps
-from megatron_cp.linear.gates.gated_norm import gated_norm
 from megatron_cp.linear.gates.tensors import dense
 from megatron_cp.linear.reductions import L2_EPS, expand_to_tokens
 from tests.gates_host_work import host_work
@@ -224,8 +222,8 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
 
 # -- the kernels -----------------------------------------------------------------------------------------------------
 
-CHECKS = ["delta_rules", "alone", "extremes", "steps_and_norms"]
-EVERY = {"delta_rules": 5, "steps_and_norms": 5}  # of their cases, in `make test`
+CHECKS = ["delta_rules", "alone", "extremes", "step_sizes"]
+EVERY = {"delta_rules": 5, "step_sizes": 5}  # of their cases, in `make test`
 INTERPRETED = [[f"{check}={EVERY.get(check, 1)}" for check in CHECKS]]  # each list in one process
 INTERPRETED += [pytest.param([f"{check}=1"], marks=pytest.mark.thorough) for check in EVERY]
 
@@ -331,7 +329,7 @@ def extremes(device: str = "cpu") -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def steps_and_norms(device: str = "cpu", every: int = 1) -> None:
+def step_sizes(device: str = "cpu", every: int = 1) -> None:
     drawn = [*itertools.product((FP32, BF16, FP16), STEPS, LIMITS)]
     for dtype, (tokens, heads), (limit, softplus_too) in drawn[::every]:
         options, (x, rates, bias) = (
@@ -343,36 +341,10 @@ def steps_and_norms(device: str = "cpu", every: int = 1) -> None:
                 with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._Eager)
             )
             assert_equal_but_for_rounding(found, expected)
-    for dtype, (tokens, groups, size, has_gate) in [*itertools.product((FP32, BF16), NORMS)][:: min(every, 2)]:
-        draw, width = torch.Generator().manual_seed(tokens), groups * size
-        table = torch.randn(tokens, 2 * width + 3, generator=draw).to(dtype).to(device)
-        z = table[:, width + 1 : 2 * width + 1] if has_gate else None
-        inputs = table[:, :width], z, torch.randn(width, generator=draw).to(table)
-        by_kernel = partial(gated_norm, eps=1e-5, group_size=size)
-        found, expected = (
-            with_gradients(lambda *given, norm=norm: [norm(*given)], *inputs)
-            for norm in (by_kernel, partial(norm_by_torch, size=size))
-        )
-        assert_equal_but_for_rounding(found, expected)
-        if has_gate:
-            three = gated_norm(*(y.unflatten(0, (1, -1)) for y in inputs[:2]), inputs[2], 1e-5, size)
-            assert same_bits([three.squeeze(0)], found[:1])
-        assert same_bits([by_kernel(*(None if y is None else y[3:] for y in inputs[:2]), inputs[2])], [found[0][3:]])
-
-
-NORMS = [(7, 1, 24, True), (130, 4, 16, True), (33, 2, 48, False), (0, 2, 8, True), (5, 1, 4096, True)]
-
-
-def norm_by_torch(x: Tensor, z: Tensor | None, weight: Tensor, size: int) -> Tensor:
-    """Megatron's, as `norms.py` has it for the CPU."""
-    full = x.float() if z is None else x.float() * torch.nn.functional.silu(z.float())
-    groups = full.unflatten(-1, (-1, size))
-    groups = groups * (groups.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    return (groups.flatten(-2) * weight).to(x.dtype)
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
+    from tools.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()

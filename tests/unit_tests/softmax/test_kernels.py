@@ -446,7 +446,7 @@ def test_rejects_what_a_kernel_cannot_run(name, call, says):
 @pytest.mark.parametrize(("name", "says"), [("flash_attn", "pip install"), ("flash_attn_3", "build it")])
 def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
     module = "megatron_cp.softmax.kernels.flash_attn"
-    monkeypatch.setattr(f"{module}._installed_major", lambda package: None)
+    monkeypatch.setattr(f"{module}.installed_version", lambda package: None)
     monkeypatch.setattr(f"{module}.find_spec", lambda package: None)
     with pytest.raises(ArgumentError, match=f"not installed.*{says}"):
         choose_kernel(KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))

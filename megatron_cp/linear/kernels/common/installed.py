@@ -1,30 +1,32 @@
-"""Checks of an optional package before one of its kernels is called."""
+"""Refusals that the kernels of other packages share."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+import torch
+
+from megatron_cp.extras import import_failure, install, installed_version
+from megatron_cp.linear.kernels.base import LinearCall
 
 
-@cache
-def installed_version(package: str) -> tuple[int, ...] | None:
-    """Returns the major and the minor version of a package, or None if it is not installed."""
-    try:
-        return tuple(int(part) for part in version(package).split(".")[:2])
-    except PackageNotFoundError:
-        return None
+def package_refusal(
+    call: LinearCall, package: str, extra: str, oldest: tuple[int, int], *modules: str, only: bool = False
+) -> str | None:
+    """Returns why no kernel of a package on CUDA computes a call; None if it may.
 
-
-@cache
-def import_failure(*modules: str) -> str | None:
-    """Returns the error of importing modules, or None if there is none.
-
-    An installed package may fail because a dependency is missing or its CUDA extension was built for another torch.
+    Args:
+        call: the kernel call.
+        package, extra: name of the package, and the extra that installs it.
+        oldest: the first version that will do.
+        modules: the package's modules that must be importable.
+        only: True if other versions than `oldest` will not do either.
     """
-    try:
-        for module in modules:
-            import_module(module)
-    except Exception as failure:  # a module can raise anything
-        return f"{type(failure).__name__}: {failure}"
-    return None
+    installed = installed_version(package)
+    if installed is None or (installed != oldest if only else installed < oldest):
+        wrong = f"{'not of' if only else 'older than'} version {oldest[0]}.{oldest[1]}"
+        return f"{package} is {'not installed' if installed is None else wrong}; {install(extra)}"
+    if call.device.type != "cuda":
+        return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
+    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"has no {call.dtype}; use chunked or reference"
+    failure = import_failure(*modules)
+    return None if failure is None else f"{package} cannot be imported ({failure}); {install(extra)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -121,11 +120,3 @@ def common_refusal(call: AttentionCall) -> str | None:
     if call.dropout:
         return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
     return None
-
-
-def major_version(package: str) -> int | None:
-    """Returns the first number of an installed package's version, or None if it is not installed."""
-    try:
-        return int(version(package).split(".")[0])
-    except PackageNotFoundError:
-        return None
