@@ -1,4 +1,4 @@
-"""Adapters for training frameworks that use transformers' models: `megatron_cp.integrations.verl`.
+"""Adapters for training frameworks: `megatron_cp.integrations.verl`, `.torchtitan` and `.automodel`.
 
 Each imports its framework only where it is used.
 """
