@@ -5,6 +5,7 @@ python -m pytest tests/functional_tests/test_swift.py
 """
 
 import importlib.util
+import inspect
 import json
 import os
 
@@ -39,8 +40,11 @@ def write_conversations(path):
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
 
 
-def trained(world, name, folder, packing):
-    """Returns what ms-swift logs in three steps and in an evaluation: over ranks packed, alone padded."""
+def trained(world, name, folder):
+    """Returns what ms-swift logs in three steps and in an evaluation: over ranks without padding, alone padded.
+
+    The evaluation is one batch: with sequence parallelism ms-swift shuffles what it evaluates.
+    """
     import torch
     import torch.distributed as dist
 
@@ -64,11 +68,11 @@ def trained(world, name, folder, packing):
     args = SftArguments(
         model=str(folder / "model"), model_type=kind, template="dummy", dataset=[str(folder / "data.jsonl")],
         val_dataset=[str(folder / "data.jsonl")], output_dir=str(folder / "out"), tuner_type="full",
-        sequence_parallel_size=world.size, per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=3,
+        sequence_parallel_size=world.size, per_device_train_batch_size=4, per_device_eval_batch_size=12, max_steps=3,
         logging_steps=1, learning_rate=1e-2, torch_dtype="float32", use_cpu=True, report_to=[], save_strategy="no",
         eval_strategy="steps", eval_steps=3, attn_impl="eager", gradient_checkpointing=True, seed=1, data_seed=1,
-        lr_scheduler_type="constant", warmup_ratio=0.0, dataset_num_proc=1, load_from_cache_file=False,
-        add_version=False,
+        dataloader_num_workers=0, gradient_accumulation_steps=2, lr_scheduler_type="constant", warmup_ratio=0.0,
+        dataset_num_proc=1, load_from_cache_file=False, add_version=False,
     )  # fmt: skip
     if world.size > 1:
         register()
@@ -82,10 +86,33 @@ NUMBERS = ("loss", "grad_norm", "eval_loss", "token_acc", "eval_token_acc")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_that_of_one_rank(name, ranks, tmp_path):
-    alone = run_ranks(trained, 1, name, tmp_path / "one", False, kind="processes", timeout=limit(200))[0]
-    for of_rank in run_ranks(trained, ranks, name, tmp_path / "several", False, kind="processes", timeout=limit(200)):
-        print(of_rank, alone)
+    alone = run_ranks(trained, 1, name, tmp_path / "one", kind="processes", timeout=limit(200))[0]
+    for of_rank in run_ranks(trained, ranks, name, tmp_path / "several", kind="processes", timeout=limit(200)):
         for found, expected in zip(of_rank, alone, strict=True):
             numbers = {key: value for key, value in expected.items() if key in NUMBERS}
             assert numbers
             assert {key: found.get(key) for key in numbers} == pytest.approx(numbers, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["prepare", "prepare_inputs", "pad", "split", "gather", "_init_device_mesh"])
+def test_methods_have_the_arguments_that_ours_have(name):
+    from swift.sequence_parallel import SequenceParallel
+
+    from megatron_cp.integrations.swift import ContextParallelSequenceMixin
+    from tests.unit_tests import test_swift_mixin
+
+    expected = list(inspect.signature(getattr(SequenceParallel, name)).parameters)
+    for kind in (ContextParallelSequenceMixin, test_swift_mixin.SequenceParallel):
+        if hasattr(kind, name):
+            assert list(inspect.signature(getattr(kind, name)).parameters) == expected
+
+
+def test_rejects_to_be_registered_late(monkeypatch):
+    from swift.sequence_parallel import sequence_parallel
+
+    from megatron_cp import ArgumentError
+    from megatron_cp.integrations.swift import register
+
+    monkeypatch.setattr(sequence_parallel, "world_size", 2)
+    with pytest.raises(ArgumentError, match=r"register: got .*allowed: .*such as in a plugin"):
+        register()

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.generation import ContextParallelGRPOMixin
-from megatron_cp.transformers.parallelism import checked_parallelism
+from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer import ContextParallelMixin
@@ -171,3 +171,41 @@ def test_rows_may_be_padded_on_both_sides():
     assert torch.equal(restore_rows(flat["input_ids"], kept), ids * mask)
     with pytest.raises(ArgumentError, match="zeros before ones"):
         flatten_rows({"input_ids": ids, "attention_mask": 1 - mask}, padded_left=True)
+
+
+def generating(**changed):
+    """Makes a trainer that generates, without a model, of two groups of two ranks."""
+    methods = {
+        "__module__": "trl.trainer.grpo_trainer",
+        "_build_accelerator_args": lambda self, **named: named,
+        "_calculate_rewards": lambda self: torch.arange(8.0)[:, None],  # two completions on each rank
+    }
+    trainer = object.__new__(type("Mine", (ContextParallelGRPOMixin, type("GRPOTrainer", (), methods)), {}))
+    batch = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 2}
+    trainer.args = SimpleNamespace(
+        world_size=4, n_gpu=1, use_cpu=True, generation_batch_size=24, **{"scale_rewards": "group", **batch, **changed}
+    )
+    trainer._build_accelerator_args(parallelism_config=Parallelism(dp_shard_size=2, cp_size=2))
+    return trainer
+
+
+def test_a_group_of_ranks_generates_one_batch():
+    trainer = generating()
+    assert trainer.args.generation_batch_size == 12
+    trainer._mesh, trainer._first = object(), torch.tensor([0, 0, 2, 2])
+    assert trainer._calculate_rewards().flatten().tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale_rewards": "batch"}, "args.scale_rewards: got 'batch'; allowed: 'group' or 'none'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "allowed: 'sum_then_normalize'"),
+        ({"top_entropy_quantile": 0.2}, r"args.top_entropy_quantile: got 0.2; allowed: 1.0"),
+        ({"normalize_advantages": True}, "args.normalize_advantages: got True; allowed: False"),
+        ({"num_generations": 4}, r"steps_per_generation: got 6; allowed: a multiple of the 4 generations"),
+    ],
+)
+def test_rejects_what_counts_completions_of_several_ranks(changed, message):
+    with pytest.raises(ArgumentError, match=message):
+        generating(**changed)
