@@ -77,6 +77,9 @@ class ContextParallelSequenceMixin:
         packing = packing_of({"input_ids": inputs["input_ids"].cpu(), "position_ids": positions.cpu()})
         self._layout, self._batches = self.context_parallel.planner(packing).layout, self._batches + 1
         super().prepare_inputs(inputs)  # type: ignore[misc]
+        if (labels := inputs.get("labels")) is not None:
+            # Evaluation counts labels now: by this name it does not leave out the first one of every rank.
+            inputs["shift_labels"] = labels
 
     def pad(self, tensor: Tensor, padding_value: Any, position_ids: Any = None, dim: int = 1) -> Tensor:
         """Returns the tensor as it is: ranks may hold different numbers of tokens."""
@@ -106,7 +109,8 @@ class ContextParallelSequenceMixin:
             given = "no input_ids" if not isinstance(ids, Tensor) else f"a call with input_ids {list(ids.shape)}"
             raise ArgumentError("model", given, f"the trainer's batch, [1, {total}]", _STOCK)
         whole = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in named.items() if x is not None}
-        whole.pop("use_cache", None)
+        for name in ("use_cache", "shift_labels"):
+            whole.pop(name, None)
         whole |= {
             "lengths": self._layout.packing.lengths.tolist(),
             "cp_plans": BatchPlan(self._layout, dict.fromkeys(context.slots).keys()),

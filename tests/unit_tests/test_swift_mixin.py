@@ -83,6 +83,7 @@ def trained(ranks, model):
     inputs = {"input_ids": TOKENS, "position_ids": POSITIONS, "labels": LABELS, "loss_scale": WEIGHTS}
     sequence.prepare_inputs(inputs)
     labels, weights = inputs.pop("labels"), inputs.pop("loss_scale")
+    assert inputs["shift_labels"] is labels  # as transformers counts them in evaluations
     logits = model(**inputs, use_cache=False).logits
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     losses = GatherLoss.apply(losses, sequence) * sequence.gather(weights, dim=1)
