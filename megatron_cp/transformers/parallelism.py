@@ -26,6 +26,9 @@ _ALONE = (
 class Parallelism(ParallelismConfig):
     """accelerate's `ParallelismConfig`, without the requirements of torch's own context parallelism.
 
+    Trainers make one of the configuration that they are given. TRL's GRPOConfig and RLOOConfig refuse accelerate's, and
+    take `parallelism_config=Parallelism(cp_size=2)`.
+
     While `is_hidden`, `cp_enabled` is False, so that accelerate does not require FSDP on GPUs and TRL does not refuse
     packing. Several processes on CPUs are accepted as ranks.
     """
@@ -75,9 +78,8 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
     if ranks > 1 and asked == 1:
         remedy = (
             f"Every rank would hold whole sequences, without context parallelism. Say {_NAME} = "
-            f"ParallelismConfig(cp_size={ranks}), or start it by accelerate launch --use_fsdp --fsdp_version 2 "
-            f"--use_parallelism_config --parallelism_config_cp_size {ranks}. Data parallelism alone is "
-            f"ParallelismConfig(dp_replicate_size={ranks})."
+            f"ParallelismConfig(cp_size={ranks}), which torchrun --nproc-per-node {ranks} needs no flag for, on CPUs "
+            f"and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
         )
         raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
     if config is None:

@@ -42,6 +42,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
     """
 
     _trl_trainers = ("DPOTrainer", "KTOTrainer")
+    _pads_left = False
 
     def __init__(
         self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
@@ -65,7 +66,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
             self._score_rows(reference, context)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        if self.args.precompute_ref_log_probs:
+        if getattr(self.args, "precompute_ref_log_probs", False):
             remedy = "The reference is computed in each step, over all ranks."
             raise ArgumentError("args.precompute_ref_log_probs", True, "False", remedy)
         return super()._build_accelerator_args(**named)
@@ -83,7 +84,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
                 raise ArgumentError("args.router_aux_loss_coef", "a load-balancing loss", "0.0", remedy)
             device = named["input_ids"].device
             rows = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in named.items() if name != "use_cache"}
-            flat, kept = flatten_rows(rows)
+            flat, kept = flatten_rows(rows, padded_left=self._pads_left)
             batch = context.shard(flat, seed=self.state.global_step, device=device)
             return _of_whole_rows(score(fused_lm_head=True, **batch), context, batch, kept)
 

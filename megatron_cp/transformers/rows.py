@@ -13,11 +13,12 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host
 
 
-def flatten_rows(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | None]:
+def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tuple[Mapping[str, Any], Tensor | None]:
     """Puts the rows of a padded batch end to end without their padding; each row becomes one document.
 
     Args:
         batch: tensors `[rows, width, ...]`, padded on the right where `attention_mask` is 0.
+        padded_left: True if rows may be padded on the left too.
 
     Returns:
         A batch of one row with its `lengths`, and bools `[rows, width]` that are True where a token was kept. A batch
@@ -36,7 +37,7 @@ def flatten_rows(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | 
     kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if len(ids) == 1 and kept.all():
         return batch, None
-    _check_rows(batch, kept)
+    _check_rows(batch, kept, padded_left)
     flat = {name: _flattened(value, kept) for name, value in batch.items() if name != "attention_mask"}
     return {**flat, "lengths": kept.sum(1)}, kept
 
@@ -59,8 +60,9 @@ def _flattened(value: Any, kept: Tensor) -> Any:
     return value[:, kept][:, None] if value.ndim == 3 and value.shape[1:] == kept.shape else value
 
 
-def _check_rows(batch: Mapping[str, Any], kept: Tensor) -> None:
-    if (~kept[:, :-1] & kept[:, 1:]).any():
+def _check_rows(batch: Mapping[str, Any], kept: Tensor, padded_left: bool) -> None:
+    begins = ~kept[:, :-1] & kept[:, 1:]
+    if (begins.sum(1) + kept[:, 0] > 1).any() if padded_left else begins.any():
         remedy = 'Pad on the right: tokenizer.padding_side = "right".'
         raise ArgumentError("attention_mask", "zeros before ones", "ones, then zeros, in every row", remedy)
     for name in ("labels", "shift_labels"):

@@ -61,11 +61,15 @@ class ContextParallelMixin:
     state: Any
     _trl_trainers: tuple[str, ...] = ("SFTTrainer",)
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        """Refuses classes when they are defined, which is before TRL's configurations refuse context parallelism."""
+        super().__init_subclass__(**named)
+        _check_bases(cls)
+
     def __init__(
         self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
         cp_options: Mapping[str, Any] | None = None, **named: Any,
     ) -> None:  # fmt: skip
-        _check_trainer(type(self))
         super().__init__(*args, **named)
         config = self.accelerator.parallelism_config
         if config is not None:
@@ -235,26 +239,41 @@ class ContextParallelMixin:
             raise ArgumentError("args.use_liger_kernel", True, "False", "Its loss is not tested with sharded labels.")
 
 
-class ContextParallelTrainer(ContextParallelMixin, Trainer):
-    """transformers' `Trainer` with context parallelism; see `ContextParallelMixin`."""
+# The mixin for each of TRL's trainers that is not SFTTrainer, or what to do without one.
+_MIXINS = dict.fromkeys(("DPOTrainer", "KTOTrainer"), "ContextParallelPreferenceMixin")
+_MIXINS |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "ContextParallelGRPOMixin")
+_REMEDIES = {
+    "SFTTrainer": "Its loss is the model's own: ContextParallelMixin is for it.",
+    "RewardTrainer": (
+        "Its scores are of whole rows. Write the loop: enable_context_parallel(model.base_model, group), then "
+        "model.score of the gathered row of each document's last token, and the loss of the pairs."
+    ),
+}
+_LOOP = (
+    "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
+    "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
+)
 
 
-def _check_trainer(kind: type[ContextParallelMixin]) -> None:
-    """Refuses TRL's trainers that do more with a batch than ask the model for its loss."""
-    trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
-    allowed = kind._trl_trainers
-    if trl in allowed or (trl is None and "SFTTrainer" in allowed):
-        return
-    remedy = (
-        "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
-        "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
+def _check_bases(kind: type[ContextParallelMixin]) -> None:
+    """Refuses bases in the wrong order, and trainers of TRL that do more with a batch than this mixin computes."""
+    bases = kind.__mro__
+    first = next(
+        (base for base in bases if issubclass(base, Trainer) and not issubclass(base, ContextParallelMixin)), None
     )
-    if trl in (None, "SFTTrainer"):
-        remedy = "Its loss is the model's own: ContextParallelMixin is for it."
-    elif trl in ("DPOTrainer", "KTOTrainer"):
-        remedy = f"Its losses need whole rows: class Mine(ContextParallelPreferenceMixin, {trl})."
-    known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else "TRL's DPO- or KTOTrainer"
-    raise ArgumentError("trainer", trl or "a trainer that is not TRL's", known, remedy)
+    if first is not None and bases.index(first) < bases.index(ContextParallelMixin):
+        ours = next(base.__name__ for base in bases if issubclass(base, ContextParallelMixin) and base is not kind)
+        remedy = f"Say class {kind.__name__}({ours}, {first.__name__}): Python asks the first base first."
+        raise ArgumentError("bases", f"{first.__name__} before {ours}", f"{ours} first", remedy)
+    trl = next((base.__name__ for base in bases if base.__module__.split(".")[0] == "trl"), None)
+    allowed = kind._trl_trainers
+    if trl in allowed or (trl is None and ("SFTTrainer" in allowed or first is None)):
+        return
+    remedy = _LOOP if trl is not None else _REMEDIES["SFTTrainer"]
+    if trl in _MIXINS:
+        remedy = f"Its losses need whole rows: class {kind.__name__}({_MIXINS[trl]}, {trl})."
+    known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else f"TRL's {' or '.join(allowed)}"
+    raise ArgumentError("trainer", trl or "a trainer that is not TRL's", known, _REMEDIES.get(trl or "", remedy))
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,3 +282,7 @@ def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     packing, labels = packing_of(batch), batch["labels"].clone()
     labels[0, torch.from_numpy(packing.cu_seqlens[:-1][packing.lengths > 0])] = IGNORE_INDEX
     return {**batch, "labels": labels}
+
+
+class ContextParallelTrainer(ContextParallelMixin, Trainer):
+    """transformers' `Trainer` with context parallelism; see `ContextParallelMixin`."""

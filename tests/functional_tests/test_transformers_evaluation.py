@@ -3,9 +3,7 @@
 Data sets that the batch does not divide, packed batches and padded ones, TRL's defaults, accumulation, metrics.
 """
 
-import contextlib
 import importlib.util
-import io
 import os
 from collections import defaultdict
 from functools import partial
@@ -14,7 +12,13 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
-from tests.functional_tests.test_transformers_launch import LOSS_PRINTED, PAGE, block
+from tests.functional_tests.test_transformers_launch import (
+    LOSS_PRINTED,
+    PAGE,
+    TRAINED,
+    printed_by_the_page,
+    trained_like_the_page,
+)
 from tests.limits import limit
 from tests.shared import once, selected
 
@@ -151,20 +155,8 @@ def all_numbers(world, folder, kinds):
         found["ours", "resumed"] = numbers_of(trainer_of(folder, 2, sft=True, seed=3), **first)
     if world.size == 2:
         found["the page's script"] = printed_by_the_page(folder)
+        found["the page's script of SFT"] = printed_by_the_page(folder, TRAINED["SFT"])
     return found
-
-
-def printed_by_the_page(folder):
-    """Returns what the script of docs/transformers.md prints on this rank, all but its last line run."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)
-    script, _, end = block("python").rstrip().rpartition("\n")
-    assert end == "trainer.accelerator.end_training()"  # which leaves the process group
-    printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-        exec(compile(script, "train.py", "exec"), {})
-    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +211,7 @@ def test_goes_on_from_what_was_saved(ranks, found):
 def test_the_script_of_the_page_prints_its_loss(found):
     (loss,) = LOSS_PRINTED.findall(found[2]["the page's script"])
     assert float(loss) == pytest.approx(float(LOSS_PRINTED.search(PAGE)[1]), abs=1e-3)
+
+
+def test_the_script_of_sft_prints_its_loss(found):
+    trained_like_the_page("SFT", found[2]["the page's script of SFT"])

@@ -1,6 +1,8 @@
 """The script and the launch lines of docs/transformers.md, as they are printed, on CPUs."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -19,16 +21,51 @@ PAGE = (ROOT / "docs/transformers.md").read_text().partition("## Trainer and TRL
 LINES = re.findall(r"^(?:torchrun|accelerate launch) .*$", PAGE, re.MULTILINE)
 LINES += re.findall(r"`(accelerate launch --config_file .*?)`", PAGE)
 SAID = re.compile(r"^ *parallelism_config=.*\n", re.MULTILINE)
+TRAINED = {"SFT": "class LongSFTTrainer", "DPO": "class LongDPOTrainer"}
+TRAINED_PRINTED = re.compile(r"(SFT|DPO), cp_size 2, loss ([\d.]+)")
 LOSS_PRINTED = re.compile(r"cp_size 2, eval_loss ([\d.]+)")
 
 
-def block(language):
-    return re.search(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
+def block(language, holding=""):
+    """Returns the page's first block of a language that holds a text."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    return next(text for text in blocks if holding in text)
+
+
+def printed_by_the_page(folder, holding=""):
+    """Returns what a script of the page prints on this rank, all but its last line run."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    script, _, end = block("python", holding).rstrip().rpartition("\n")
+    assert end == "trainer.accelerator.end_training()"  # which leaves the process group
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        exec(compile(script, "train.py", "exec"), {})
+    return printed.getvalue()
 
 
 def test_the_page_has_these_lines():
     assert [line.split()[0] for line in LINES] == ["torchrun", "accelerate", "accelerate"]
     assert len(SAID.findall(block("python"))) == 1
+
+
+def launched(line, folder):
+    """Returns what a line prints in a folder."""
+    found = subprocess.run(
+        line.split(), cwd=folder, capture_output=True, text=True, timeout=limit(120), check=False,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout
+
+
+def trained_like_the_page(name, printed, times=1):
+    """Asserts that a script of TRL's trainer printed the loss that the page names, on so many ranks."""
+    ((_, expected),) = [each for each in TRAINED_PRINTED.findall(PAGE) if each[0] == name]
+    found = [float(loss) for trainer, loss in TRAINED_PRINTED.findall(printed) if trainer == name]
+    assert found == [pytest.approx(float(expected), abs=1e-2)] * times  # in bf16, TRL's default
 
 
 @pytest.mark.thorough  # `test_transformers_evaluation` runs the script by forks, which import nothing again
@@ -37,11 +74,13 @@ def test_launch_lines_run_as_printed(line, tmp_path):
     script = block("python")
     (tmp_path / "train.py").write_text(script if line.startswith("torchrun") else SAID.sub("", script))
     (tmp_path / "cp2.yaml").write_text(block("yaml"))
-    found = subprocess.run(
-        line.split(), cwd=tmp_path, capture_output=True, text=True, timeout=limit(120), check=False,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-3000:]
     expected = float(LOSS_PRINTED.search(PAGE)[1])
-    assert [float(loss) for loss in LOSS_PRINTED.findall(found.stdout)] == [pytest.approx(expected, abs=1e-3)] * 2
+    printed = LOSS_PRINTED.findall(launched(line, tmp_path))
+    assert [float(loss) for loss in printed] == [pytest.approx(expected, abs=1e-3)] * 2
+
+
+@pytest.mark.thorough  # the tests of these trainers run the scripts by forks
+@pytest.mark.parametrize("name", TRAINED)
+def test_scripts_of_trl_run_as_printed(name, tmp_path):
+    (tmp_path / "train.py").write_text(block("python", TRAINED[name]))
+    trained_like_the_page(name, launched("torchrun --nproc-per-node 2 train.py", tmp_path), times=2)

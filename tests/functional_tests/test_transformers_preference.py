@@ -8,6 +8,7 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
+from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, trained_like_the_page
 from tests.limits import limit
 from tests.shared import once
 
@@ -119,6 +120,7 @@ def all_numbers(world, folder):
         }
     if world.size > 1:
         found["refused"] = refusals(folder)
+        found["the page's script"] = printed_by_the_page(folder, TRAINED["DPO"])
     return found
 
 
@@ -172,3 +174,7 @@ def test_what_is_refused(found):
     precomputed, router = found[2]["refused"]
     assert "args.precompute_ref_log_probs: got True; allowed: False" in precomputed
     assert "router_aux_loss_coef=0.0" in router
+
+
+def test_the_script_of_the_page_prints_its_loss(found):
+    trained_like_the_page("DPO", found[2]["the page's script"])

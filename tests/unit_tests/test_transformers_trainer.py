@@ -9,9 +9,11 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from transformers import Trainer
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.transformers.parallelism import checked_parallelism
+from megatron_cp.transformers.generation import ContextParallelGRPOMixin
+from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer import ContextParallelMixin
@@ -74,7 +76,11 @@ def arguments(ranks, gpus=1):
 @pytest.mark.parametrize(
     ("ranks", "config", "remedy"),
     [
-        (2, None, r"parallelism_config = ParallelismConfig\(cp_size=2\), or start it by accelerate launch --use_fsdp"),
+        (
+            2,
+            None,
+            r"ParallelismConfig\(cp_size=2\), which torchrun --nproc-per-node 2 needs no flag for",
+        ),
         (2, ParallelismConfig(), r"Data parallelism alone is ParallelismConfig\(dp_replicate_size=2\)"),
         (4, ParallelismConfig(cp_size=2), r"ParallelismConfig\(dp_shard_size=2, cp_size=2\)"),
         (1, ParallelismConfig(cp_size=2), "torchrun --nproc-per-node 2"),
@@ -118,16 +124,88 @@ def test_parallelism_is_what_was_said(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "mixin", "message"),
     [
-        ("RewardTrainer", ContextParallelMixin, "token_log_probs.*same_loss=True"),
+        ("RewardTrainer", ContextParallelMixin, r"enable_context_parallel\(model.base_model"),
         ("GKDTrainer", ContextParallelMixin, "token_log_probs.*same_loss=True"),
         ("DPOTrainer", ContextParallelMixin, r"class Mine\(ContextParallelPreferenceMixin, DPOTrainer\)"),
         ("KTOTrainer", ContextParallelMixin, r"class Mine\(ContextParallelPreferenceMixin, KTOTrainer\)"),
-        ("GRPOTrainer", ContextParallelPreferenceMixin, "allowed: TRL's DPO- or KTOTrainer"),
-        ("SFTTrainer", ContextParallelPreferenceMixin, "allowed: TRL's DPO- or KTOTrainer. .*ContextParallelMixin"),
+        ("GRPOTrainer", ContextParallelMixin, r"class Mine\(ContextParallelGRPOMixin, GRPOTrainer\)"),
+        (
+            "RLOOTrainer",
+            ContextParallelPreferenceMixin,
+            "allowed: TRL's DPOTrainer or KTOTrainer. .*ContextParallelGRPOMixin",
+        ),
+        (
+            "SFTTrainer",
+            ContextParallelPreferenceMixin,
+            "allowed: TRL's DPOTrainer or KTOTrainer. .*ContextParallelMixin",
+        ),
+        ("DPOTrainer", ContextParallelGRPOMixin, "allowed: TRL's GRPOTrainer or RLOOTrainer. .*PreferenceMixin"),
     ],
 )
 def test_rejects_trainers_of_trl_whose_loss_is_not_the_models(name, mixin, message):
     sft = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
     theirs = type(name, (sft,), {"__module__": "trl.trainer.theirs"})
     with pytest.raises(ArgumentError, match=f"trainer: got '{name}'.*{message}"):
-        type("Mine", (mixin, theirs), {})()
+        type("Mine", (mixin, theirs), {})
+
+
+def test_rejects_a_preference_mixin_for_the_plain_trainer():
+    with pytest.raises(
+        ArgumentError, match=r"trainer: got .*a trainer that is not TRL's.*ContextParallelMixin is for it"
+    ):
+        type("Mine", (ContextParallelPreferenceMixin, Trainer), {})
+
+
+@pytest.mark.parametrize("mixin", [ContextParallelMixin, ContextParallelPreferenceMixin])
+def test_rejects_a_mixin_after_the_trainer(mixin):
+    theirs = type("DPOTrainer", (Trainer,), {"__module__": "trl.trainer.theirs"})
+    remedy = rf"Say class Mine\({mixin.__name__}, DPOTrainer\)"
+    with pytest.raises(ArgumentError, match=f"bases: got 'DPOTrainer before {mixin.__name__}'.*{remedy}"):
+        type("Mine", (theirs, mixin), {})
+
+
+def test_rows_may_be_padded_on_both_sides():
+    ids, mask = torch.tensor([[0, 3, 4, 5], [6, 7, 0, 0]]), torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
+    flat, kept = flatten_rows({"input_ids": ids, "attention_mask": mask}, padded_left=True)
+    assert (flat["input_ids"].tolist(), flat["lengths"].tolist()) == ([[3, 4, 6, 7]], [2, 2])
+    assert torch.equal(restore_rows(flat["input_ids"], kept), ids * mask)
+    with pytest.raises(ArgumentError, match="zeros before ones"):
+        flatten_rows({"input_ids": ids, "attention_mask": 1 - mask}, padded_left=True)
+
+
+def generating(**changed):
+    """Makes a trainer that generates, without a model, of two groups of two ranks."""
+    methods = {
+        "__module__": "trl.trainer.grpo_trainer",
+        "_build_accelerator_args": lambda self, **named: named,
+        "_calculate_rewards": lambda self: torch.arange(8.0)[:, None],  # two completions on each rank
+    }
+    trainer = object.__new__(type("Mine", (ContextParallelGRPOMixin, type("GRPOTrainer", (), methods)), {}))
+    batch = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 2}
+    trainer.args = SimpleNamespace(
+        world_size=4, n_gpu=1, use_cpu=True, generation_batch_size=24, **{"scale_rewards": "group", **batch, **changed}
+    )
+    trainer._build_accelerator_args(parallelism_config=Parallelism(dp_shard_size=2, cp_size=2))
+    return trainer
+
+
+def test_a_group_of_ranks_generates_one_batch():
+    trainer = generating()
+    assert trainer.args.generation_batch_size == 12
+    trainer._mesh, trainer._first = object(), torch.tensor([0, 0, 2, 2])
+    assert trainer._calculate_rewards().flatten().tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale_rewards": "batch"}, "args.scale_rewards: got 'batch'; allowed: 'group' or 'none'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "allowed: 'sum_then_normalize'"),
+        ({"top_entropy_quantile": 0.2}, r"args.top_entropy_quantile: got 0.2; allowed: 1.0"),
+        ({"normalize_advantages": True}, "args.normalize_advantages: got True; allowed: False"),
+        ({"num_generations": 4}, r"steps_per_generation: got 6; allowed: a multiple of the 4 generations"),
+    ],
+)
+def test_rejects_what_counts_completions_of_several_ranks(changed, message):
+    with pytest.raises(ArgumentError, match=message):
+        generating(**changed)
