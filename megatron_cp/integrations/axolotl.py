@@ -90,7 +90,9 @@ class ContextParallelPlugin(BasePlugin):
         options = dict(cfg.megatron_cp or {})
         named = {name: options.pop(name) for name in ("layout", "scheme", "linear_mode") if name in options}
         init = functools.partialmethod(ContextParallelMixin.__init__, **named, cp_options=options)
-        return type("ContextParallelAxolotlTrainer", (_KeepsProcesses, ContextParallelMixin, AxolotlTrainer), {"__init__": init})
+        return type(
+            "ContextParallelAxolotlTrainer", (_KeepsProcesses, ContextParallelMixin, AxolotlTrainer), {"__init__": init}
+        )
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """Returns arguments that axolotl sets otherwise: the loss is divided by the labels of all ranks."""
@@ -137,7 +139,7 @@ def check_config(cfg: Mapping[str, Any]) -> None:
         ArgumentError: names the key, what it is, and what to do instead.
     """
     for name, remedy in _REFUSED.items():
-        if (value := cfg.get(name)) and value != 1:
+        if (value := cfg.get(name)) and (value is True or value != 1):  # a size of one is none
             raise ArgumentError(name, value, "none", remedy)
     if (attention := cfg.get("attn_implementation")) not in (None, *_ATTENTION):
         remedy = "It replaces the attention of models in its own way."

@@ -54,7 +54,7 @@ def register(cp_size: int | None = None, **options: Any) -> None:
 
     def checked_args(args: Any = None) -> Any:
         found = get_train_args(args)
-        check_arguments(*found)
+        check_arguments(*found[:4])
         found[2].parallelism_config = _parallelism(cp_size)
         return found
 
@@ -69,11 +69,11 @@ def register(cp_size: int | None = None, **options: Any) -> None:
         setattr(module, trainer.__name__, derived)
 
 
-def check_arguments(model: Any, data: Any, training: Any, finetuning: Any, generating: Any) -> None:
+def check_arguments(model: Any, data: Any, training: Any, finetuning: Any) -> None:
     """Refuses arguments of LlamaFactory that context parallelism does not compute.
 
     Args:
-        model, data, training, finetuning, generating: what LlamaFactory's `get_train_args` returns.
+        model, data, training, finetuning: what LlamaFactory's `get_train_args` returns.
 
     Raises:
         ArgumentError: names the argument and what to do instead.
