@@ -1,4 +1,4 @@
-"""Adapters for training frameworks that use transformers' models: `megatron_cp.integrations.verl`.
+"""Adapters for training frameworks that use transformers' models: `verl`, `axolotl` and `llamafactory`.
 
-Each imports its framework only where it is used.
+The rest of the package imports none of them, and each needs its framework only where it is used.
 """

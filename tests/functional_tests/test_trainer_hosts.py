@@ -24,7 +24,8 @@ SECTIONS = dict(
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 LENGTHS = (13, 21, 5, 17)  # all in one pack, so that a step has them all, packed or one by one
-SHARED = {"learning_rate": 0.01, "max_steps": 3, "max_grad_norm": 1.0, "logging_steps": 1, "save_strategy": "no",
+SHARED = {"learning_rate": 0.01, "max_steps": 3, "max_grad_norm": 1.0, "eval_strategy": "steps",
+          "eval_steps": 3, "logging_steps": 1, "save_strategy": "no",
           "bf16": False, "output_dir": "out"}  # fmt: skip
 PACKED, ALONE = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": len(LENGTHS)}
 
@@ -57,15 +58,17 @@ def launch(folder, *command):
 
 def axolotl(folder, ranks):
     """Trains by axolotl, on one rank without the plugin. Returns what its trainer logged."""
-    rows = [
+    data = [
         {"input_ids": ids, "labels": [-100, -100, *ids[2:]], "attention_mask": [1] * len(ids)} for ids in documents()
     ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, data)))
+    rows = {"path": "rows.jsonl", "ds_type": "json", "type": None, "split": "train"}
     config = {
         **SHARED, **(ALONE if ranks == 1 else PACKED), "base_model": "model", "micro_batch_size": 1, "num_epochs": 3,
         "sample_packing": ranks > 1, "sequence_len": 64, "optimizer": "adamw_torch", "lr_scheduler": "constant",
-        "datasets": [{"path": "rows.jsonl", "ds_type": "json", "type": None}], "attn_implementation": "sdpa",
-        "val_set_size": 0, "dataset_prepared_path": "prepared", "dataset_num_proc": 1, "fp16": False, "tf32": False,
+        "datasets": [rows], "test_datasets": [rows], "attn_implementation": "sdpa", "val_set_size": 0,
+        "eval_sample_packing": ranks > 1, "eval_batch_size": 1 if ranks > 1 else len(LENGTHS),
+        "dataset_prepared_path": "prepared", "dataset_num_proc": 1, "fp16": False, "tf32": False,
     }  # fmt: skip
     added = "" if ranks == 1 else block("axolotl", "yaml").replace("size: 2", f"size: {ranks}")
     (folder / "job.yaml").write_text(
@@ -86,7 +89,8 @@ def llamafactory(folder, ranks):
         **SHARED, **(ALONE if ranks == 1 else PACKED), "model_name_or_path": "model", "per_device_train_batch_size": 1,
         "stage": "sft", "do_train": True, "finetuning_type": "full", "dataset": "tiny", "dataset_dir": ".",
         "template": "empty", "cutoff_len": 70, "preprocessing_num_workers": 1, "num_train_epochs": 3, "use_cpu": True,
-        "neat_packing": ranks > 1, "lr_scheduler_type": "constant", "report_to": "none", "flash_attn": "sdpa",
+        "neat_packing": ranks > 1, "eval_dataset": "tiny", "report_to": "none", "flash_attn": "sdpa",
+        "per_device_eval_batch_size": 1 if ranks > 1 else len(LENGTHS), "lr_scheduler_type": "constant",
     }  # fmt: skip
     (folder / "job.yaml").write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in config.items()))
     line = block("LlamaFactory", "bash").replace(" 2", f" {ranks}")
@@ -105,8 +109,8 @@ def test_packed_ranks_log_what_the_stock_host_logs_of_each_document_alone(traine
         folder = tmp_path / str(ranks)
         build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder / "model")
         tokenizer().save_pretrained(folder / "model")
-        found[ranks] = [[log["loss"], log["grad_norm"]] for log in trained(folder, ranks) if "loss" in log]
-    print(found)
-    assert len(found[1]) == 3
+        logs = trained(folder, ranks)
+        found[ranks] = [log[key] for log in logs for key in ("loss", "grad_norm", "eval_loss") if key in log]
+    assert len(found[1]) == 7
     for ranks in (2, 3):
-        assert found[ranks] == [pytest.approx(step, rel=2e-4) for step in found[1]]
+        assert found[ranks] == pytest.approx(found[1], rel=2e-4)
