@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def main(configuration, log):
+    sys.modules["fla"] = None  # where it is installed, transformers calls its kernels on CPUs too
     import axolotl.utils.trainer
     from accelerate import PartialState
     from axolotl.cli.args import TrainerCliArgs
