@@ -1,4 +1,1 @@
-"""Adapters for training frameworks: `megatron_cp.integrations.verl`, `.torchtitan` and `.automodel`.
-
-Each imports its framework only where it is used.
-"""
+"""Adapters for other people's frameworks, which are imported only where they are used. `docs/hosts.md` lists them."""

@@ -1,10 +1,11 @@
-"""Turns padded rows into one row of documents, for collators that pad: TRL's, and most of transformers'."""
+"""Turns rows of documents into one row: rows that a collator has padded, or the packed rows of a data set."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,37 @@ def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tupl
     _check_rows(batch, kept, padded_left)
     flat = {name: _flattened(value, kept) for name, value in batch.items() if name != "attention_mask"}
     return {**flat, "lengths": kept.sum(1)}, kept
+
+
+def join_documents(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Puts the rows of a data set end to end without their padding, as a collator of packed rows does.
+
+    Args:
+        rows: `input_ids` and `labels`, integers, and perhaps `attention_mask`, which is 0 in padding. A row is one
+            document, unless its `attention_mask` numbers several or its `position_ids` begin again at 0.
+
+    Returns:
+        `input_ids` and `labels` `[1, total]`, and the `lengths` of the documents.
+
+    Raises:
+        ArgumentError: positions that do not count up from 0 in every document.
+    """
+    ids, labels, lengths = [], [], []
+    for row in rows:
+        mask = np.asarray(row.get("attention_mask", np.ones(len(row["input_ids"]))))
+        kept = mask != 0
+        begins = np.diff(mask[kept], prepend=0) != 0
+        if (positions := row.get("position_ids")) is not None:
+            counted = np.asarray(positions)[kept]
+            begins |= counted == 0
+            starts = np.flatnonzero(begins)
+            if (counted != np.arange(len(counted)) - starts[np.cumsum(begins) - 1]).any():
+                raise ArgumentError("position_ids", positions, "positions that count up from 0 in every document")
+        lengths += np.diff(np.append(np.flatnonzero(begins), kept.sum())).tolist()
+        ids.append(np.asarray(row["input_ids"])[kept])
+        labels.append(np.asarray(row["labels"])[kept])
+    joined = {"input_ids": np.concatenate(ids)[None], "labels": np.concatenate(labels)[None]}
+    return {name: torch.from_numpy(value).long() for name, value in joined.items()} | {"lengths": torch.tensor(lengths)}
 
 
 def restore_rows(rows: Tensor, kept: Tensor | None) -> Tensor:

@@ -1,0 +1,149 @@
+"""Context parallelism for axolotl, as a plugin, in place of its own.
+
+    context_parallel_size: 4
+    plugins:
+      - megatron_cp.integrations.axolotl.ContextParallelPlugin
+    megatron_cp:  # optional: arguments of enable_context_parallel
+      layout: balanced
+
+The size need divide neither heads nor tokens. axolotl's own settings of a ring (`context_parallel:`) are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import PartialState
+from axolotl.integrations.base import BasePlugin, PluginManager
+from pydantic import BaseModel
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.enable import enable_context_parallel
+from megatron_cp.transformers.rows import join_documents
+from megatron_cp.transformers.trainer import ContextParallelMixin
+
+_OWN = "axolotl.integrations.context_parallel.ContextParallelPlugin"  # which axolotl always registers
+_OPTIONS = [
+    name for name, each in inspect.signature(enable_context_parallel).parameters.items()
+    if each.kind is inspect.Parameter.KEYWORD_ONLY
+]  # fmt: skip
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_RING = "context_parallel_size is the number of ranks, and megatron_cp: has all other settings."
+_LOSS = "It computes another loss than the model's own, from whole rows."
+_UNTRIED = "It has not been tried under context parallelism."
+_REFUSED = {
+    "context_parallel": _RING,
+    "ring_attn_func": _RING,
+    "heads_k_stride": _RING,
+    "deepspeed": "Its own sequence parallelism would split batches again. Use fsdp_config.",
+    "rl": "Its trainer needs whole rows: write it with ContextParallelPreferenceMixin and TRL.",
+    "reward_model": _LOSS,
+    "process_reward_model": _LOSS,
+    "orpo_alpha": _LOSS,
+    "use_dft": _LOSS,
+    "use_eaft": _LOSS,
+    "cut_cross_entropy": _LOSS,
+    "chunked_cross_entropy": _LOSS,
+    "liger_fused_linear_cross_entropy": _LOSS,
+    "diffusion": _LOSS,
+    "trainer_cls": "Derive your class from ContextParallelMixin instead.",
+    "pretraining_dataset": _UNTRIED,
+    "streaming": _UNTRIED,
+    "processor_type": "Images are not distributed. Train on text.",
+    "tensor_parallel_size": _UNTRIED,
+    "expert_parallel_size": _UNTRIED,
+}
+
+
+class ContextParallelArgs(BaseModel):
+    """The key `megatron_cp` of axolotl's configuration: arguments of `enable_context_parallel`."""
+
+    megatron_cp: dict[str, Any] | None = None
+
+
+class ContextParallelPlugin(BasePlugin):
+    """A plugin of axolotl: its trainer runs the model over `context_parallel_size` ranks.
+
+    Models may have any heads, windows, and linear layers; packed documents stay apart. Losses and gradient norms are
+    those of each document alone.
+
+    Raises:
+        ArgumentError: keys of the configuration that are for axolotl's own context parallelism, or that would compute
+            something else here.
+    """
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Checks the configuration as it was written, and disables axolotl's own plugin."""
+        check_config(cfg)
+        PluginManager.get_instance().plugins[_OWN] = BasePlugin()
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{ContextParallelArgs.__name__}"
+
+    def get_trainer_cls(self, cfg: Any) -> type:
+        """Returns axolotl's trainer with context parallelism."""
+        from axolotl.core.trainers import AxolotlTrainer  # after axolotl has changed what it changes of transformers
+
+        options = dict(cfg.megatron_cp or {})
+        named = {name: options.pop(name) for name in ("layout", "scheme", "linear_mode") if name in options}
+        init = functools.partialmethod(ContextParallelMixin.__init__, **named, cp_options=options)
+        return type(
+            "ContextParallelAxolotlTrainer", (_KeepsProcesses, ContextParallelMixin, AxolotlTrainer), {"__init__": init}
+        )
+
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        """Returns arguments that axolotl sets otherwise: the loss is divided by the labels of all ranks."""
+        cpus = {"use_cpu": True} if cfg.device == "cpu" else {}  # else several CPUs would not be a group
+        return {"average_tokens_across_devices": True, **cpus}
+
+    def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
+        """Returns the collator of packed rows; rows that are not packed keep axolotl's."""
+        packed = cfg.eval_sample_packing if is_eval else cfg.sample_packing
+        return (PackedCollator, {}) if packed else None
+
+
+class _KeepsProcesses:
+    """A mixin that restores accelerate's `PartialState`, which axolotl discards before it makes the accelerator."""
+
+    args: Any
+
+    def _build_accelerator_args(self, **named: Any) -> Any:
+        PartialState(cpu=self.args.use_cpu)
+        return super()._build_accelerator_args(**named)  # type: ignore[misc]
+
+
+class PackedCollator:
+    """A collator that puts the documents of packed rows end to end, without padding.
+
+    Args:
+        tokenizer, options: what axolotl gives every collator; nothing is padded here.
+    """
+
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        """Returns a batch of one row; `features` are documents, or lists of those of a row."""
+        return join_documents(
+            [each for row in features for each in ([row] if isinstance(row, Mapping) else row)]
+        )  # fmt: skip
+
+
+def check_config(cfg: Mapping[str, Any]) -> None:
+    """Refuses keys of axolotl's configuration that context parallelism does not compute.
+
+    Raises:
+        ArgumentError: names the key, what it is, and what to do instead.
+    """
+    for name, remedy in _REFUSED.items():
+        if (value := cfg.get(name)) and (value is True or value != 1):  # a size of one is none
+            raise ArgumentError(name, value, "none", remedy)
+    if (attention := cfg.get("attn_implementation")) not in (None, *_ATTENTION):
+        remedy = "It replaces the attention of models in its own way."
+        raise ArgumentError("attn_implementation", attention, ", ".join(_ATTENTION), remedy)
+    for name in cfg.get("megatron_cp") or {}:
+        if name not in _OPTIONS:
+            raise ArgumentError(f"megatron_cp.{name}", cfg["megatron_cp"][name], ", ".join(_OPTIONS))

@@ -1,0 +1,316 @@
+"""The adapters for axolotl and LlamaFactory beside fakes with these hosts' signatures.
+
+The functional tests of the same name run the hosts themselves; where one is installed, the fakes are compared with it
+here.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import warnings
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+
+from megatron_cp import ArgumentError
+from megatron_cp.transformers import ContextParallelMixin
+from megatron_cp.transformers.rows import join_documents
+from tests.transformers_cases import build
+
+DOCUMENTS = [[7, 8, 9, 10, 11], [5], [20, 21, 22]]
+
+
+def module(name, **contents):
+    made = types.ModuleType(name)
+    vars(made).update(contents)
+    return made
+
+
+# -- axolotl ----------------------------------------------------------------------------------------------------------
+
+
+class BasePlugin:
+    """The hooks of axolotl 0.21 that the plugin overrides."""
+
+    def register(self, cfg): ...
+    def get_input_args(self): ...
+    def get_training_args(self, cfg): ...
+    def get_trainer_cls(self, cfg): ...
+    def get_collator_cls_and_kwargs(self, cfg, is_eval=False): ...
+
+
+class PluginManager:
+    plugins = {}  # noqa: RUF012
+
+    @staticmethod
+    def get_instance():
+        return PluginManager
+
+
+class AxolotlTrainer(Trainer):
+    """Discards accelerate's state, and takes arguments of its own, as axolotl's trainer does."""
+
+    def __init__(self, *args, eval_data_collator=None, **named):
+        super().__init__(*args, **named)
+
+    def create_accelerator_and_postprocess(self):
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        super().create_accelerator_and_postprocess()
+
+
+class Config(dict):
+    """A configuration whose missing keys are None, as axolotl's are."""
+
+    __getattr__ = dict.get
+
+
+@pytest.fixture
+def axolotl(monkeypatch):
+    PluginManager.plugins = {"axolotl.integrations.context_parallel.ContextParallelPlugin": object()}
+    monkeypatch.setitem(sys.modules, "axolotl", module("axolotl"))
+    monkeypatch.setitem(sys.modules, "axolotl.core", module("axolotl.core"))
+    monkeypatch.setitem(sys.modules, "axolotl.core.trainers", module("trainers", AxolotlTrainer=AxolotlTrainer))
+    monkeypatch.setitem(sys.modules, "axolotl.integrations", module("axolotl.integrations"))
+    base = module("base", BasePlugin=BasePlugin, PluginManager=PluginManager)
+    monkeypatch.setitem(sys.modules, "axolotl.integrations.base", base)
+    monkeypatch.delitem(sys.modules, "megatron_cp.integrations.axolotl", raising=False)
+    yield importlib.import_module("megatron_cp.integrations.axolotl")
+    sys.modules.pop("megatron_cp.integrations.axolotl")
+
+
+def test_the_plugin_disables_axolotls_own_and_names_its_keys(axolotl):
+    plugin = axolotl.ContextParallelPlugin()
+    plugin.register({"context_parallel_size": 2, "tensor_parallel_size": 1, "attn_implementation": "sdpa"})
+    assert [type(each) for each in PluginManager.plugins.values()] == [BasePlugin]
+    place, _, name = plugin.get_input_args().rpartition(".")
+    keys = getattr(importlib.import_module(place), name)(megatron_cp={"layout": "zigzag"})
+    assert keys.megatron_cp == {"layout": "zigzag"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"context_parallel": {"size": 2, "backend": "ring"}},
+            "context_parallel: got .*backend.*context_parallel_size is",
+        ),
+        ({"ring_attn_func": "varlen_llama3"}, "ring_attn_func: got 'varlen_llama3'"),
+        ({"heads_k_stride": 2}, "heads_k_stride: got 2"),
+        ({"deepspeed": "zero3.json"}, "deepspeed: got 'zero3.json'.*fsdp_config"),
+        ({"rl": "dpo"}, "rl: got 'dpo'.*ContextParallelPreferenceMixin"),
+        ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*another loss"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2"),
+        ({"processor_type": "AutoProcessor"}, "processor_type: got 'AutoProcessor'"),
+        ({"attn_implementation": "xformers"}, "attn_implementation: got 'xformers'; allowed: sdpa, "),
+        ({"megatron_cp": {"layouts": "zigzag"}}, "megatron_cp.layouts: got 'zigzag'; allowed: layout, scheme"),
+    ],
+)
+def test_rejects_keys_of_axolotl_that_it_does_not_compute(axolotl, config, message):
+    with pytest.raises(ArgumentError, match=message):
+        axolotl.ContextParallelPlugin().register(config)
+    assert not isinstance(next(iter(PluginManager.plugins.values())), BasePlugin)
+
+
+def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
+    plugin = axolotl.ContextParallelPlugin()
+    cfg = Config(sample_packing=True, device="cpu", megatron_cp={"layout": "contiguous", "align": 3})
+    kind, options = plugin.get_collator_cls_and_kwargs(cfg)
+    collate = kind(None, padding=True, pad_to_multiple_of=64, return_tensors="pt", **options)
+    rows = [{"input_ids": ids, "labels": ids, "position_ids": list(range(len(ids)))} for ids in DOCUMENTS]
+    given = plugin.get_training_args(cfg)
+    assert given == {"average_tokens_across_devices": True, "use_cpu": True}
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, report_to=[], save_strategy="no", remove_unused_columns=False,
+        per_device_train_batch_size=3, **given,
+    )  # fmt: skip
+    model = build("Llama", dtype=torch.float32)
+    ids = [torch.tensor(each) for each in DOCUMENTS]
+    logits = [model(input_ids=each[None]).logits[0, :-1] for each in ids]
+    alone = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat([each[1:] for each in ids]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process has no configuration of its parallelism
+        trainer = plugin.get_trainer_cls(cfg)(
+            model=model, args=args, train_dataset=rows, data_collator=lambda three: collate([three]),
+            eval_data_collator=None,
+        )  # fmt: skip
+    assert isinstance(trainer, ContextParallelMixin)
+    assert isinstance(trainer, AxolotlTrainer)
+    assert (trainer.context_parallel.planner.layout, trainer.context_parallel.planner.align) == ("contiguous", 3)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(alone.item(), abs=1e-5)
+
+
+def test_rows_that_are_not_packed_keep_axolotls_collator(axolotl):
+    plugin = axolotl.ContextParallelPlugin()
+    assert plugin.get_collator_cls_and_kwargs(Config()) is None
+    assert plugin.get_collator_cls_and_kwargs(Config(sample_packing=True), is_eval=True) is None
+    assert plugin.get_collator_cls_and_kwargs(Config(eval_sample_packing=True), is_eval=True)[1] == {}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="axolotl is not installed")
+def test_the_fake_plugin_has_axolotls_signatures():
+    from axolotl.core.trainers import AxolotlTrainer as RealTrainer
+    from axolotl.integrations.base import BUILTIN_PLUGINS
+    from axolotl.integrations.base import BasePlugin as RealPlugin
+    from axolotl.integrations.base import PluginManager as RealManager
+
+    for name, fake in vars(BasePlugin).items():
+        if inspect.isfunction(fake):
+            assert [*inspect.signature(getattr(RealPlugin, name)).parameters] == [*inspect.signature(fake).parameters]
+    assert "axolotl.integrations.context_parallel.ContextParallelPlugin" in BUILTIN_PLUGINS
+    assert isinstance(RealManager.get_instance().plugins, dict)
+    assert issubclass(RealTrainer, Trainer)
+    assert "eval_data_collator" in inspect.signature(RealTrainer).parameters
+
+
+# -- LlamaFactory -----------------------------------------------------------------------------------------------------
+
+
+class CustomSeq2SeqTrainer(Seq2SeqTrainer):
+    """Takes the arguments of LlamaFactory's trainer."""
+
+    def __init__(self, finetuning_args, processor, model_args=None, gen_kwargs=None, ref_model=None, **kwargs):
+        self.given = kwargs
+
+
+class CustomTrainer(Trainer):
+    """Takes the arguments of LlamaFactory's trainer."""
+
+    def __init__(self, finetuning_args, processor, model_args=None, **kwargs):
+        self.given = kwargs
+
+
+def job(**changed):
+    """Returns what LlamaFactory's get_train_args returns of a packed job."""
+    arguments = {"model_args": {}, "data_args": {"packing": True, "neat_packing": True}, "training_args": {},
+                 "finetuning_args": {"stage": "sft"}, "generating_args": {}}  # fmt: skip
+    for name, values in changed.items():
+        arguments[name] = {**arguments[name], **values}
+    return tuple(types.SimpleNamespace(**values) for values in arguments.values())
+
+
+@pytest.fixture
+def llamafactory(monkeypatch):
+    fakes = {
+        "": {},
+        ".hparams": {"get_train_args": lambda args: job(**(args or {}))},
+        ".train": {"tuner": (tuner := module("tuner", run_exp=lambda: tuner.ran.append(sys.argv[1:]), ran=[]))},
+        ".train.tuner": None,
+        ".train.pt": {"workflow": module("workflow", CustomTrainer=CustomTrainer)},
+        ".train.pt.trainer": {"CustomTrainer": CustomTrainer},
+        ".train.sft": {"workflow": module("workflow", CustomSeq2SeqTrainer=CustomSeq2SeqTrainer)},
+        ".train.sft.trainer": {"CustomSeq2SeqTrainer": CustomSeq2SeqTrainer},
+    }
+    for name, contents in fakes.items():
+        made = tuner if contents is None else module(f"llamafactory{name}", **contents)
+        monkeypatch.setitem(sys.modules, f"llamafactory{name}", made)
+    return sys.modules
+
+
+def test_registering_gives_both_stages_the_mixin(llamafactory, monkeypatch):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    given = {}
+    monkeypatch.setattr(adapter.ContextParallelMixin, "__init__", lambda self, **named: given.update(named))
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    for _ in range(2):  # the second time replaces the first
+        adapter.register(3, layout="zigzag")
+    training = llamafactory["llamafactory.train.tuner"].get_train_args(None)[2]
+    sizes = training.parallelism_config
+    assert (sizes.cp_size, sizes.dp_shard_size, sizes.total_size) == (3, 2, 6)
+    finetuning = llamafactory["llamafactory.train.sft"].workflow.CustomSeq2SeqTrainer
+    pretraining = llamafactory["llamafactory.train.pt"].workflow.CustomTrainer
+    assert finetuning.__mro__[1:3] == (ContextParallelMixin, CustomSeq2SeqTrainer)
+    assert pretraining.__mro__[1:3] == (ContextParallelMixin, CustomTrainer)
+    finetuning(data_collator=types.SimpleNamespace(neat_packing=True))
+    assert given == {"layout": "zigzag", "data_collator": adapter.collate_packed}
+    stock = types.SimpleNamespace(neat_packing=False)
+    finetuning(data_collator=stock)
+    assert given["data_collator"] is stock
+
+
+def test_the_launcher_leaves_other_arguments_to_llamafactory(llamafactory, monkeypatch):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    given = {}
+    monkeypatch.setattr(adapter, "register", lambda **named: given.update(named))
+    monkeypatch.setattr(sys, "argv", ["launcher", "--cp-size", "4", "job.yaml", "--linear-mode", "exact", "stage=pt"])
+    adapter.main()
+    assert given == {"cp_size": 4, "linear_mode": "exact"}
+    assert llamafactory["llamafactory.train.tuner"].ran == [["job.yaml", "stage=pt"]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"finetuning_args": {"stage": "dpo"}}, "stage: got 'dpo'; allowed: pt or sft"),
+        ({"data_args": {"neat_packing": False}}, "packing: got True; allowed: neat_packing: true"),
+        ({"training_args": {"predict_with_generate": True}}, "predict_with_generate: got True"),
+        ({"finetuning_args": {"use_mca": True}}, "use_mca: got True"),
+        ({"model_args": {"shift_attn": True}}, "shift_attn: got True"),
+    ],
+)
+def test_rejects_arguments_of_llamafactory_that_it_does_not_compute(llamafactory, changed, message):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    adapter.register(1)
+    with pytest.raises(ArgumentError, match=message):
+        llamafactory["llamafactory.train.tuner"].get_train_args(changed)
+
+
+def test_rejects_images_in_packed_rows():
+    from megatron_cp.integrations import llamafactory as adapter
+
+    with pytest.raises(ArgumentError, match="images: got 'files in a row'"):
+        adapter.collate_packed([{"input_ids": [1], "labels": [1], "images": ["a.png"]}])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llamafactory") is None, reason="LlamaFactory is not installed")
+def test_the_fakes_have_llamafactorys_signatures():
+    from llamafactory.hparams import DataArguments, FinetuningArguments, ModelArguments
+    from llamafactory.hparams import TrainingArguments as Training
+    from llamafactory.train import tuner
+    from llamafactory.train.pt import trainer as pretraining
+    from llamafactory.train.pt import workflow as pt
+    from llamafactory.train.sft import trainer as finetuning
+    from llamafactory.train.sft import workflow as sft
+
+    from megatron_cp.integrations.llamafactory import _REFUSED
+
+    for fake, owner, used_by in ((CustomTrainer, pretraining, pt), (CustomSeq2SeqTrainer, finetuning, sft)):
+        real = getattr(owner, fake.__name__)
+        assert getattr(used_by, fake.__name__) is real
+        assert [*inspect.signature(real.__init__).parameters] == [*inspect.signature(fake.__init__).parameters]
+    assert callable(tuner.get_train_args)
+    assert callable(tuner.run_exp)
+    fields = {name for kind in (ModelArguments, FinetuningArguments, Training) for name in kind.__dataclass_fields__}
+    assert set(_REFUSED) <= fields
+    assert {"packing", "neat_packing"} <= set(DataArguments.__dataclass_fields__)
+
+
+# -- rows of documents ------------------------------------------------------------------------------------------------
+
+
+def test_rows_become_documents():
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 0], "labels": [5, 6, -100, 8, -100], "attention_mask": [1, 1, 2, 2, 0]},
+        {"input_ids": [9, 9, 9], "labels": [9, 9, 9], "position_ids": [0, 0, 1], "attention_mask": [1, 1, 1]},
+        {"input_ids": torch.tensor([4, 4]), "labels": torch.tensor([4, 4])},
+    ]
+    joined = join_documents(rows)
+    assert joined["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9, 9, 4, 4]]
+    assert joined["labels"].tolist() == [[5, 6, -100, 8, 9, 9, 9, 4, 4]]
+    assert joined["lengths"].tolist() == [2, 2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("positions", [[3, 4, 5], [0, 2, 1]])
+def test_rejects_positions_that_name_no_documents(positions):
+    with pytest.raises(ArgumentError, match=r"position_ids: got .*count up from 0"):
+        join_documents([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": positions}])
