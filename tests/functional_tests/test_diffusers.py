@@ -19,6 +19,7 @@ from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
 
@@ -292,8 +293,7 @@ def enabled(name="flux", group=None, settings=None, **options):
 )
 def test_inputs_that_are_refused(name, arguments, message):
     model, inputs = enabled(name)
-    with pytest.raises(ArgumentError, match=message):
-        model(**inputs | arguments)
+    rejects(message, model, **inputs | arguments)
 
 
 def test_models_that_are_refused():
@@ -306,11 +306,9 @@ def test_models_that_are_refused():
         )
     with pytest.raises(ArgumentError, match="image_condition_type: got 'token_replace'"):
         enabled("hunyuan", settings={"image_condition_type": "token_replace"})
-    with pytest.raises(ArgumentError, match="model: got 'Linear'"):
-        enable_context_parallel(torch.nn.Linear(1, 1), None)
+    rejects("model: got 'Linear'", enable_context_parallel, torch.nn.Linear(1, 1), None)
     model, _ = enabled()
-    with pytest.raises(ArgumentError, match="one that runs over a group already"):
-        enable_context_parallel(model, None)
+    rejects("one that runs over a group already", enable_context_parallel, model, None)
 
 
 @pytest.mark.parametrize(
@@ -323,15 +321,13 @@ def test_models_that_are_refused():
     ],
 )
 def test_options_that_are_refused(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        enabled(**options)
+    rejects(message, enabled, **options)
 
 
 def test_processors_that_are_set_later_are_noticed():
     model, inputs = enabled()
     model.set_attn_processor(copy.copy(diffusers.models.transformers.transformer_flux.FluxAttnProcessor()))
-    with pytest.raises(ArgumentError, match="0 attention layers that ran over the group"):
-        model(**inputs)
+    rejects("0 attention layers that ran over the group", model, **inputs)
 
 
 def test_backends_that_do_not_ask_torch_are_noticed():
@@ -341,8 +337,7 @@ def test_backends_that_do_not_ask_torch_are_noticed():
         model.set_attention_backend("_native_math")
         model(**inputs)
         model.set_attention_backend("flex")
-        with pytest.raises(ArgumentError, match="FluxAttnProcessor with 0 attentions of torch"):
-            model(**inputs)
+        rejects("FluxAttnProcessor with 0 attentions of torch", model, **inputs)
     finally:
         model.set_attention_backend("native")  # diffusers sets that of all models
 

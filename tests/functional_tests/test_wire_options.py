@@ -27,6 +27,7 @@ from megatron_cp.testing.poison import poisoned
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup, Diary
 from tests.random_tiles import assign_at_random
+from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
@@ -261,8 +262,7 @@ def test_projections_happen_while_chunks_travel():
 @pytest.mark.parametrize("made", [None, (torch.ones(235, 6, 16),) * 2, torch.ones(3, 235, 6, 16)], ids=type)
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match=r"^project: got .*one that returns q, k and v"):
-        projected_attention(lambda *_: made, plan)
+    rejects(r"^project: got .*one that returns q, k and v", projected_attention, lambda *_: made, plan)
 
 
 def test_rejects_a_projection_of_other_heads():

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.capabilities import require
+from tests.refusals import rejects
 
 
 def test_an_error_survives_pickling_and_what_megatron_does_to_it():
@@ -41,8 +42,7 @@ def test_a_refusal_names_the_argument_as_the_user_spells_it():
     ],
 )
 def test_rejects_what_others_call_it_and_asks_whether_that_was_meant(argument, value, meant):
-    with pytest.raises(ArgumentError, match=re.escape(f"Did you mean {meant}?")):
-        require(argument, value)
+    rejects(re.escape(f"Did you mean {meant}?"), require, argument, value)
 
 
 @pytest.mark.parametrize("value", ["", "nothing", "x", None, 5])

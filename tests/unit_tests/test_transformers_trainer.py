@@ -10,11 +10,11 @@ pytest.importorskip("transformers")
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.parallelism import checked_parallelism
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer import ContextParallelMixin
+from tests.refusals import rejects
 
 IDS = torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9], [3, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
@@ -63,8 +63,7 @@ def test_other_batches_stay_as_they_are(batch):
     ],
 )
 def test_rejects_rows_that_are_not_documents(changed, text):
-    with pytest.raises(ArgumentError, match=text):
-        flatten_rows({**PADDED, **changed})
+    rejects(text, flatten_rows, {**PADDED, **changed})
 
 
 def arguments(ranks, gpus=1):
@@ -81,19 +80,16 @@ def arguments(ranks, gpus=1):
     ],
 )
 def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
-    with pytest.raises(ArgumentError, match=f"args.parallelism_config: .*{remedy}"):
-        checked_parallelism(arguments(ranks), config)
+    rejects(f"args.parallelism_config: .*{remedy}", checked_parallelism, arguments(ranks), config)
 
 
 def test_rejects_processes_without_a_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ArgumentError, match="use_cpu=True"):
-        checked_parallelism(arguments(1), None)
+    rejects("use_cpu=True", checked_parallelism, arguments(1), None)
 
 
 def test_rejects_several_gpus_of_one_process():
-    with pytest.raises(ArgumentError, match=r"args.n_gpu: got 4.*torchrun --nproc-per-node 4"):
-        checked_parallelism(arguments(1, gpus=4), None)
+    rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
 
 
 def test_one_process_is_warned_unless_one_is_meant():
@@ -129,5 +125,4 @@ def test_parallelism_is_what_was_said(monkeypatch):
 def test_rejects_trainers_of_trl_whose_loss_is_not_the_models(name, mixin, message):
     sft = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
     theirs = type(name, (sft,), {"__module__": "trl.trainer.theirs"})
-    with pytest.raises(ArgumentError, match=f"trainer: got '{name}'.*{message}"):
-        type("Mine", (mixin, theirs), {})()
+    rejects(f"trainer: got '{name}'.*{message}", type("Mine", (mixin, theirs), {}))

@@ -5,7 +5,7 @@ import pytest
 
 import megatron_cp as cp
 from megatron_cp.data import BlendedStream, ByteTokenizer, PackedStream, TokenCorpus, read_corpus
-from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 
 def stream(token, documents=2):
@@ -52,14 +52,12 @@ def test_without_weights_shares_are_those_of_tokens():
     ids=["none", "a number", "weights of two", "zero", "nan", "below zero"],
 )
 def test_rejects_blends(streams, weights, name):
-    with pytest.raises(ArgumentError, match=f"^{name}: "):
-        BlendedStream(streams, weights)
+    rejects(f"^{name}: ", BlendedStream, streams, weights)
 
 
 @pytest.mark.parametrize("index", [-1, 0.5, "1"])
 def test_rejects_numbers_of_packs(index):
-    with pytest.raises(ArgumentError, match=r"^index: "):
-        BlendedStream([stream(1)]).pack(index)
+    rejects(r"^index: ", BlendedStream([stream(1)]).pack, index)
 
 
 def test_a_blend_of_conversations_is_learnt_as_each_stream_is(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_cp.data import ByteTokenizer, TokenCorpus, read_corpus
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 END = 256
 not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -144,8 +145,7 @@ def test_rejects_tokens_outside_their_vocabulary(tmp_path, token):
     """In the type that is kept 259 would be 3, and -1 be 255."""
     write(tmp_path, {"a": "a"})
     words = SimpleNamespace(name="words", vocab_size=3, end_of_document=2, encode=lambda text: np.array([1, token]))
-    with pytest.raises(ArgumentError, match=rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}"):
-        read_corpus(tmp_path, words)
+    rejects(rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}", read_corpus, tmp_path, words)
 
 
 def test_a_text_of_no_tokens_is_empty(tmp_path):
@@ -210,8 +210,7 @@ def test_rejects_a_pipe(tmp_path):
 def test_rejects_a_path_that_no_file_can_have(tmp_path):
     with refusal_of("x" * 180, "No file"):
         read("x" * 180)
-    with pytest.raises(ArgumentError, match=r"^data_path: .*Cannot read it: File name too long\.$"):
-        read("x" * 5000)
+    rejects(r"^data_path: .*Cannot read it: File name too long\.$", read, "x" * 5000)
 
 
 @not_root

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.data import Piece, best_fit
 from megatron_cp.data.pieces import cut
-from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -111,5 +111,4 @@ def test_no_lengths_need_no_packs():
     "lengths", [[3, 9], [0, 3], [-1], [1.5, 2.0], [True, True]], ids=["long", "empty", "negative", "fraction", "bool"]
 )
 def test_rejects_lengths_that_no_pack_can_hold(lengths):
-    with pytest.raises(ArgumentError, match=re.escape(f"lengths: got {lengths}; allowed: integers from 1 to")):
-        best_fit(lengths, 8)
+    rejects(re.escape(f"lengths: got {lengths}; allowed: integers from 1 to"), best_fit, lengths, 8)

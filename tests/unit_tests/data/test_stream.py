@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_cp.data import GlobalBatch, PackedStream, TokenCorpus
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
+from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 LENGTHS = [1, 7, 30, 2, 2, 13, 8, 9, 1, 16, 5, 17, 3, 97]
@@ -178,8 +179,7 @@ def test_rejects_numbers_out_of_range(argument, given):
         stream = PackedStream(corpus_of(LENGTHS), **options)
         return stream.pack(index), stream.packs_per_epoch(epoch)
 
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: an integer of at least ")):
-        ask()
+    rejects(re.escape(f"{argument}: got {given}; allowed: an integer of at least "), ask)
 
 
 def test_rejects_a_corpus_without_tokens():
@@ -273,5 +273,4 @@ def test_what_is_returned_is_the_callers():
 
 @pytest.mark.parametrize("even", [True, 3, (2, 2), COST])
 def test_rejects_what_is_no_global_batch(even):
-    with pytest.raises(ArgumentError, match=r"even: got .* allowed: a GlobalBatch or None"):
-        PackedStream(corpus_of(LENGTHS), 16, even=even)
+    rejects(r"even: got .* allowed: a GlobalBatch or None", PackedStream, corpus_of(LENGTHS), 16, even=even)

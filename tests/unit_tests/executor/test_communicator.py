@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transports import Pairwise
 from megatron_cp.plan.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
 from megatron_cp.testing.poison import poisoned
+from tests.refusals import rejects
 
 
 class Noting(RankGroup):
@@ -261,8 +262,7 @@ def test_staging_is_allocated_once(hosts):
     ],
 )
 def test_rejects_what_is_no_transport(name, hosts, argument):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        Transport(name, hosts)
+    rejects(f"^{argument}: got ", Transport, name, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1], np.array([0, 0, 1]), torch.tensor([0, 0, 1]), [np.int64(0)] * 2 + [1]])
@@ -276,8 +276,7 @@ def test_hosts_may_be_any_sequence(hosts):
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
 def test_rejects_more_hosts_than_ranks(num_hosts, name):
-    with pytest.raises(ArgumentError, match=r"^hosts: got "):
-        Transport.even_hosts(name, 4, num_hosts)
+    rejects(r"^hosts: got ", Transport.even_hosts, name, 4, num_hosts)
 
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
@@ -290,8 +289,7 @@ def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
 
 
 def test_rejects_a_transport_that_is_none():
-    with pytest.raises(ArgumentError, match="transport: got 'carrier'"):
-        Transport("carrier")
+    rejects("transport: got 'carrier'", Transport, "carrier")
 
 
 def test_hosts_share_ranks_as_evenly_as_they_can():

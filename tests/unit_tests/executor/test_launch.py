@@ -22,6 +22,7 @@ from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
+from tests.refusals import rejects
 
 T = TypeVar("T")
 
@@ -172,8 +173,7 @@ def test_thread_that_hangs_has_its_stack_shown(capfd):
 
 
 def test_rejects_an_unknown_kind_of_rank():
-    with pytest.raises(ArgumentError, match=r"^kind: got "):
-        run_ranks(lambda group: None, 2, kind="fibres")
+    rejects(r"^kind: got ", run_ranks, lambda group: None, 2, kind="fibres")
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -230,8 +230,7 @@ def refuse_a_function(group: RankGroup) -> None:
 
 
 def test_a_refusal_of_what_cannot_be_pickled_arrives_all_the_same():
-    with pytest.raises(ArgumentError, match=r"mask: got .*lambda.*; allowed: a mask\."):
-        run_ranks(refuse_a_function, 2, kind="processes", timeout=None)
+    rejects(r"mask: got .*lambda.*; allowed: a mask\.", run_ranks, refuse_a_function, 2, kind="processes", timeout=None)
 
 
 @pytest.mark.usefixtures("spawned")

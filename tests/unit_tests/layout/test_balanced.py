@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.balance import Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
+from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 5, 13, 97]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -218,12 +218,10 @@ def test_even_shares_takes_any_work():
 
 @pytest.mark.parametrize("mask", ["causal", Mask.causal(Packing([3, 2])), Mask.causal(Packing([2, 3, 0]))])
 def test_rejects_a_mask_over_another_packing(mask):
-    with pytest.raises(ArgumentError, match=r"mask: got .* a mask over the same packing"):
-        Layout.balanced(Packing([2, 3]), 2, mask=mask)
+    rejects(r"mask: got .* a mask over the same packing", Layout.balanced, Packing([2, 3]), 2, mask=mask)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("cp_size", 0), ("cp_size", 1.5), ("align", 0), ("packing", [2, 3])])
 def test_rejects_what_every_layout_rejects(argument, value):
     given_arguments = {"packing": Packing([2, 3]), "cp_size": 2} | {argument: value}
-    with pytest.raises(ArgumentError, match=f"{argument}: got "):
-        Layout.balanced(**given_arguments)
+    rejects(f"{argument}: got ", Layout.balanced, **given_arguments)

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.block_masks import BLOCK_TABLES, is_block_table
 from tests import mask_oracle as oracle
+from tests.refusals import rejects
 
 TABLES = ["strided", "global_local", "star", "streaming"]
 WITH_BLOCKS = ["strided:8", "global_local:5", "star:1", "streaming:3"]
@@ -113,5 +113,4 @@ def test_blocks_are_cut_of_tokens_and_not_of_pads(spec):
     ],
 )
 def test_rejects_a_number_of_blocks_that_a_table_cannot_have(spec, allowed):
-    with pytest.raises(ArgumentError, match=re.escape(f"mask: got '{spec}'; allowed: {allowed}")):
-        Mask.named(Packing([5, 2]), spec)
+    rejects(re.escape(f"mask: got '{spec}'; allowed: {allowed}"), Mask.named, Packing([5, 2]), spec)

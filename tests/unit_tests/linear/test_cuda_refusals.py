@@ -5,13 +5,13 @@ import sys
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.extras import install
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.common import installed
+from tests.refusals import rejects
 
 RULE, CONV = mamba_ssm.MambaSsmRule(), causal_conv1d.CausalConv1dConv()
 PAIRS = [(RULE, mamba_ssm, "mamba"), (CONV, causal_conv1d, "conv1d")]
@@ -86,8 +86,7 @@ def test_rejects_channels_that_are_no_multiple_of_8():
 
 @of_both
 def test_a_refusal_reaches_the_user(kernel, module, kind):
-    with pytest.raises(ArgumentError, match=f"{kernel.name}: runs on CUDA"):
-        choose_kernel([kernel], kernel.name, _call(kind, device="cpu"))
+    rejects(f"{kernel.name}: runs on CUDA", choose_kernel, [kernel], kernel.name, _call(kind, device="cpu"))
 
 
 @of_both

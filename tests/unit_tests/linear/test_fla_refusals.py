@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import fla
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.chunked import ChunkedRule
 from megatron_cp.linear.kernels.common import installed
+from tests.refusals import rejects
 
 RULE, CONV = fla.FlaRule(), fla.FlaConv()
 KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]
@@ -81,8 +81,7 @@ def test_kda_does_not_call_what_has_wrong_gradients(name):
 
 
 def test_a_refusal_reaches_the_user():
-    with pytest.raises(ArgumentError, match="fla: runs on CUDA"):
-        choose_kernel([RULE], "fla", _call(device="cpu"))
+    rejects("fla: runs on CUDA", choose_kernel, [RULE], "fla", _call(device="cpu"))
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)

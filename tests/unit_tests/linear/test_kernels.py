@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import CONVS, RULES, Delta, LinearCall, StateSpace, choose_conv, choose_rule
+from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in RULES}
 CONV_BY_NAME = {kernel.name: kernel for kernel in CONVS}
@@ -148,8 +148,7 @@ def test_convolution_is_torchs_conv1d_of_each_document(name, width, bias):
 
 
 def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match=r"auto or .*chunked or reference"):
-        choose_rule("triton", call_for([3]))
+    rejects(r"auto or .*chunked or reference", choose_rule, "triton", call_for([3]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

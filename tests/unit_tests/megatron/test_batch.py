@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.megatron.batch import shard_batch
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned, planned_params
+from tests.refusals import rejects
 from tests.unit_tests.batch.test_shard import MISFITS, RAGGED, ids
 
 SLOTS = [
@@ -289,8 +290,7 @@ def test_rejects_a_group_of_another_size():
 
 def test_rejects_layers_that_cannot_be_planned():
     slot = dataclasses.replace(SLOTS[0], kv_heads=3)
-    with pytest.raises(ArgumentError, match="kv_heads: got 3; allowed: a divisor of heads, 8"):
-        shard_batch(ids(), ONE_RANK, slots=[slot])
+    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", shard_batch, ids(), ONE_RANK, slots=[slot])
 
 
 def test_the_seed_of_dropout_is_the_batchs():
@@ -375,8 +375,7 @@ def test_a_batch_is_packed_where_it_says_so():
 @pytest.mark.parametrize("qkv_format", [None, "bshd", "sbhd"])
 def test_rejects_documents_in_a_format_that_is_not_packed(qkv_format):
     params = PackedSeqParams(qkv_format=qkv_format, cu_seqlens_q=offsets_of([4, 8]))
-    with pytest.raises(ArgumentError, match=r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1"):
-        is_packed(params, 1)
+    rejects(r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1", is_packed, params, 1)
 
 
 def test_positions_of_several_axes_are_dealt_like_tokens():
@@ -405,5 +404,4 @@ def test_positions_of_several_axes_are_dealt_like_tokens():
     ],
 )
 def test_rejects_positions_of_other_tokens(given):
-    with pytest.raises(ArgumentError, match=r"^position_ids: got"):
-        shard_batch(torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)
+    rejects(r"^position_ids: got", shard_batch, torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.indexed import IndexedCorpus
+from tests.refusals import rejects
 from tests.unit_tests.megatron.indexed_files import write_indexed
 
 # The reader's destructors must not speak.
@@ -69,8 +70,7 @@ def test_an_epoch_of_packs_holds_every_token_once(prefix):
 def test_rejects_tokens_outside_the_vocabulary(prefix):
     corpus = IndexedCorpus(prefix, 9)
     assert corpus.tokens(0).tolist() == TOKENS[0]
-    with pytest.raises(ArgumentError, match=r"vocab_size: got 9; allowed: more than every token .* where 9 occurs"):
-        corpus.tokens(1)
+    rejects(r"vocab_size: got 9; allowed: more than every token .* where 9 occurs", corpus.tokens, 1)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -181,8 +181,7 @@ def test_rejects_tokens_below_0(tmp_path):
     prefix = write_index(tmp_path)
     (tmp_path / "corpus.bin").write_bytes(np.array([3, -1, *range(10)], np.int32).tobytes())
     corpus = IndexedCorpus(prefix, 12)
-    with pytest.raises(ArgumentError, match=r"data_path: got .* tokens of at least 0. Document 0 holds -1."):
-        corpus.tokens(0)
+    rejects(r"data_path: got .* tokens of at least 0. Document 0 holds -1.", corpus.tokens, 0)
 
 
 def test_what_is_a_pair_and_what_is_text(prefix, tmp_path):

@@ -21,6 +21,7 @@ from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiles import TileWeights, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.problem import volumes
+from tests.refusals import rejects
 
 PACKING = Packing([64])
 NEAR, FAR = Link(1e-6, 0.0, 60.0), Link(1e-6, 0.0, 10.0)
@@ -98,8 +99,7 @@ def test_a_search_without_the_solver_is_refused(scheme, monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     layout = Layout.contiguous(PACKING, 4)
-    with pytest.raises(ArgumentError, match=r"^search_seconds: .*pip install ortools=="):
-        PLAN(layout, scheme=scheme, search_seconds=5)
+    rejects(r"^search_seconds: .*pip install ortools==", PLAN, layout, scheme=scheme, search_seconds=5)
     assert PLAN(layout).attend.tiled is not None
 
 
@@ -112,8 +112,7 @@ def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
     with pytest.raises(ArgumentError, match=r"^search_cache: .* Delete "):
         PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, search_cache=tmp_path, search_seconds=0.01)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArgumentError, match=r"^search_cache: .*a directory"):
-        PLAN(Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
+    rejects(r"^search_cache: .*a directory", PLAN, Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
 
 
 @pytest.mark.parametrize("scheme", [each.name for each in SCHEMES.values() if not each.assigns_tiles])
@@ -121,16 +120,12 @@ def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
 def test_rejects_a_search_that_no_layer_reads(scheme, name, value, none):
     """By name, wherever it is given: to a plan, to a slot, to the slots of a model, and beside linear layers alone."""
     says = rf"^{name}: got {value!r}; allowed: {none} with {re.escape(scheme)}\. .*: take tiled or a2a\+tiled or auto"
-    with pytest.raises(ArgumentError, match=says):
-        PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, **{name: value})
-    with pytest.raises(ArgumentError, match=says):
-        AttentionSpec(4, 4, 8, 8, scheme=scheme, **{name: value})
-    with pytest.raises(ArgumentError, match=says):
-        PRESETS["llama3-8b"].slots(scheme=scheme, **{name: value})
+    rejects(says, PLAN, Layout.contiguous(PACKING, 4), scheme=scheme, **{name: value})
+    rejects(says, AttentionSpec, 4, 4, 8, 8, scheme=scheme, **{name: value})
+    rejects(says, PRESETS["llama3-8b"].slots, scheme=scheme, **{name: value})
     model = PRESETS["nemotron-h"]
     linear = replace(model, blocks=tuple(block for block in model.blocks if not hasattr(block.mixer, "kv_heads")))
-    with pytest.raises(ArgumentError, match=rf"^{name}: .*; allowed: {none} without attention"):
-        linear.slots(**{name: value})
+    rejects(rf"^{name}: .*; allowed: {none} without attention", linear.slots, **{name: value})
 
 
 def test_a_search_is_read_by_some_layers_of_a_model():

@@ -12,6 +12,7 @@ from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
 from megatron_cp.planner.linear import plan_linear
+from tests.refusals import rejects
 
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
@@ -79,8 +80,7 @@ def test_slots_take_transports_by_name(slot):
     assert by_name == by_value
     assert len({by_name, by_value, slot}) == 2
     assert by_name.plan(LAYOUT).transport == Transport("pairwise")
-    with pytest.raises(ArgumentError, match="hosts_of"):
-        dataclasses.replace(slot, transport="hierarchical")
+    rejects("hosts_of", dataclasses.replace, slot, transport="hierarchical")
 
 
 @pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("redistribute", False), ("auto", True)])
@@ -184,8 +184,7 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
     ids=["scheme", "mask", "heads", "mode", "kind"],
 )
 def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        dataclasses.replace(slot, **other)
+    rejects(f"^{argument}: got ", dataclasses.replace, slot, **other)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,6 @@ def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
     ids=["a product of 3", "heads", "key heads"],
 )
 def test_rejects_slots_that_cannot_be_planned(slot, argument):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        BatchPlan(LAYOUT, [slot])
+    rejects(f"^{argument}: got ", BatchPlan, LAYOUT, [slot])
     with pytest.raises(ArgumentError):
         BatchPlan(LAYOUT).plan(slot)

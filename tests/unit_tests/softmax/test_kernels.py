@@ -19,6 +19,7 @@ from megatron_cp.softmax.kernels.common import dropout
 from megatron_cp.softmax.kernels.common.partials import merge
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
+from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 DRAWN = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -448,8 +449,7 @@ def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
     module = "megatron_cp.softmax.kernels.flash_attn"
     monkeypatch.setattr(f"{module}._installed_major", lambda package: None)
     monkeypatch.setattr(f"{module}.find_spec", lambda package: None)
-    with pytest.raises(ArgumentError, match=f"not installed.*{says}"):
-        choose_kernel(KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
+    rejects(f"not installed.*{says}", choose_kernel, KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
 
 
 def test_rejects_an_unknown_kernel():

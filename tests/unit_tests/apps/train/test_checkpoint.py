@@ -20,6 +20,7 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.run_folder import TRACKER
 from megatron_cp.data import TokenCorpus
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 from tests.unit_tests.apps.train.evil import Evil
 
 
@@ -95,8 +96,7 @@ def test_rejects_a_checkpoint_that_does_not_say_all_of_its_shape(monkeypatch, tm
     saved = saved_by(TrainingOptions(), 7)
     del saved["megatron_cp"]["shape"]["adam_beta1"]
     holding(monkeypatch, saved)
-    with pytest.raises(ArgumentError, match=r"--adam-beta1 was not known, is 0\.9"):
-        check_checkpoint(tmp_path, TrainingOptions(), 257)
+    rejects(r"--adam-beta1 was not known, is 0\.9", check_checkpoint, tmp_path, TrainingOptions(), 257)
 
 
 @pytest.mark.parametrize("train_iters", [6, 7])

@@ -9,6 +9,7 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.setup import _layer_spec, resolve_spec, transformer_config
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.specs import gpt_layer_spec, hybrid_stack_spec
+from tests.refusals import rejects
 
 CPU = torch.device("cpu")
 GPT = ("megatron_cp.megatron.specs", "gpt_layer_spec")
@@ -42,13 +43,11 @@ def test_rejects_modules_without_a_spec(source, says, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("module", ["", ".specs", "no.such", "megatron_cp.no_such"])
 def test_rejects_modules_that_are_not_there(module):
-    with pytest.raises(ArgumentError, match=f"Cannot import '{module}'"):
-        resolve_spec((module, "spec"))
+    rejects(f"Cannot import '{module}'", resolve_spec, (module, "spec"))
 
 
 def test_rejects_functions_that_are_not_pythons():
-    with pytest.raises(ArgumentError, match="'system' is neither a ModuleSpec for HybridModel nor a function"):
-        resolve_spec(("os", "system"))
+    rejects("'system' is neither a ModuleSpec for HybridModel nor a function", resolve_spec, ("os", "system"))
 
 
 def test_a_spec_of_ones_own(tmp_path, monkeypatch):
@@ -108,8 +107,7 @@ def test_rejects_gpts_variant_of_a_hybrid_model():
 @pytest.mark.parametrize("name", ["bf16", "use_distributed_optimizer"])
 def test_rejects_what_needs_cuda(name):
     options = TrainingOptions(**{name: True})
-    with pytest.raises(ArgumentError, match=f"{name}: got True; allowed: off on cpu"):
-        transformer_config(options, CPU)
+    rejects(f"{name}: got True; allowed: off on cpu", transformer_config, options, CPU)
 
 
 @pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(257, 1, 384), (384, 1, 384), (385, 2, 512), (1, 3, 384)])

@@ -16,6 +16,7 @@ from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.redistribution import _RunHooks, arrange_runs
 from megatron_cp.planner.batch import LinearSpec
 from tests.counting_group import CountingGroup
+from tests.refusals import rejects
 
 SLOTS = {"G": LinearSpec("gdn", 8, 8, 16, 16), "M": LinearSpec("mamba", 8, 1, 16, 16)}
 
@@ -100,8 +101,7 @@ def test_rejects_redistribution_with_sequence_parallelism():
 def test_rejects_redistribution_of_batches_that_are_not_packed():
     layers = stack("GG*-", "redistribute")
     arrange_runs(layers, Config())
-    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; .* that are not packed"):
-        layers[0][0].plan_of(16, 1, None)
+    rejects(r"--linear-cp-mode: got 'redistribute'; .* that are not packed", layers[0][0].plan_of, 16, 1, None)
 
 
 def test_unpacked_batches_are_planned_layer_by_layer():

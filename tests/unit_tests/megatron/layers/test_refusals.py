@@ -42,6 +42,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_unsupported,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from tests.refusals import rejects
 
 
 @dataclasses.dataclass
@@ -227,8 +228,7 @@ def test_rejects_parameters_in_shards_over_ranks(name, cls):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rejects_pipelines_whose_stages_take_batches_of_one_length(layer):
     config = configure(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
-    with pytest.raises(ArgumentError, match=r"^variable_seq_lengths: got False; allowed: True"):
-        LAYERS[layer](config)
+    rejects(r"^variable_seq_lengths: got False; allowed: True", LAYERS[layer], config)
     config.variable_seq_lengths = True
     refuse_unsupported(config)
 
@@ -365,8 +365,7 @@ def test_rejects_a_layout_that_stages_would_choose_each_for_itself():
 )
 def test_rejects_options_that_do_not_exist(option):
     name = next(iter(option)).replace("_", "-")
-    with pytest.raises(ArgumentError, match=f"^--{name}: got "):
-        configure(OurConfig, **option)
+    rejects(f"^--{name}: got ", configure, OurConfig, **option)
 
 
 def build_latent(**changes):

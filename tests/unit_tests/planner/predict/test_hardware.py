@@ -8,6 +8,7 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict import Link, Topology, machine, presets
 from megatron_cp.planner.predict.hardware import SAFE, written
+from tests.refusals import rejects
 
 
 def test_the_presets_that_are_promised_are_there():
@@ -83,8 +84,7 @@ def test_rejects_malformed_files(change, says, tmp_path):
     path, text = tmp_path / "mine.toml", written(machine("h100"))
     assert change[0] in text
     path.write_text(text.replace(*change))
-    with pytest.raises(ArgumentError, match=re.escape(says)):
-        machine(path)
+    rejects(re.escape(says), machine, path)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,7 @@ def test_rejects_malformed_files(change, says, tmp_path):
     ],
 )
 def test_rejects_impossible_places(argument, call):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        call()
+    rejects(f"^{argument}: got ", call)
 
 
 def test_a_kind_has_its_own_rates_of_the_nearest_head_size():

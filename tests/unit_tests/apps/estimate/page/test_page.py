@@ -14,6 +14,7 @@ from megatron_cp.apps.estimate.page.columns import packed, packed_matrix, packed
 from megatron_cp.apps.estimate.page.page import check_page, page_of, save_page
 from megatron_cp.errors import ArgumentError
 from tests.page_sample import sample
+from tests.refusals import rejects
 
 REPORT = {
     "title": "a model",
@@ -382,8 +383,7 @@ def test_rejects_what_is_no_report(path, value):
 
 @pytest.mark.parametrize("report", [None, 5, "report", [], [("title", "a")]])
 def test_rejects_what_is_no_dictionary(report):
-    with pytest.raises(ArgumentError, match="report: got"):
-        page_of(report)
+    rejects("report: got", page_of, report)
 
 
 def test_a_refusal_names_the_field():
@@ -401,21 +401,18 @@ def test_a_refusal_names_the_field():
 def test_rejects_what_is_no_name_for_a_page(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (lambda: save_page(REPORT, path), lambda: check_page("path", path)):
-        with pytest.raises(ArgumentError, match="path: got"):
-            call()
+        rejects("path: got", call)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rejects_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "page.html").mkdir()
-    with pytest.raises(ArgumentError, match="path: got"):
-        save_page(REPORT, tmp_path / "page.html")
+    rejects("path: got", save_page, REPORT, tmp_path / "page.html")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file names may be longer there")
 def test_rejects_a_name_that_the_system_refuses(tmp_path):
-    with pytest.raises(ArgumentError, match="can be written"):
-        save_page(REPORT, tmp_path / f"{'a' * 300}.html")
+    rejects("can be written", save_page, REPORT, tmp_path / f"{'a' * 300}.html")
 
 
 # -- a sample of real plans --------------------------------------------------------------------------------------------
