@@ -187,16 +187,13 @@ def test_sees_a_local_part_that_delivers_something_else(name, monkeypatch):
         check_locally(CASE)
 
 
-def test_sees_a_message_of_gradients_in_place_that_is_another(monkeypatch):
-    monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
-    with pytest.raises(RuntimeError, match="gradients in place make another message"):
-        local_work(Batch(CASE), "zigzag", "without the gate", SENT)
-
-
-def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
+def test_sees_what_delivers_something_else(monkeypatch):
     monkeypatch.setattr(contenders.ToHeadsInParts, "finish", shifted(contenders.ToHeadsInParts.finish))
     with pytest.raises(RankError, match="with the gate, inbound returns other data than was sent"):
         run_ranks(check_all, 2, CASE)
+    monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
+    with pytest.raises(RuntimeError, match="gradients in place make another message"):
+        local_work(Batch(CASE), "zigzag", "without the gate", SENT)
 
 
 def test_sees_a_peer_that_delivers_something_else(monkeypatch):

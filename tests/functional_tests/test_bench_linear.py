@@ -115,15 +115,12 @@ def test_a_middle_segment_costs_little_more_than_a_document(capsys):
     assert report["target"] == {"middle_both_at_most": 1.35, "met": middle <= 1.35}
 
 
-def test_runs_without_megatron(capsys, monkeypatch):
+def test_runs_without_megatron_and_says_where_its_rule_differs(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_cp.apps.bench.peers.delta_rule", None)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
     assert report["megatron_over_ours"] is None
     assert list(report["not_run"]) == ["megatron-core"]
-
-
-def test_a_peer_that_computes_something_else_is_no_peer(capsys, monkeypatch):
     monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
     assert "megatron-core's rule differs from ours by" in capsys.readouterr().err

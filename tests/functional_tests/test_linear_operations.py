@@ -278,16 +278,7 @@ def test_rejects_what_is_no_tensor(kind):
         OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
 
 
-def test_rejects_a_decay_that_has_no_lower_bound_below_zero():
-    plan, tensors = mixer_tensors("kda")
-    with pytest.raises(cp.ArgumentError, match="lower_bound"):
-        cp.kda_mixer(**tensors, plan=plan, lower_bound=0.5)
-    bounded = cp.kda_mixer(**tensors, plan=plan, lower_bound=-5.0)
-    assert bounded.isfinite().all()
-    assert not torch.equal(bounded, cp.kda_mixer(**tensors, plan=plan))
-
-
-def test_a_skip_of_every_feature_may_be_flat():
+def test_a_skip_may_be_flat_and_a_decay_has_a_lower_bound_below_zero():
     plan, tensors = mixer_tensors("mamba")
     for skip in (torch.randn(HEADS * VALUE_DIM), torch.randn(HEADS, VALUE_DIM)):
         tensors["D"] = skip
@@ -295,3 +286,9 @@ def test_a_skip_of_every_feature_may_be_flat():
         assert torch.equal(cp.mamba2_mixer(**tensors, plan=plan), shaped)
     without = cp.mamba2_mixer(**tensors | {"D": None}, plan=plan)
     assert not torch.equal(without, shaped)
+    plan, tensors = mixer_tensors("kda")
+    with pytest.raises(cp.ArgumentError, match="lower_bound"):
+        cp.kda_mixer(**tensors, plan=plan, lower_bound=0.5)
+    bounded = cp.kda_mixer(**tensors, plan=plan, lower_bound=-5.0)
+    assert bounded.isfinite().all()
+    assert not torch.equal(bounded, cp.kda_mixer(**tensors, plan=plan))

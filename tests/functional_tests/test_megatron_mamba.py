@@ -346,16 +346,10 @@ def test_checkpoints_of_tensor_parallel_ranks_are_megatrons(ranks):
         assert {offset for name, _, offset, _ in mine if name == "norm.weight"} in ({(0,)}, {(18,)})
 
 
-def test_norms_have_the_names_that_transformer_engine_gives_them(ranks):
+def test_norms_inference_and_batches_of_two_rows(ranks):
     for found in ranks:
         assert "decoder.layers.1.mixer.in_proj.layer_norm_weight" in found["names"]
-
-
-def test_inference_is_megatrons_on_one_rank_and_refused_on_more(ranks):
     for found in ranks:
         assert found["inference"] == [True, "Mamba has inference at --context-parallel-size 1 alone"]
-
-
-def test_rejects_packed_batches_of_two_rows(ranks):
     for found in ranks:
         assert found["two rows"].startswith("--micro-batch-size: got 2; allowed: 1 for packed batches")

@@ -298,12 +298,14 @@ def leak(name, masks_dropped=False):
     return first.max().item(), torch.cat(later).max().item(), messages + [str(each.message) for each in warned]
 
 
-def test_a_packed_hybrid_leaks_without_a_warning():
+def test_a_packed_hybrid_leaks_without_a_warning_or_a_refusal():
     first, later, messages = leak("Qwen3Next")
     assert first < CLOSE
     assert later > LEAK
     assert all("falling back to its reference PyTorch implementation" in each for each in messages)
     assert ours("Qwen3Next") < CLOSE
+    refuse_under_sequence_parallelism(tiny("FalconH1"))
+    assert ours("FalconH1") < CLOSE
 
 
 def test_a_packed_model_leaks_under_context_parallelism_without_a_refusal():
@@ -315,11 +317,6 @@ def test_a_packed_model_leaks_under_context_parallelism_without_a_refusal():
     assert later > LEAK
     assert not messages
     assert ours("Llama") < CLOSE
-
-
-def test_a_layer_with_a_state_passes_the_refusal_of_sequence_parallelism():
-    refuse_under_sequence_parallelism(tiny("FalconH1"))
-    assert ours("FalconH1") < CLOSE
 
 
 def _rows():

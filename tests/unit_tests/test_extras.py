@@ -50,13 +50,11 @@ def test_a_remedy_installs_the_packages_of_the_extra(extra):
     assert all(re.search(r"[=<>]", word) for word in words[2:] if not word.startswith("--"))
 
 
-def test_pins_are_those_of_the_distribution_that_is_installed(monkeypatch):
+def test_pins_are_those_of_the_distribution_that_is_installed_or_of_the_clone(monkeypatch):
     lines = ['flash-attn==9.9; extra == "flash"', 'flash-attn==1; extra == "flash-old"', "torch<2"]
     monkeypatch.setattr(extras, "requires", lambda name: lines)
     assert extras.install("flash") == "pip install --no-build-isolation flash-attn==9.9"
 
-
-def test_where_nothing_is_installed_the_clone_is(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 

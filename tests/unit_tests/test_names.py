@@ -76,12 +76,14 @@ def test_every_public_name_is_there(package):
         assert getattr(module, name) is vars(module)[name]  # kept once it is used
 
 
-def test_no_public_name_begins_with_of():
+def test_public_names_begin_with_no_of_and_are_pickled():
     names = [name for name in megatron_cp.__all__ if not name.startswith("__")]
     kinds = {name: kind for name in names if isinstance(kind := getattr(megatron_cp, name), type)}
     assert len(kinds) >= 15
     inside = [f"{name}.{attribute}" for name, kind in kinds.items() for attribute in vars(kind)]
     assert [name for name in [*names, *inside] if name.rpartition(".")[2].startswith("of_")] == []
+    assert pickle.loads(pickle.dumps(megatron_cp.shard_batch)) is megatron_cp.shard_batch
+    assert pickle.loads(pickle.dumps(megatron_cp.AttentionSpec)) is megatron_cp.AttentionSpec
 
 
 def test_a_module_of_a_package_is_imported_without_a_hint(monkeypatch):
@@ -89,8 +91,3 @@ def test_a_module_of_a_package_is_imported_without_a_hint(monkeypatch):
     monkeypatch.setattr("difflib.get_close_matches", None)
     with pytest.raises(AttributeError, match=r"no attribute 'transport'$"):
         importlib.import_module("megatron_cp.plan").__getattr__("transport")
-
-
-def test_public_names_are_pickled_by_their_own_modules():
-    assert pickle.loads(pickle.dumps(megatron_cp.shard_batch)) is megatron_cp.shard_batch
-    assert pickle.loads(pickle.dumps(megatron_cp.AttentionSpec)) is megatron_cp.AttentionSpec

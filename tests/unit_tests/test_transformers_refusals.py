@@ -54,14 +54,11 @@ def test_documents_are_told_from_what_collators_say(enabled, said):
     assert {"lengths", "cu_seq_lens_q", "attention_mask"}.isdisjoint(found)
 
 
-def test_without_lengths_a_row_is_one_document(enabled):
+def test_without_lengths_a_row_is_one_document_and_shifted_labels_stay(enabled):
     found = enabled[1].shard({"input_ids": TOKENS})
     assert found.layout.packing.lengths.tolist() == [13]
     assert "labels" not in found
     assert found.num_items == 0
-
-
-def test_shifted_labels_stay_as_they_are(enabled):
     shifted = torch.full((1, 13), -100)
     shifted[0, 3] = 8
     found = enabled[1].shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
@@ -173,13 +170,14 @@ def test_ranks_with_other_batches_are_told(llama):
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_rejects_a_model_that_is_wrapped(llama):
+def test_rejects_models_that_are_wrapped_or_enabled_and_groups(llama, enabled):
     for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
         rejects("before fully_shard", enable_context_parallel, wrapped, None)
-
-
-def test_rejects_a_model_twice(enabled):
     rejects("once", enable_context_parallel, enabled[0], None)
+    rejects("group", enable_context_parallel, llama, "cp")
+    model = copy.deepcopy(llama)
+    model.model.layers[0].self_attn.is_causal = False
+    rejects("is_causal=False", enable_context_parallel, model, None)
 
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
@@ -259,12 +257,6 @@ def test_rejects_a_bias_in_a_call(enabled):
     rejects("is_causal", planned_attention, attend, heads, heads, heads, None, **options, is_causal=False)
 
 
-def test_rejects_attention_in_both_directions(llama):
-    model = copy.deepcopy(llama)
-    model.model.layers[0].self_attn.is_causal = False
-    rejects("is_causal=False", enable_context_parallel, model, None)
-
-
 def test_rejects_a_loss_that_shifts_by_itself(enabled):
     model, context = enabled
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
@@ -272,21 +264,16 @@ def test_rejects_a_loss_that_shifts_by_itself(enabled):
     context.shard({"input_ids": TOKENS})  # without labels it is not called
 
 
-def test_rejects_groups(llama):
-    rejects("group", enable_context_parallel, llama, "cp")
-
-
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def test_rejects_calls_without_a_planned_batch(enabled):
+def test_rejects_calls_without_a_planned_batch_or_of_a_model_that_was_not_enabled(enabled, llama):
     rejects("cp_batch", enabled[0], input_ids=TOKENS)
-
-
-def test_rejects_a_call_of_a_model_that_was_not_enabled(llama, enabled):
     stranger = copy.deepcopy(llama)
     stranger.set_attn_implementation("megatron_cp")
     rejects("enable_context_parallel", stranger, **enabled[1].shard(batch()))
+    sharded = enabled[1].shard(batch())
+    rejects(r"\[1, t, ...\]", enabled[1].gather, torch.zeros(13), sharded)
 
 
 def test_rejects_dropout_without_a_seed():
@@ -316,11 +303,6 @@ def test_rejects_a_cache_in_a_call():
     sharded = context.shard(batch())
     with pytest.raises(ArgumentError, match="cache_params"):
         model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
-
-
-def test_rejects_rows_that_are_no_batch(enabled):
-    sharded = enabled[1].shard(batch())
-    rejects(r"\[1, t, ...\]", enabled[1].gather, torch.zeros(13), sharded)
 
 
 @pytest.mark.parametrize(

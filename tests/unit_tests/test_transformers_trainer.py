@@ -31,9 +31,6 @@ def test_padded_rows_are_put_end_to_end():
     assert flat["name"] == "a"
     assert "attention_mask" not in flat
     assert torch.equal(restore_rows(flat["extra"], kept), extra * MASK[..., None])
-
-
-def test_rows_without_a_mask_are_documents():
     flat, kept = flatten_rows({"input_ids": IDS})
     assert flat["lengths"].tolist() == [4, 4, 4]
     assert kept.all()
@@ -83,12 +80,9 @@ def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
     rejects(f"args.parallelism_config: .*{remedy}", checked_parallelism, arguments(ranks), config)
 
 
-def test_rejects_processes_without_a_group(monkeypatch):
+def test_rejects_processes_without_a_group_and_several_gpus(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     rejects("use_cpu=True", checked_parallelism, arguments(1), None)
-
-
-def test_rejects_several_gpus_of_one_process():
     rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
 
 

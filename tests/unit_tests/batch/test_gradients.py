@@ -102,15 +102,14 @@ def of_module(group):
     return storage.tolist(), model[0].bias.grad.tolist(), model[1].bias.grad.tolist()
 
 
-def test_a_modules_gradients_are_summed_where_they_are():
+def test_a_modules_gradients_are_summed_where_they_are(monkeypatch):
     assert run_ranks(of_module, 3) == [([6.0] * 4, [3.0] * 2, [1.0] * 2)] * 3
-
-
-def test_without_a_group_nothing_changes():
     (weight,) = parameters_of(0)[:1]
     before = weight.grad.clone()
     cp.reduce_gradients(iter([weight]))
     assert torch.equal(weight.grad, before)
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 1000)
+    assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -172,11 +171,6 @@ def bytes_kept(group):
     weight.grad = torch.ones(1000)
     cp.reduce_gradients([weight], group)
     return group.buffers.size, weight.grad.sum().item()
-
-
-def test_a_large_parameter_leaves_no_buffer(monkeypatch):
-    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 1000)
-    assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
 
 
 def test_rejects_a_gradient_of_another_type():

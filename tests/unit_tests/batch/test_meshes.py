@@ -131,9 +131,6 @@ def _trained(name, hidden, layout, mesh):
 def test_no_group_is_this_rank_where_it_is_the_only_one():
     assert float(cp.token_loss(torch.tensor([2.0]), torch.ones(1))) == 2
     assert rank_group(group := ThreadGroup.create(1)[0]) is group
-
-
-def test_rejects_no_group_for_a_layout_of_several_ranks_with_what_to_pass():
     layout = cp.Layout.contiguous(cp.Packing([2]), 2)
     with pytest.raises(cp.ArgumentError, match=r"^group: got None; .*2 ranks. Pass .*mesh\[.cp.\] or dist.group.WORLD"):
         cp.gather(torch.zeros(1), layout, None)

@@ -84,15 +84,12 @@ def test_a_batch_has_the_plans_of_the_layers_and_makes_those_that_are_asked_for(
         assert batch.plan(other) is batch.plan(other)
 
 
-def test_a_rank_without_tokens_has_no_rows():
+def test_a_rank_or_a_batch_may_have_no_tokens():
     packing = cp.Packing([2, 0])
     batches = sharded(cp.Layout.contiguous(packing, 5), slots=SLOTS)
     assert sorted(len(batch.tokens) for batch in batches) == [0, 0, 0, 1, 1]
     assert torch.equal(stream(batches, "tokens"), ids(packing))
     assert [(batch.num_tokens, batch.pad_rows) for batch in batches] == [(1, 0)] * 5
-
-
-def test_a_batch_may_have_no_tokens():
     for batch in sharded(cp.Layout.zigzag(cp.Packing([0, 0]), 2), slots=SLOTS):
         assert batch.tokens.shape == batch.labels.shape == batch.loss_weights.shape == (0,)
         assert (batch.num_tokens, batch.pad_rows) == (0, 0)
@@ -192,17 +189,11 @@ def test_rejects_weights_that_are_not_finite(weight):
         cp.shard_batch(ids(), ONE_RANK, loss_mask=mask)
 
 
-def test_rejects_tokens_that_are_no_integers():
+def test_rejects_other_tokens_groups_and_layers():
     rejects(r"tokens: got 'torch.float32'; allowed: .* integers", cp.shard_batch, ids().float(), ONE_RANK)
-
-
-def test_rejects_a_group_of_another_size():
     with pytest.raises(ArgumentError, match="group: got '3 ranks'; allowed: the 2 ranks"):
         cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
     rejects("group: got None", cp.shard_batch, ids(), cp.Layout.zigzag(RAGGED, 2))
-
-
-def test_rejects_layers_that_cannot_be_planned():
     slot = dataclasses.replace(SLOTS[0], kv_heads=3)
     rejects("kv_heads: got 3; allowed: a divisor of heads, 8", cp.shard_batch, ids(), ONE_RANK, slots=[slot])
 

@@ -23,7 +23,7 @@ def test_packs_come_in_the_order_of_megatrons_blends():
         assert [blend.place(index) for index in range(size)] == expected
 
 
-def test_a_pack_is_that_of_its_stream_and_depends_on_its_number_alone():
+def test_a_pack_is_that_of_its_stream_and_shares_are_those_of_tokens():
     streams = [stream(1), stream(2, 5)]
     blend = BlendedStream(streams, [1, 2])
     in_order = [BlendedStream(streams, [1, 2]).pack(index) for index in range(9)]
@@ -32,9 +32,6 @@ def test_a_pack_is_that_of_its_stream_and_depends_on_its_number_alone():
         which, number = blend.place(index)
         assert packing == streams[which].pack(number)[0] == in_order[index][0]
         assert tokens.tolist() == [which + 1] * 4 == in_order[index][1].tolist()
-
-
-def test_without_weights_shares_are_those_of_tokens():
     blend = BlendedStream([stream(1, 1), stream(2, 3)])
     assert [blend.place(index)[0] for index in range(4000)].count(0) == 1000
 

@@ -65,12 +65,9 @@ def test_a_folder_skips_and_counts_what_is_no_text(tmp_path):
     assert corpus.skipped == {"empty": 2, "not UTF-8": 2, "unreadable": 1}
 
 
-def test_a_folder_leaves_out_what_is_hidden(tmp_path):
+def test_a_folder_leaves_out_what_is_hidden_links_to_folders_and_pipes(tmp_path):
     write(tmp_path / ".below", {".git/config": "x", "a/.hidden/b": "x", ".env": "x", "a/seen": "seen"})
     assert texts_of(read(tmp_path / ".below")) == ["seen"]
-
-
-def test_a_folder_neither_follows_links_to_folders_nor_opens_pipes(tmp_path):
     write(tmp_path, {"file": "once"})
     (tmp_path / "circle").symlink_to(tmp_path)
     (tmp_path / "twin").symlink_to(tmp_path / "file")
@@ -174,7 +171,10 @@ def test_what_is_read_out_is_nobody_elses(tmp_path):
             kept[0] = 7
 
 
-def test_without_a_path_the_standard_library_is_read(tmp_path, monkeypatch):
+def test_the_standard_library_is_read_without_a_path(tmp_path, monkeypatch):
+    corpus = read(None)
+    assert corpus.lengths.max() > 20 * np.median(corpus.lengths)
+    assert corpus.lengths.sum() > 1_000_000
     source = "import this\n"
     write(tmp_path, {"json.py": source, "asyncio/base.py": "async", "b.txt": "x", "pyc": "x", "lib/x.pyc": "x"})
     write(tmp_path, {f"{folder}/a.py": "x" for folder in ("site-packages", "dist-packages", "asyncio/__pycache__")})
@@ -184,33 +184,21 @@ def test_without_a_path_the_standard_library_is_read(tmp_path, monkeypatch):
     assert corpus.name == f"Python {platform.python_version()} standard library"
 
 
-def test_the_standard_library_has_a_heavy_tail():
-    corpus = read(None)
-    assert corpus.lengths.max() > 20 * np.median(corpus.lengths)
-    assert corpus.lengths.sum() > 1_000_000
-
-
-def test_rejects_a_missing_path(tmp_path):
+def test_rejects_paths_that_lead_to_no_file(tmp_path):
     with refusal_of(tmp_path / "nowhere", "No file or folder is there"):
         read(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
+        read(tmp_path / "pipe")
+    with refusal_of("x" * 180, "No file"):
+        read("x" * 180)
+    rejects(r"^data_path: .*Cannot read it: File name too long\.$", read, "x" * 5000)
 
 
 def test_rejects_an_empty_path(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, {"a": "not meant"}))
     with refusal_of("", "No file or folder is there"):
         read("")
-
-
-def test_rejects_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
-        read(tmp_path / "pipe")
-
-
-def test_rejects_a_path_that_no_file_can_have(tmp_path):
-    with refusal_of("x" * 180, "No file"):
-        read("x" * 180)
-    rejects(r"^data_path: .*Cannot read it: File name too long\.$", read, "x" * 5000)
 
 
 @not_root
@@ -226,18 +214,12 @@ def test_rejects_a_path_that_may_not_be_read(tmp_path, name):
         locked.chmod(0o700)
 
 
-def test_rejects_a_folder_without_a_file(tmp_path):
+def test_rejects_folders_and_files_without_a_document(tmp_path):
     with refusal_of(tmp_path, "Nothing is there"):
         read(tmp_path)
-
-
-def test_rejects_a_folder_without_a_document(tmp_path):
     write(tmp_path, {"a": b"\xff", "b": "", "c": ""})
     with refusal_of(tmp_path, "Skipped: 2 empty, 1 not UTF-8."):
         read(tmp_path)
-
-
-def test_rejects_a_jsonl_file_without_a_document(tmp_path):
     write(tmp_path, {"a.jsonl": '\n{"text": ""}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Skipped: 1 empty."):
         read(tmp_path / "a.jsonl")

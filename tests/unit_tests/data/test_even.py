@@ -183,14 +183,11 @@ def test_all_ranks_assign_alike():
     assert runs == [f"{even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3)}\n"] * 2
 
 
-def test_takes_any_list_of_integers():
+def test_takes_any_list_of_integers_and_any_budget():
     lengths = [3, 5, 2, 6, 4]
     expected = even_packs(lengths, budget=10, cost=COST, ranks=2)
     for given_ in (tuple(lengths), np.array(lengths, np.uint8), np.array(lengths, np.int32), iter(lengths)):
         assert even_packs(given_, budget=np.int64(10), cost=COST, ranks=np.int32(2)) == expected
-
-
-def test_a_budget_of_any_size():
     assert even_packs([3, 1, 4], budget=2**63 - 1, cost=COST) == [[0, 1, 2]]
     assert even_packs([2**50, 2**50], budget=2**63 - 1, cost=COST, ranks=2) == [[0], [1]]
 

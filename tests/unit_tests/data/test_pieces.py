@@ -99,11 +99,8 @@ def test_pieces_cover_every_document_in_parts_of_the_budget(case, seed):
     assert [Piece(*row) for row in rows.tolist()] == expected
 
 
-def test_a_piece_may_be_a_single_token():
+def test_a_piece_may_be_a_single_token_and_there_may_be_none():
     assert cut(np.array([4]), np.array([9]), 8).tolist() == [[4, 0, 8], [4, 8, 9]]
-
-
-def test_no_lengths_need_no_packs():
     assert best_fit([], 8) == []
 
 

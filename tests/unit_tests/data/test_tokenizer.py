@@ -144,12 +144,9 @@ def test_rejects_a_file_when_the_package_is_missing(write, monkeypatch):
         read_tokenizer(path)
 
 
-def test_rejects_a_missing_file(tmp_path):
+def test_rejects_paths_that_lead_to_no_file(tmp_path):
     with refusal_of(tmp_path / "nowhere.json", "No such file"):
         read_tokenizer(tmp_path / "nowhere.json")
-
-
-def test_rejects_a_folder(tmp_path):
     with refusal_of(tmp_path, "directory"):
         read_tokenizer(tmp_path)
 

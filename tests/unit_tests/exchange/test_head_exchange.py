@@ -350,11 +350,8 @@ def test_each_direction_is_one_all_to_all(kind: str, cp_size: int):
     assert calls == [[once, once, Counter(all_to_all=2)]] * cp_size
 
 
-def test_one_rank_in_stream_order_talks_to_nobody():
+def test_one_rank_in_stream_order_sends_and_copies_nothing():
     assert _round_trip_calls(Layout.contiguous(PACKING, 1)) == [[Counter()] * 3]
-
-
-def test_one_rank_in_stream_order_copies_nothing():
     fused = torch.ones(PACKING.total, _qkv(1).width)
     group = ThreadGroup.create(1)[0]
     exchange = Exchange(Layout.contiguous(PACKING, 1), _qkv(1))
@@ -423,13 +420,7 @@ def _refused(*shapes: tuple[int, ...]) -> str:
 
 def test_rejects_wrong_rows():
     assert _refused((ROWS + 1, WIDTH)) == "tensors[0]"
-
-
-def test_rejects_rows_that_differ_between_tensors():
     assert _refused((ROWS, 24), (ROWS - 1, 14)) == "tensors[1]"
-
-
-def test_rejects_batches_that_differ_between_tensors():
     assert _refused((ROWS, 2, 24), (ROWS, 3, 14)) == "tensors[1]"
 
 

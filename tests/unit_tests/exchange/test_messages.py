@@ -306,14 +306,21 @@ def test_like_rows_have_memory_of_their_own():
         copy.fill_(number)
     assert all((copy == number).all() for number, copy in enumerate(copies))
     assert all(torch.equal(view, value) for view, value in zip(views, normal(at), strict=True))
-
-
-def test_like_rows_of_separate_tensors_are_plain_tensors():
     originals = [torch.ones(4, 3).t(), torch.ones(4, 6)[:, ::2], torch.ones(2, dtype=torch.bfloat16)]
     copies = like_rows(*originals)
     assert [(x.shape, x.dtype) for x in copies] == [(x.shape, x.dtype) for x in originals]
     assert all(copy.is_contiguous() for copy in copies)
     assert len({tensor.untyped_storage().data_ptr() for tensor in (*originals, *copies)}) == 6
+    rows = torch.zeros(100_000, 6, 4)[1000:1010]
+    copies = like_rows(rows[:, :2], rows[:, 2:])
+    assert copies[0].untyped_storage().nbytes() == rows.nbytes
+    assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
+    table = torch.zeros(5, 24, dtype=torch.uint8)
+    narrow = table[:, 4:8].view(torch.float32)[..., None]
+    wide = table[:, 8:24].view(torch.float64)[..., None]
+    copies = like_rows(wide, narrow)
+    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
+    assert all(copy.is_contiguous() for copy in copies)
 
 
 BUFFER = torch.zeros(5, 3, 2)
@@ -334,19 +341,3 @@ def test_like_rows_never_share_an_element(name: str):
     for copy, value in zip(copies, values, strict=True):
         copy.copy_(value)
     assert all(torch.equal(copy, value) for copy, value in zip(copies, values, strict=True))
-
-
-def test_like_rows_of_a_slice_of_something_large_stay_small():
-    rows = torch.zeros(100_000, 6, 4)[1000:1010]
-    copies = like_rows(rows[:, :2], rows[:, 2:])
-    assert copies[0].untyped_storage().nbytes() == rows.nbytes
-    assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
-
-
-def test_like_rows_of_types_that_cannot_be_rebased_are_plain_tensors():
-    table = torch.zeros(5, 24, dtype=torch.uint8)
-    narrow = table[:, 4:8].view(torch.float32)[..., None]
-    wide = table[:, 8:24].view(torch.float64)[..., None]
-    copies = like_rows(wide, narrow)
-    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
-    assert all(copy.is_contiguous() for copy in copies)

@@ -271,17 +271,14 @@ def test_rejects_ranges(ranges):
         Sections((Section("q", 4, 8, partition_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
 
 
-def test_rejects_sections_over_different_numbers_of_ranks():
+def test_rejects_sections_over_other_numbers_of_ranks():
     q, k = (Section(name, 4, 8, partition_heads(4, 4, ranks).heads) for name, ranks in (("q", 2), ("k", 3)))
     rejects("'k'", Sections, (q, k))
+    with refusal_of("sections", "'heads assigned to 2 ranks'"):
+        Exchange(Layout.zigzag(Packing([8]), 3), Sections((Section("q", 4, 8, ((0, 2), (2, 4))),)))
 
 
 # -- between a layout and its sections -------------------------------------------------------------------------------
-
-
-def test_rejects_sections_for_another_number_of_ranks():
-    with refusal_of("sections", "'heads assigned to 2 ranks'"):
-        Exchange(Layout.zigzag(Packing([8]), 3), Sections((Section("q", 4, 8, ((0, 2), (2, 4))),)))
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,10 @@ def test_units_are_as_wide_as_alignment_allows():
     assert widths([piece._replace(start=24)], 16, 16) == {8: 32}
     assert widths([piece._replace(row=514)], 16, 16) == {2: 128}
     assert widths([piece._replace(offset=33)], 16, 16) == {1: 256}
-
-
-def test_rows_are_aligned_as_their_first_and_their_distance_are():
     room = unwritten(4096)
     table = room.view(BF16).view(-1, 64)
     starts = [table, table[:, 8:], table[:, 4:], table[:, 1:], table.view(-1, 16)[:, :1], table.view(-1, 4)]
     assert alignment_of(starts, [room, room[8:], room[1:]]) == (16, 16, 8, 2, 16, 8, 16, 8, 1)
-
-
-def test_ends_of_a_piece_are_narrow_and_its_middle_wide():
     assert widths([Piece(0, 12, 43, 0, 64, 12)], 16, 16) == {16: 2, 4: 2, 2: 1, 1: 1}
     assert widths([Piece(0, 1, 9, 0, 64, 33)], 16, 16) == {1: 1, 2: 2, 4: 1}
     assert widths([Piece(0, 6, 4, 0, 64, 6)], 16, 16) == {2: 2}

@@ -288,19 +288,14 @@ def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
     assert run_ranks(hosts_of, 4) == [(0, 1, 0, 2)] * 4
 
 
-def test_rejects_a_transport_that_is_none():
+def test_rejects_transports_and_hosts_that_do_not_fit():
     rejects("transport: got 'carrier'", Transport, "carrier")
 
-
-def test_hosts_share_ranks_as_evenly_as_they_can():
-    assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
-    assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE
-
-
-def test_rejects_hosts_of_another_number_of_ranks():
     def rank_main(group: RankGroup) -> str:
         with pytest.raises(ArgumentError) as caught:
             Communicator(group, Transport("hierarchical", (0, 1, 1)))
         return caught.value.argument
 
     assert run_ranks(rank_main, 2) == ["hosts"] * 2
+    assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
+    assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE

@@ -147,59 +147,35 @@ def answers(request) -> list[dict[str, Any]]:
     return run_ranks(conversation, SIZE, kind=request.param, timeout=limit(60))
 
 
-def test_ranks_know_their_place(answers, request):
+def test_all_to_all_and_all_gather_have_the_order_of_ranks(answers, request):
     kind = {"threads": "ThreadGroup", "processes": "TorchGroup"}[request.node.callspec.params["answers"]]
     assert [answer["place"] for answer in answers] == [(kind, rank, SIZE) for rank in range(SIZE)]
-
-
-def test_all_to_all_with_uneven_and_empty_pieces(answers):
     received = [[0, 1, 100], [110, 111, 112], [20, 21, 22, 23, 24]]
     assert [answer["all_to_all"] for answer in answers] == [[pieces] * len(DTYPES) for pieces in received]
-
-
-def test_all_gather_in_rank_order(answers):
     assert all(answer["all_gather"] == [[10, 10, 11, 11, 12, 12]] * len(DTYPES) for answer in answers)
     assert all(answer["all_gather of nothing"] == [] for answer in answers)
+    for answer in answers:
+        assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
+        assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
+    assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
+    assert all(answer["barrier"] for answer in answers)
 
 
-def test_messages_of_a_pair_stay_in_order_and_may_be_empty(answers):
+def test_messages_of_a_pair_stay_in_order_staged_or_in_one_collective(answers):
     for rank, answer in enumerate(answers):
         expected = []
         for peer in (peer for peer in range(SIZE) if peer != rank):
             first = 100.0 * peer + 10 * rank
             expected += [(peer, [first]), (peer, []), (peer, [first + 2] * 4), (peer, [first + 3] * 4)]
         assert answer["messages"] == expected
-
-
-def test_messages_that_are_staged_on_the_host_are_the_same_and_allocate_once(answers):
     for answer in answers:
         assert answer["messages by the host"] == [answer["messages"]] * 2 + [0]
-
-
-def test_messages_that_go_in_one_collective_are_the_same_and_allocate_once(answers):
     for rank, answer in enumerate(answers):
         assert answer["messages together"] == [answer["messages"]] * 2 + [0, [(rank - 1) % SIZE] * 3]
-
-
-def test_messages_go_one_way(answers):
     assert [answer["one way"] for answer in answers] == [[0, 0], [1, 2], [0, 0]]
 
 
-def test_barrier_waits_for_the_last_rank(answers):
-    assert all(answer["barrier"] for answer in answers)
-
-
-def test_all_gather_bytes_and_objects(answers):
-    for answer in answers:
-        assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
-        assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
-
-
 # -- threads ---------------------------------------------------------------------------------------------------------
-
-
-def test_host_bytes_are_on_the_host_whatever_the_default_device(answers):
-    assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -273,29 +249,17 @@ def test_rejects_splits_that_do_not_add_up():
         rejects(f"^{argument}: got ", group.all_to_all, received, sent, received_splits, sent_splits)
 
 
-def test_rejects_a_group_of_no_ranks():
+def test_no_group_stands_for_the_only_rank():
+    group = ThreadGroup.create(3)[1]
+    assert as_rank_group(group, 3) is group
+    group = as_rank_group(None, 1)
+    assert (group.rank, group.size) == (0, 1)
     rejects(r"^size: got ", ThreadGroup.create, 0)
+    rejects(r"^group: got ", as_rank_group, ThreadGroup.create(3)[0], 2)
+    rejects(r"^group: got ", as_rank_group, None, 2)
 
 
 # -- as_rank_group ---------------------------------------------------------------------------------------------------
-
-
-def test_rank_group_is_taken_as_it_is():
-    group = ThreadGroup.create(3)[1]
-    assert as_rank_group(group, 3) is group
-
-
-def test_no_group_stands_for_the_only_rank():
-    group = as_rank_group(None, 1)
-    assert (group.rank, group.size) == (0, 1)
-
-
-def test_rejects_a_group_of_another_size():
-    rejects(r"^group: got ", as_rank_group, ThreadGroup.create(3)[0], 2)
-
-
-def test_rejects_no_group_for_several_ranks():
-    rejects(r"^group: got ", as_rank_group, None, 2)
 
 
 def test_who_waits_again_changes_nothing_of_others():

@@ -350,16 +350,13 @@ def test_a_name_leaves_out_what_is_not_known_and_what_there_is_one_of(given, nam
     assert range_name(scheme, step, what, chunk=chunk, stage=stage, forward=forward, layer=layer) == name
 
 
-def test_layers_may_lie_in_layers():
+def test_layers_may_lie_in_layers_and_parts_of_ranks_are_of_theirs():
     group = one_rank()
     with layer_scope(1):
         with layer_scope(None):
             assert communicator.Communicator(group).layer is None
         assert communicator.Communicator(group).layer == 1
     assert communicator.Communicator(group).layer is None
-
-
-def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
     with layer_scope(4):
         comm = communicator.Communicator(ThreadGroup.create(4)[0], scheme="p2p")
     part = comm.chunk_comm(1, 2).part(range(0, 4, 2))

@@ -129,12 +129,9 @@ def test_fewer_tokens_than_ranks(lengths):
     assert layout.token_counts.max(initial=0) <= 1
 
 
-def test_work_that_is_even_already_stays_in_stream_order():
+def test_work_that_is_even_stays_in_stream_order():
     packing = Packing([16] * 12)
     assert Layout.balanced(packing, 6) == Layout.contiguous(packing, 6)
-
-
-def test_a_mask_without_pairs():
     packing = Packing([40, 3])
     layout = Layout.balanced(packing, 4, mask=Mask.from_slices(packing, []))
     assert layout == Layout.contiguous(packing, 4)

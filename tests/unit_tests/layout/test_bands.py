@@ -139,7 +139,7 @@ def test_a_band_cut_up_is_joined_again(whole, queries, data):
     np.testing.assert_array_equal(band.joined(shuffled), whole)
 
 
-def test_chains_of_pieces_of_all_lengths_are_joined():
+def test_bands_are_joined_where_they_can_be():
     # Side by side, so that every break of one chain lies within pieces of the other.
     rows = [
         [q, q + 4, k, k + 1, -UNBOUNDED, UNBOUNDED]
@@ -147,14 +147,8 @@ def test_chains_of_pieces_of_all_lengths_are_joined():
         for q in range(phase, 400 + phase, 4)
     ]
     assert band.joined(np.array(rows))[:, :4].tolist() == [[0, 400, 0, 1], [2, 402, 5, 6]]
-
-
-def test_bands_that_share_no_query_are_left_alone():
     rows = np.array([[0, 5, 0, 5, -UNBOUNDED, 0], [7, 9, 0, 5, -UNBOUNDED, UNBOUNDED]])
     np.testing.assert_array_equal(band.disjoint(rows), rows)
-
-
-def test_side_by_side_bands_become_one():
     rows = np.array([[2, 5, 0, 2, -UNBOUNDED, UNBOUNDED], [2, 5, 2, 5, -UNBOUNDED, 0]])
     np.testing.assert_array_equal(band.disjoint(rows), [[2, 5, 0, 5, -UNBOUNDED, 0]])
 

@@ -462,12 +462,9 @@ def test_rejects_a_shift_below_1(shift):
         Layout.zigzag(Packing([8]), 2).labels(np.arange(8), 0, shift=shift)
 
 
-def test_rejects_too_few_shards():
+def test_rejects_shards_that_do_not_fit():
     with refusal_of("shards", "'1 tensors'"):
         Layout.zigzag(Packing([8]), 2).unshard([np.arange(4)])
-
-
-def test_rejects_a_shard_of_another_length():
     with refusal_of("shards[1]", "'3 rows'"):
         Layout.zigzag(Packing([8]), 2).unshard([np.arange(4), np.arange(3)])
 

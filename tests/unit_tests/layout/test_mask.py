@@ -142,7 +142,18 @@ def test_every_band_lies_in_one_document_and_queries_rise(kind):
         assert (np.diff(mask.bands[:, 0]) >= 0).all()
 
 
-def test_the_first_tokens_stay_visible_but_never_before_their_time():
+def test_named_reads_every_number():
+    p = Packing([9, 4])
+    assert Mask.named(p, "first:2+window:3,1") == Mask.window(p, 3, 1, first=2)
+    assert Mask.named(p, "window:3,1") == Mask.window(p, 3, 1)
+    assert Mask.named(p, "prefix:3") == Mask.prefix(p, 3)
+    assert Mask.named(p, "chunk:3") == Mask.chunk(p, 3)
+    assert Mask.named(p, "full", Packing([2, 3])) == Mask.full(p, Packing([2, 3]))
+    assert Mask.named(p, "causal", Packing([2, 3])) == Mask.causal(p, Packing([2, 3]))
+    assert Mask.window(p, 3, first=0).name == "window:3,0"
+    huge = "9" * 15
+    assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
+    assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
     assert Mask.window(Packing([6]), 1, 0, first=2).seen.tolist() == [1, 2, 3, 4, 4, 4]
 
 
@@ -166,14 +177,11 @@ def test_what_was_cut_needlessly_is_joined():
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_by_bands_whatever_the_way_they_were_asked_for():
+def test_masks_are_compared_by_bands_and_packings():
     p = Packing([5, 1, 0, 3])
     assert Mask.causal(p) == Mask.window(p, -1, 0) == Mask.window(p, 9) == Mask.prefix(p, 1) == Mask.chunk(p, 5)
     assert hash(Mask.causal(p)) == hash(Mask.window(p, 9))
     assert Mask.causal(Packing([1, 1])) == Mask.full(Packing([1, 1]))
-
-
-def test_unequal_by_bands_and_by_packings():
     p = Packing([5, 1])
     assert Mask.causal(p) != Mask.full(p)
     assert Mask.causal(p) != Mask.causal(Packing([5, 1, 0]))
@@ -200,24 +208,6 @@ def test_names_round_trip(spec):
     assert mask.name == spec
     assert Mask.named(mask.packing, mask.name) == mask
     assert mask.describe() == f"{spec} in each document"
-
-
-def test_named_reads_every_number():
-    p = Packing([9, 4])
-    assert Mask.named(p, "first:2+window:3,1") == Mask.window(p, 3, 1, first=2)
-    assert Mask.named(p, "window:3,1") == Mask.window(p, 3, 1)
-    assert Mask.named(p, "prefix:3") == Mask.prefix(p, 3)
-    assert Mask.named(p, "chunk:3") == Mask.chunk(p, 3)
-    assert Mask.named(p, "full", Packing([2, 3])) == Mask.full(p, Packing([2, 3]))
-    assert Mask.named(p, "causal", Packing([2, 3])) == Mask.causal(p, Packing([2, 3]))
-    assert Mask.window(p, 3, first=0).name == "window:3,0"
-
-
-def test_numbers_beyond_any_pack_bound_nothing():
-    p = Packing([9, 4])
-    huge = "9" * 15
-    assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
-    assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
 
 
 def test_describe_tells_masks_of_one_name_apart():

@@ -123,14 +123,11 @@ def test_rejects_a_plan_of_another_kind():
         cp.gated_delta_rule(**rule_inputs(), plan=plan)
 
 
-def test_a_conv_weight_may_have_megatrons_middle_axis():
+def test_a_conv_weight_may_have_megatrons_middle_axis_and_a_bias():
     inputs = mixer_inputs()
     flat = cp.gated_delta_net(**inputs, plan=plan_for())
     inputs["conv"] = inputs["conv"][:, None]
     assert torch.equal(cp.gated_delta_net(**inputs, plan=plan_for()), flat)
-
-
-def test_a_conv_bias_reaches_the_output_and_gets_a_gradient():
     inputs = mixer_inputs()
     bias = torch.zeros(CHANNELS, requires_grad=True)
     out = cp.gated_delta_net(**inputs, plan=plan_for(), conv_bias=bias)

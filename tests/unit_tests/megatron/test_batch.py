@@ -74,16 +74,13 @@ def test_the_ranks_are_given_the_stream(name, cp_size):
             assert field.dtype == (torch.float32 if field is batch.loss_mask else torch.int64)
 
 
-def test_given_labels_are_taken_as_they_are_and_negative_ones_masked():
+def test_given_labels_and_weights_are_taken():
     labels = torch.arange(RAGGED.total)
     labels[3], labels[100:120] = -100, -1
     batches = sharded(Layout.zigzag(RAGGED, 3), labels=labels)
     assert torch.equal(stream(batches, "labels"), labels.clamp(min=0))
     assert torch.equal(stream(batches, "loss_mask"), (labels >= 0).float())
     assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
-
-
-def test_a_loss_mask_weighs_only_what_has_a_label():
     mask = torch.randint(0, 3, (RAGGED.total,), generator=torch.Generator().manual_seed(1)) / 2
     batches = sharded(Layout.zigzag(RAGGED, 3), loss_mask=mask)
     labels, learnt = next_tokens(ids(), RAGGED)
@@ -92,7 +89,7 @@ def test_a_loss_mask_weighs_only_what_has_a_label():
     assert {batch.num_tokens for batch in batches} == {int((mask * learnt).count_nonzero())}
 
 
-def test_a_rank_without_tokens_is_given_one_pad_row():
+def test_a_rank_without_tokens_is_given_pad_rows():
     packing = Packing([2, 0])
     batches = sharded(Layout.contiguous(packing, 5), slots=SLOTS)
     assert torch.equal(stream(batches, "tokens"), ids(packing))
@@ -101,16 +98,10 @@ def test_a_rank_without_tokens_is_given_one_pad_row():
         assert batch.pad_rows == 3
         assert batch.num_tokens == 1
         assert bool(batch.tokens.any()) == (batch.packed_seq_params.plans.layout.token_counts[rank] == 1)
-
-
-def test_a_batch_without_tokens_is_pad_rows():
     for batch in sharded(Layout.zigzag(Packing([0, 0]), 2), slots=SLOTS):
         assert batch.tokens.tolist() == batch.labels.tolist() == [[0]]
         assert batch.loss_mask.tolist() == [[0.0]]
         assert (batch.num_tokens, batch.pad_rows) == (0, 2)
-
-
-def test_rows_keep_the_layouts_alignment():
     batches = sharded(Layout.zigzag(Packing([7, 1, 2]), 3, align=4))
     assert [batch.tokens.shape[1] for batch in batches] == [4, 4, 4]
     assert {batch.pad_rows for batch in batches} == {2}
@@ -200,19 +191,10 @@ def test_megatrons_padded_lengths_are_those_of_the_rows():
     found = planned(params, ThreadGroup.create(2)[0], "document")
     assert found.plans.layout.packing == Packing([8, 8])
     assert found.plans.lengths.tolist() == [5, 8]
-
-
-def test_pads_are_turned_by_angles_that_a_table_has():
     params = padded_megatrons([3, 2], [8, 4], max_seqlen_q=3)
     assert planned(params, ThreadGroup.create(1)[0]).positions.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
-
-
-def test_keys_without_offsets_of_their_own_are_the_queries():
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets_of([3, 2]))
     assert planned(params, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([3, 2])
-
-
-def test_any_lengths_do_on_one_rank():
     found = planned(megatrons([7, 1, 3]), ThreadGroup.create(1)[0])
     assert found.plans.layout.packing == Packing([7, 1, 3])
 
@@ -281,14 +263,11 @@ def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
         shard_batch(layout=ONE_RANK, **arguments)
 
 
-def test_rejects_a_group_of_another_size():
+def test_rejects_other_groups_and_layers():
     with pytest.raises(ArgumentError):
         shard_batch(ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
     with pytest.raises(ArgumentError):
         shard_batch(ids(), Layout.zigzag(RAGGED, 2))
-
-
-def test_rejects_layers_that_cannot_be_planned():
     slot = dataclasses.replace(SLOTS[0], kv_heads=3)
     rejects("kv_heads: got 3; allowed: a divisor of heads, 8", shard_batch, ids(), ONE_RANK, slots=[slot])
 
@@ -357,14 +336,11 @@ def test_rejects_documents_longer_than_their_rows(lengths):
         planned(padded_megatrons(lengths, [8, 4]), ThreadGroup.create(1)[0])
 
 
-def test_fields_that_agree_are_taken():
+def test_a_batch_is_packed_where_it_says_so():
     params = megatrons([4, 8], total_tokens=12, max_seqlen_kv=torch.tensor(8))
     assert planned(params, ThreadGroup.create(1)[0]).seq_idx.tolist() == idx(4, 8).tolist()
     named = megatrons([4, 8], seq_idx=idx(4, 8))
     assert planned(named, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([4, 8])
-
-
-def test_a_batch_is_packed_where_it_says_so():
     offsets = offsets_of([6, 6])
     assert is_packed(megatrons([4, 8]), 1)
     assert not is_packed(None, 3)

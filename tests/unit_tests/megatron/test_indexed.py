@@ -61,13 +61,10 @@ def test_tokens_of_every_type(dtype, tmp_path):
     assert IndexedCorpus(tmp_path / "corpus", 65536).tokens(0).tolist() == [65535, 0]
 
 
-def test_an_epoch_of_packs_holds_every_token_once(prefix):
+def test_rejects_tokens_outside_the_vocabulary_and_epochs_hold_the_others(prefix):
     stream = PackedStream(IndexedCorpus(prefix, 10), 4, seed=3)
     packs = [stream.pack(number)[1] for number in range(stream.packs_per_epoch(0))]
     assert sorted(np.concatenate(packs).tolist()) == sorted(itertools.chain(*TOKENS))
-
-
-def test_rejects_tokens_outside_the_vocabulary(prefix):
     corpus = IndexedCorpus(prefix, 9)
     assert corpus.tokens(0).tolist() == TOKENS[0]
     rejects(r"vocab_size: got 9; allowed: more than every token .* where 9 occurs", corpus.tokens, 1)

@@ -35,11 +35,8 @@ def test_a_sample_of_megatrons_becomes_a_pack_without_its_filling():
     assert Pack.from_megatron(sample()).packing == Packing([3, 9])
 
 
-def test_rejects_samples_of_two_packs():
+def test_rejects_samples_of_two_packs_and_offsets_beyond_them():
     rejects("micro_batch_size: got 2; allowed: 1", Pack.from_megatron, sample(2), PAD)
-
-
-def test_rejects_offsets_beyond_the_sample():
     rejects("cu_seqlens: got", Pack.from_megatron, {**sample(), "cu_seqlens": torch.tensor([[0, 13]])})
 
 

@@ -29,15 +29,12 @@ def test_slots_are_values(slot):
     assert len({slot, same, dataclasses.replace(slot, heads=8), dataclasses.replace(slot, head_dim=16)}) == 3
 
 
-def test_values_have_the_head_dim_of_keys_unless_it_is_given():
+def test_slots_plan_all_they_say():
     same = AttentionSpec(heads=6, kv_heads=2, head_dim=8)
     assert same == AttentionSpec(6, 2, 8, 8)
     assert same.value_head_dim == 8
     assert same.plan(LAYOUT) == AttentionSpec(6, 2, 8, 8).plan(LAYOUT)
     assert ATTENTION.value_head_dim == 16
-
-
-def test_an_attention_slot_plans_all_it_says():
     slot = dataclasses.replace(ATTENTION, mask="window:5,0", scheme="a2a+p2p", ulysses_degree=2, head_chunks=1)
     layout = Layout.zigzag(PACKING, 4)
     expected = plan_attention(
@@ -46,6 +43,14 @@ def test_an_attention_slot_plans_all_it_says():
     )  # fmt: skip
     assert slot.plan(layout) == expected
     assert slot.plan(layout) != ATTENTION.plan(layout)
+    expected = plan_linear(
+        PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="redistribute", conv_width=3,
+        hidden_size=64, layers=2,
+    )  # fmt: skip
+    slot = dataclasses.replace(LINEAR, mode="redistribute", conv_width=3, hidden_size=64, run=(LINEAR, LINEAR))
+    assert slot.plan(LAYOUT) == expected
+    expected = plan_linear(PACKING, LAYOUT, "mamba", heads=6, groups=2, state=8, head_dim=16)
+    assert dataclasses.replace(LINEAR, kind="mamba").plan(LAYOUT) == expected
 
 
 def test_pads_inside_a_batch_are_seen_by_no_attention():
@@ -56,20 +61,6 @@ def test_pads_inside_a_batch_are_seen_by_no_attention():
     assert plans.plan(LINEAR) == LINEAR.plan(LAYOUT)  # it is causal, and pads are behind
     whole = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR])
     assert plans.fingerprint() != whole.fingerprint()
-
-
-def test_a_linear_slot_plans_all_it_says():
-    expected = plan_linear(
-        PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="redistribute", conv_width=3,
-        hidden_size=64, layers=2,
-    )  # fmt: skip
-    slot = dataclasses.replace(LINEAR, mode="redistribute", conv_width=3, hidden_size=64, run=(LINEAR, LINEAR))
-    assert slot.plan(LAYOUT) == expected
-
-
-def test_a_mamba_slot_speaks_of_keys_and_values():
-    expected = plan_linear(PACKING, LAYOUT, "mamba", heads=6, groups=2, state=8, head_dim=16)
-    assert dataclasses.replace(LINEAR, kind="mamba").plan(LAYOUT) == expected
 
 
 @pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
@@ -96,18 +87,22 @@ def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
     assert not dataclasses.replace(slot, mode="headwise").plan(plan.layout).notes
 
 
-def test_layers_of_equal_slots_share_a_plan():
+def test_layers_of_equal_slots_share_a_plan(monkeypatch):
     plans = BatchPlan(LAYOUT, [ATTENTION, LINEAR, dataclasses.replace(ATTENTION), LINEAR])
     assert len(plans.plans) == 2
     assert plans.plan(dataclasses.replace(ATTENTION)) is plans.plan(ATTENTION)
     assert plans.plan(ATTENTION) is plans.plans[0]
     assert plans.plan(LINEAR) is plans.plans[1]
-
-
-def test_plans_are_made_with_the_batch(monkeypatch):
     plans = BatchPlan(LAYOUT, [ATTENTION])
     monkeypatch.setattr(AttentionSpec, "plan", None)
     assert plans.plan(ATTENTION).layout is LAYOUT
+    assert BatchPlan(LAYOUT).cp_size == 3
+    assert BatchPlan(LAYOUT).plans == []
+    one = BatchPlan(LAYOUT, [ATTENTION, LINEAR])
+    other = BatchPlan(Layout.zigzag(Packing([7, 1, 0, 130, 2]), 3), [dataclasses.replace(ATTENTION), LINEAR])
+    assert len(one.fingerprint()) == 16
+    assert one.fingerprint() == other.fingerprint()
+    assert one.describe() == other.describe()
 
 
 def test_a_kind_that_was_not_named_is_planned_once_when_its_first_layer_asks(monkeypatch):
@@ -119,19 +114,6 @@ def test_a_kind_that_was_not_named_is_planned_once_when_its_first_layer_asks(mon
     assert plans.plan(dataclasses.replace(LINEAR)) is first
     assert plans.plans == [plans.plan(ATTENTION), first]
     assert made == [(LINEAR, LAYOUT)]
-
-
-def test_a_batch_plan_has_the_ranks_of_its_layout():
-    assert BatchPlan(LAYOUT).cp_size == 3
-    assert BatchPlan(LAYOUT).plans == []
-
-
-def test_equal_batches_have_equal_fingerprints():
-    one = BatchPlan(LAYOUT, [ATTENTION, LINEAR])
-    other = BatchPlan(Layout.zigzag(Packing([7, 1, 0, 130, 2]), 3), [dataclasses.replace(ATTENTION), LINEAR])
-    assert len(one.fingerprint()) == 16
-    assert one.fingerprint() == other.fingerprint()
-    assert one.describe() == other.describe()
 
 
 OTHERS = {

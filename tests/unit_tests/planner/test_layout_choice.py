@@ -66,12 +66,16 @@ def test_each_layer_counts_as_often_as_it_occurs():
         assert totals[1][name] - totals[0][name] == pytest.approx(49 * each)
 
 
-def test_named_schemes_are_priced_too():
+def test_named_schemes_are_priced_and_explained():
     (price, *_) = choose_layout(LONG, 4, [GATHERED]).prices
     plan = GATHERED.plan(layout_by_name(price.name, LONG, 4))
     assert not plan.prices
     assert price.kinds[0].scheme == "all_gather"
     assert price.milliseconds > 0
+    lines = choose_layout(LONG, 4, [GATHERED, LINEAR]).explain().splitlines()
+    assert lines[0].startswith("chosen layout ")
+    assert len(lines) >= 3
+    assert all("1 x attention by all_gather" in line and "1 x gdn by chunkwise" in line for line in lines[:3])
 
 
 def test_the_chosen_layout_has_what_shard_batch_asks_for():
@@ -114,17 +118,12 @@ def test_near_predictions_count_as_equal():
     assert choice.name == next(name for name in CHOICES if name in near)
 
 
-def test_one_rank_has_nothing_to_choose():
+def test_one_rank_and_one_graph_have_nothing_to_choose():
     choice = choose_layout(LONG, 1, [GATHERED])
     assert choice.prices == ()
     assert "one rank holds all tokens" in choice.explain()
-
-
-def test_it_explains():
-    lines = choose_layout(LONG, 4, [GATHERED, LINEAR]).explain().splitlines()
-    assert lines[0].startswith("chosen layout ")
-    assert len(lines) >= 3
-    assert all("1 x attention by all_gather" in line and "1 x gdn by chunkwise" in line for line in lines[:3])
+    with pytest.raises(cp.ArgumentError, match="A graph repeats the launches of one layout"):
+        cp.GraphTables(16, 3, 2, layout="auto")
 
 
 def test_layouts_that_a_layer_cannot_run_in_are_left_out(monkeypatch):
@@ -159,11 +158,6 @@ def test_by_name_it_takes_layers():
 def test_every_name_has_the_rows_that_it_is_asked_for(name):
     layout = layout_by_name(name, cp.Packing([3]), 5, align=2, min_rows=1)
     assert (layout.align, layout.min_rows) == (2, 1)
-
-
-def test_a_graph_has_one_layout():
-    with pytest.raises(cp.ArgumentError, match="A graph repeats the launches of one layout"):
-        cp.GraphTables(16, 3, 2, layout="auto")
 
 
 def test_tiles_are_assigned_in_each_layout():

@@ -34,16 +34,13 @@ def sections_of(step):
     return [(block.name, block.num_heads, block.head_dim) for block in step.exchange.sections.blocks]
 
 
-def test_attention_is_one_exchange_in_and_one_out():
+def test_a_plan_is_one_exchange_in_and_one_out():
     plan = plan_attention(**ATTENTION, value_head_dim=5)
     assert [type(step) for step in plan.steps] == [ToHeads, Attend, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
     assert sections_of(plan.steps[2]) == [("out", 6, 5)]
     assert (plan.kind, plan.scheme, plan.attend.num_kv_ranks) == ("attention", "a2a", 1)
     assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.partition.heads_per_group) == (PACKING, 3, 3, 3)
-
-
-def test_gdn_is_one_exchange_in_and_one_out():
     plan = plan_linear(**LINEAR, value_head_dim=5)
     assert [type(step) for step in plan.steps] == [ToHeads, Compute, Compute, Compute, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 2, 8), ("k", 2, 8), ("v", 6, 5), ("beta", 6, 1), ("alpha", 6, 1)]
@@ -53,15 +50,12 @@ def test_gdn_is_one_exchange_in_and_one_out():
     assert plan.mask is None
 
 
-def test_attention_defaults():
+def test_arguments_that_are_left_out():
     plan = plan_attention(PACKING, LAYOUT, heads=6, head_dim=8)
     assert plan == plan_attention(
         PACKING, LAYOUT, heads=6, kv_heads=6, head_dim=8, value_head_dim=8, mask=Mask.causal(PACKING), scheme="a2a",
         kv_packing=PACKING, kv_layout=LAYOUT,
     )  # fmt: skip
-
-
-def test_linear_defaults():
     assert plan_linear(PACKING, LAYOUT, heads=6, head_dim=8) == plan_linear(
         PACKING, LAYOUT, "gdn", heads=6, key_heads=6, head_dim=8, value_head_dim=8, mode="auto", conv_width=4,
         hidden_size=None, layers=1,
@@ -256,20 +250,14 @@ def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
     assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
-def test_explain_says_how_many_ranks_it_leaves_out():
+def test_explain_says_who_holds_what():
     text = plan_attention(PACKING, Layout.zigzag(PACKING, 70), heads=70, head_dim=8).explain()
     assert len(rows_of(text)) == 64
     assert "... and 6 more ranks" in text
-
-
-def test_explain_draws_who_owns_what():
     packing = Packing([5, 0, 4])
     layout = Layout.from_fragments(packing, [[(6, 9)], [(0, 2)], [(2, 6)]])
     text = plan_attention(packing, layout, heads=3, head_dim=8).explain()
     assert "documents  |    |   \nowner      112222000   (1 token a character)" in text
-
-
-def test_explain_says_which_heads_each_rank_gets():
     with pytest.warns(UserWarning, match="1 of 3 ranks"):
         text = plan_attention(PACKING, LAYOUT, heads=2, kv_heads=1, head_dim=8, scheme="a2a").explain()
     rows = [line.split()[4:] for line in text.splitlines() if re.match(r" +\d+ ", line)]

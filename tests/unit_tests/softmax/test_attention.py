@@ -59,18 +59,17 @@ def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
         cp.attention(*change(*tensors()), plan_for())
 
 
-def test_rejects_a_plan_of_another_kind():
+def test_rejects_plans_and_groups_of_another_kind():
     packing = cp.Packing([12])
     plan = cp.plan_linear(packing, cp.Layout.zigzag(packing, 1), heads=4, key_heads=2, head_dim=8)
     with pytest.raises(cp.ArgumentError, match="plan_attention"):
         cp.attention(*tensors(), plan)
-
-
-def test_rejects_a_group_of_another_size():
     with pytest.raises(cp.ArgumentError, match="the 2 ranks"):
         cp.attention(*tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
     with pytest.raises(cp.ArgumentError, match="group"):
         cp.attention(*tensors(), plan_for(cp_size=2))
+    with pytest.raises(cp.ArgumentError, match="plan_attention"):
+        cp.attention(*tensors(), None)
 
 
 class Counting(ReferenceAttention):
@@ -107,7 +106,12 @@ def test_rejects_a_kernel_of_the_callers_that_cannot_run():
         cp.attention(*tensors(), plan_for(), kernel=kernel)
 
 
-def test_rejects_a_device_without_a_kernel():
+def test_rejects_tensors_on_no_device_and_the_heads_first():
+    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
+    with pytest.raises(cp.ArgumentError, match=remedy):
+        cp.attention(*(x.transpose(0, 1) for x in tensors()), plan_for())
+    with pytest.raises(cp.ArgumentError, match=r"^q: got .*cpu or cuda"):
+        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
     with pytest.raises(cp.ArgumentError, match=r"^device: got .*cpu or cuda"):
         choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
 
@@ -131,22 +135,6 @@ def test_rejects_the_batch_first_and_says_how_to_turn_it(order, remedy):
     with pytest.raises(cp.ArgumentError, match=re.escape(remedy)) as error:
         cp.attention(batch[0], *(x.permute(order) for x in batch[1:]), plan_for())
     assert error.value.argument == "k"
-
-
-def test_rejects_the_heads_first_and_says_how_to_turn_them():
-    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
-    with pytest.raises(cp.ArgumentError, match=remedy):
-        cp.attention(*(x.transpose(0, 1) for x in tensors()), plan_for())
-
-
-def test_rejects_tensors_that_hold_nothing():
-    with pytest.raises(cp.ArgumentError, match=r"^q: got .*cpu or cuda"):
-        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
-
-
-def test_rejects_something_that_is_no_plan():
-    with pytest.raises(cp.ArgumentError, match="plan_attention"):
-        cp.attention(*tensors(), None)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -217,9 +217,6 @@ def test_views_and_what_was_there_before_are_not_counted():
         made = torch.zeros(10)
         kept += [made[5:], made.view(2, 5)]
     assert memory.peak == 40
-
-
-def test_restart_forgets_the_peak_and_not_what_is_alive():
     memory = PeakMemory()
     with memory:
         x = torch.ones(100) + torch.ones(100)

@@ -20,13 +20,10 @@ def test_presets_are_read_by_name(name):
     assert read_model(f" {name}\n") is PRESETS[name]
 
 
-def test_a_folder_is_read_by_its_file(tmp_path):
+def test_a_folder_is_read_by_its_file_and_a_file_next_to_the_user_is_found(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert read_model(str(tmp_path)).blocks == read_model(str(tmp_path / "config.json")).blocks
     assert read_model(str(tmp_path)).name == tmp_path.name
-
-
-def test_a_file_next_to_the_user_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").write_text(json.dumps(SMALL))
     assert len(read_model("small").blocks) == 2

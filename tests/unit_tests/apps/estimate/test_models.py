@@ -112,9 +112,6 @@ def test_slots_are_in_order_and_know_their_runs():
     linear = LinearSpec("gdn", 32, 16, 128, 128)
     assert slots[:4] == (*[replace(linear, hidden_size=2048, run=(linear,) * 3)] * 3, AttentionSpec(16, 2, 256, 256))
     assert sorted(Counter(slots).values()) == [12, 36]
-
-
-def test_mlps_do_not_end_a_run():
     slots = PRESETS["nemotron-h"].slots()
     runs = [
         len(next(run).run)
@@ -122,46 +119,31 @@ def test_mlps_do_not_end_a_run():
         if is_linear
     ]
     assert runs == [4, 5, 5, 5, 5]
-
-
-def test_a_run_has_layers_of_several_kinds():
     *linear, attention = PRESETS["tiny"].slots()
     assert [slot.kind for slot in linear] == ["gdn", "kda", "mamba"]
     assert all([other.kind for other in slot.run] == ["gdn", "kda", "mamba"] for slot in linear)
     assert attention == AttentionSpec(6, 2, 16, 16)
-
-
-def test_choices_are_those_of_every_slot():
-    choices = {"head_chunks": 2, "transport": "pairwise", "codec": "fp8"}
-    model = model_of(Block(LINEAR), Block(ATTENTION))
-    linear, attention = model.slots(scheme="a2a+p2p", ulysses_degree=2, mode="headwise", item_size=4, **choices)
-    assert attention == AttentionSpec(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
-    own = LinearSpec("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
-    assert linear == replace(own, hidden_size=64, run=(own,))
-
-
-def test_windows_are_masks_of_their_slots():
-    model = model_of(Block(replace(ATTENTION, mask="window:7,0")), Block(ATTENTION))
-    assert [slot.mask for slot in model.slots()] == ["window:7,0", "causal"]
-
-
-def test_another_mask_is_that_of_every_attention_and_changes_nothing_else():
-    model = PRESETS["qwen3-next"]
-    masked = model.with_mask("strided")
-    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSpec)]
-    assert masks == ["strided"] * 12
-    assert masked.with_mask("causal") == model
-    rejects("mask: got 'strided:6'", model.with_mask, "strided:6")
-
-
-def test_slots_are_planned():
     layout = Layout.contiguous(Packing([70, 1, 130]), 3)
     plans = BatchPlan(layout, PRESETS["tiny"].slots())
     assert [plan.kind for plan in plans.plans if plan.attend is None] == ["gdn", "kda", "mamba"]
     assert len(plans.plans) == 4
 
 
-def test_rejects_choices_that_do_not_exist():
+def test_choices_and_masks_are_those_of_their_slots():
+    choices = {"head_chunks": 2, "transport": "pairwise", "codec": "fp8"}
+    model = model_of(Block(LINEAR), Block(ATTENTION))
+    linear, attention = model.slots(scheme="a2a+p2p", ulysses_degree=2, mode="headwise", item_size=4, **choices)
+    assert attention == AttentionSpec(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
+    own = LinearSpec("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
+    assert linear == replace(own, hidden_size=64, run=(own,))
+    model = model_of(Block(replace(ATTENTION, mask="window:7,0")), Block(ATTENTION))
+    assert [slot.mask for slot in model.slots()] == ["window:7,0", "causal"]
+    model = PRESETS["qwen3-next"]
+    masked = model.with_mask("strided")
+    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSpec)]
+    assert masks == ["strided"] * 12
+    assert masked.with_mask("causal") == model
+    rejects("mask: got 'strided:6'", model.with_mask, "strided:6")
     rejects("scheme: got 'ring'", PRESETS["tiny"].slots, scheme="ring")
     rejects("mode: got 'a2a'", PRESETS["tiny"].slots, mode="a2a")
     rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
@@ -170,18 +152,19 @@ def test_rejects_choices_that_do_not_exist():
 # -- products and parameters -------------------------------------------------------------------------------------------
 
 
-def test_products_of_llama():
+def test_products_and_parameters_are_those_that_a_token_meets():
     assert PRESETS["llama3-8b"].gemms == (
         (32, 4096, 6144), (32, 4096, 4096), (32, 4096, 28672), (32, 14336, 4096), (1, 4096, 128256),
     )  # fmt: skip
-
-
-def test_a_token_meets_the_experts_that_it_is_routed_to():
     model = model_of(Block(mlp=MIXTURE), tied=False)
     assert model.gemms == ((1, 64, 8), (2, 64, 64), (2, 32, 64), (1, 64, 96), (1, 48, 64), (1, 64, 1), (1, 64, 100))
     expert, shared = 3 * 64 * 32, 3 * 64 * 48
     assert model.active_parameters == 2 * expert + shared + 64 * (8 + 1 + 100) + 2 * 64
     assert model.parameters - model.active_parameters == 6 * expert + 64 * 100
+    blocks = (Block(ATTENTION, MLP(32)),)
+    tied, untied = model_of(*blocks), model_of(*blocks, tied=False)
+    assert untied.parameters - tied.parameters == 64 * 100
+    assert untied.active_parameters == tied.active_parameters
 
 
 @pytest.mark.parametrize(
@@ -207,13 +190,6 @@ def test_a_token_meets_the_experts_that_it_is_routed_to():
 )
 def test_projections_are_as_wide_as_what_they_make(mixer, gemms):
     assert mixer.gemms(64) == tuple((1, *shape) for shape in gemms)
-
-
-def test_tied_embeddings_are_counted_once():
-    blocks = (Block(ATTENTION, MLP(32)),)
-    tied, untied = model_of(*blocks), model_of(*blocks, tied=False)
-    assert untied.parameters - tied.parameters == 64 * 100
-    assert untied.active_parameters == tied.active_parameters
 
 
 # -- activations -------------------------------------------------------------------------------------------------------

@@ -78,15 +78,12 @@ def test_sharding_divides_what_it_says():
     assert len({memory.activations for memory in memories.values()}) == 1
 
 
-def test_recomputing_takes_less_memory_and_more_time():
+def test_flags_name_what_was_chosen():
     none, selective, full = (step(LLAMA, recompute=how) for how in ("none", "selective", "full"))
     assert none.memory.activations > selective.memory.activations > 3 * full.memory.activations
     assert full.step > selective.step == none.step
     assert "--recompute-granularity full" in full.flags
     assert "recompute" not in none.flags
-
-
-def test_flags_name_the_degree_of_a_product():
     found = step(LLAMA, 4, scheme="a2a+exact", ulysses_degree=2)
     assert "--cp-comm-type a2a+exact --hierarchical-context-parallel-sizes 2 2" in found.flags
 

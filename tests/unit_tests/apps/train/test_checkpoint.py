@@ -125,7 +125,7 @@ def test_rejects_a_damaged_checkpoint(common, says, monkeypatch, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_the_checkpoint_to_resume_from_is_never_removed(tmp_path):
+def test_a_checkpoint_is_replaced_unless_it_is_the_one_to_resume_from(tmp_path):
     (tmp_path / TRACKER).write_text("5")
     for name in ("iter_0000005", "iter_0000005.new"):
         (tmp_path / name).mkdir()
@@ -133,9 +133,6 @@ def test_the_checkpoint_to_resume_from_is_never_removed(tmp_path):
     with pytest.raises(ArgumentError, match=r"run_dir: got .*iter_0000005'; .* to go on from there: --resume"):
         checkpoint._make_latest(tmp_path / "iter_0000005.new", tmp_path / "iter_0000005", 5)
     assert (tmp_path / "iter_0000005" / "file").read_text() == "iter_0000005"
-
-
-def test_a_checkpoint_that_nobody_named_is_replaced(tmp_path):
     (tmp_path / TRACKER).write_text("5")
     for name in ("iter_0000010", "iter_0000010.new"):
         (tmp_path / name).mkdir()
@@ -159,28 +156,19 @@ def compared(tmp_path, *ranks):
     return compare_gradients(*paths)
 
 
-def test_equal_gradients_differ_by_nothing(tmp_path):
+def test_differences_of_gradients_are_relative_to_each_parameter(tmp_path):
     gradients = {"a": [1.0, -2.0], "b": [0.0]}
     found = compared(tmp_path, (gradients, gradients))
     assert (found.error, found.worst_error) == (0, 0)
-
-
-def test_differences_are_relative_to_each_parameter(tmp_path):
     found = compared(tmp_path, ({"big": [100.0], "small": [1.01]}, {"big": [100.0], "small": [1.0]}))
     assert found.error == pytest.approx(0.01, rel=1e-4)
     assert found.worst == "small"
     assert found.worst_share == pytest.approx(0.01)
-
-
-def test_below_a_thousandth_of_the_largest_they_are_relative_to_that(tmp_path):
     found = compared(tmp_path, ({"big": [1.0], "tiny": [3e-8]}, {"big": [1.0], "tiny": [1e-8]}))
     assert found.error == pytest.approx(2e-5, rel=1e-4)
     assert found.worst == "tiny"
     assert found.worst_error == pytest.approx(2, rel=1e-4)
     assert found.worst_share == pytest.approx(1e-8)
-
-
-def test_the_floor_is_of_all_ranks_and_each_is_compared(tmp_path):
     same = {"weight": [1000.0]}
     found = compared(tmp_path, (same, same), ({"weight": [2.0]}, {"weight": [1.0]}))
     assert found.error == pytest.approx(1)

@@ -98,18 +98,15 @@ def test_rejects_redistribution_with_sequence_parallelism():
         arrange_runs(stack("GG*-", "redistribute"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
 
 
-def test_rejects_redistribution_of_batches_that_are_not_packed():
-    layers = stack("GG*-", "redistribute")
-    arrange_runs(layers, Config())
-    rejects(r"--linear-cp-mode: got 'redistribute'; .* that are not packed", layers[0][0].plan_of, 16, 1, None)
-
-
 def test_unpacked_batches_are_planned_layer_by_layer():
     layers = stack("GG*-")
     arrange_runs(layers, Config())
     plan = layers[0][0].plan_of(4096, 2, None)
     assert plan.redistribution is None
     assert plan.packing.lengths.tolist() == [4 * 4096] * 2
+    layers = stack("GG*-", "redistribute")
+    arrange_runs(layers, Config())
+    rejects(r"--linear-cp-mode: got 'redistribute'; .* that are not packed", layers[0][0].plan_of, 16, 1, None)
 
 
 def test_rejects_a_padding_mask_inside_a_redistributed_run(monkeypatch):

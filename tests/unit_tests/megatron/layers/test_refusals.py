@@ -115,22 +115,16 @@ def test_layers_without_tiles_stand_beside_others_that_search():
     assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
 
 
-def test_a_layer_that_needs_none_of_this_is_built():
+def test_windows_and_sinks_are_megatrons():
     layer = build()
     assert (layer.slot.heads, layer.slot.head_dim, layer.slot.mask, layer.slot.scheme) == (4, 8, "causal", "auto")
     assert build(AttnMaskType.no_mask).slot.mask == "full"
-
-
-def test_windows_are_megatrons_layer_by_layer():
     assert build(window_size=(4, 0)).slot.mask == "window:4,0"
     assert build(window_size=(4, 3)).slot.mask == "window:4,0"  # it is causal
     assert build(AttnMaskType.no_mask, window_size=(4, 3)).slot.mask == "window:4,3"
     layers = [CoreAttention(configure(window_size=(4, 0), window_attn_skip_freq=2), number, AttnMaskType.causal, "self",
                             pg_collection=Groups()) for number in (1, 2)]  # fmt: skip
     assert [layer.slot.mask for layer in layers] == ["window:4,0", "causal"]
-
-
-def test_sinks_are_megatrons():
     assert build().softmax_offset is None
     off_by_one, learnable = build(softmax_type="off-by-one"), build(softmax_type="learnable")
     assert off_by_one.softmax_offset.tolist() == [0] * 4
@@ -257,13 +251,10 @@ def test_what_megatrons_pipeline_cuts_is_known_from_its_flags(flags, order):
     assert (latent.cp_packed_order, latent.cp_codec, latent.cp_layout) == (order, "fp8", "zigzag")
 
 
-def test_options_on_our_configuration_are_there_already():
+def test_options_of_a_configuration_are_kept():
     config = configure(OurConfig, cp_codec="int8")
     assert with_options(config, argparse.Namespace(cp_codec="fp8")) is config
     assert config.cp_codec == "int8"
-
-
-def test_options_for_latent_attention_let_lengths_vary_too():
     config = configure(MLATransformerConfig, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     assert with_options(config, argparse.Namespace()).variable_seq_lengths
 

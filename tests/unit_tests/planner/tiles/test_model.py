@@ -140,23 +140,17 @@ def test_adjacent_tiles_of_a_rank_are_one_band():
     assert len(bands_by_rank(mask, problem, grid)[0]) == 8
 
 
-def test_a_tile_is_a_small_part_of_the_work():
+def test_tiles_are_small_and_few():
     packing = cp.Packing([4096])
     for name in MASKS:
         problem = tiles_of(cp.Mask.named(packing, name), cp.Layout.contiguous(packing, 8), weights=WEIGHTS)
         assert problem.work.max() <= problem.total / 39
         assert problem.load_cap <= 1.05 * problem.total / 8
         assert max(problem.rows.owners.size, problem.columns.owners.size) <= 2 * 16 * 8
-
-
-def test_documents_on_one_rank_are_few_chunks():
     packing = cp.Packing([37, 41] * 400)
     problem = tiles_of(cp.Mask.causal(packing), cp.Layout.contiguous(packing, 4), weights=WEIGHTS)
     assert problem.num_tiles <= 50
     assert cost(problem, problem.rows.owners[problem.tile_rows]) <= 3 * 41 * 7  # parts of the documents that are cut
-
-
-def test_many_tiles_are_merged():
     packing = cp.Packing(np.random.default_rng(0).integers(100, 900, 64).tolist())
     problem = tiles_of(cp.Mask.causal(packing), cp.Layout.zigzag(packing, 64), weights=WEIGHTS)
     assert problem.num_tiles <= 1 << 14
@@ -206,14 +200,11 @@ def good():
     return solve(PROBLEM).ranks
 
 
-def test_rejects_an_answer_that_is_none():
+def test_rejects_answers_and_masks_of_another_problem():
     ranks = good()
     for bad in (None, "0", ranks[:-1], ranks * 1.0, ranks - 1, ranks + 4, ranks[:, None], [True] * ranks.size):
         rejects("ranks_of_tiles", check, PROBLEM, bad)
     rejects(r"a rank with 2080 pairs.*load_cap", check, PROBLEM, ranks * 0)
-
-
-def test_rejects_a_mask_of_another_problem():
     for mask in (cp.Mask.full(PACKING), cp.Mask.window(PACKING, 5)):
         rejects(r"^mask: .* that the problem was made of", bands_by_rank, mask, PROBLEM, good())
     mirrored = cp.Mask.from_slices(PACKING, [(0, 64, 0, 64, "inverse_causal")])  # as many pairs

@@ -202,11 +202,8 @@ def test_a_click_on_a_tile_shows_its_rank_alone(probed, cp_size):
     assert (found["alone"], found["everyone"], found["both-zoomed"]) == ("true", "true", "true")
 
 
-def test_a_click_on_a_heading_sorts(probed):
+def test_a_click_on_a_heading_sorts_and_colours_change(probed):
     assert (probed[4]["rising"], probed[4]["falling"]) == ("ascending", "descending")
-
-
-def test_colours_change_and_the_table_of_ranks_is_filled(probed):
     assert [probed[size]["repainted"] for size in (4, 40)] == ["true", "true"]
     assert [probed[size]["rows"] for size in (4, 40)] == ["4", "40"]
 

@@ -91,7 +91,7 @@ def test_a_kind_that_is_given_is_kept():
     assert shown(page_of({"candidates": [{"name": "cp 2, a", "kind": "b"}]}))["candidates"][0]["kind"] == "b"
 
 
-def test_fragments_are_in_the_order_of_the_stream():
+def test_fragments_tiles_and_hosts_are_kept_in_order():
     ownership = shown(page_of(REPORT))["ownership"]
     assert {name: unpacked(column) for name, column in ownership.items()} == {
         "lengths": [5, 0, 4],
@@ -99,6 +99,17 @@ def test_fragments_are_in_the_order_of_the_stream():
         "ends": [3, 7, 9],
         "ranks": [0, 1, 1],
     }
+    (picture,) = shown(page_of(REPORT))["tiles"]
+    given = REPORT["tiles"][0]
+    assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
+    assert unpacked(picture["ranks"]) == given["ranks"]
+    assert {name: picture[name] for name in ("name", "text", "queries", "keys", "group")} == {
+        **{name: given[name] for name in ("name", "text", "queries", "keys")}, "group": 1
+    }  # fmt: skip
+    empty = {"name": "a", "queries": 0, "keys": 3, "ranks": [], "shapes": []}
+    (picture,) = shown(page_of({"tiles": [empty]}))["tiles"]
+    assert (unpacked(picture["shapes"]), picture["text"]) == ([], "")
+    assert shown(page_of(REPORT))["hosts"] == ["host 0", "second"]
 
 
 def test_events_are_in_the_order_of_ranks_streams_and_starts():
@@ -114,26 +125,6 @@ def test_events_are_in_the_order_of_ranks_streams_and_starts():
     assert starts == pytest.approx([1, 4, 2], rel=1e-8)
     assert ends == pytest.approx([4, 10, 3], rel=1e-8)
     assert timeline["seconds"] == 1e-6
-
-
-def test_tiles_are_kept_as_they_are():
-    (picture,) = shown(page_of(REPORT))["tiles"]
-    given = REPORT["tiles"][0]
-    assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
-    assert unpacked(picture["ranks"]) == given["ranks"]
-    assert {name: picture[name] for name in ("name", "text", "queries", "keys", "group")} == {
-        **{name: given[name] for name in ("name", "text", "queries", "keys")}, "group": 1
-    }  # fmt: skip
-
-
-def test_a_mask_that_nothing_sees_has_no_tiles():
-    empty = {"name": "a", "queries": 0, "keys": 3, "ranks": [], "shapes": []}
-    (picture,) = shown(page_of({"tiles": [empty]}))["tiles"]
-    assert (unpacked(picture["shapes"]), picture["text"]) == ([], "")
-
-
-def test_hosts_have_names():
-    assert shown(page_of(REPORT))["hosts"] == ["host 0", "second"]
 
 
 @pytest.mark.parametrize("part", REPORT)
@@ -165,7 +156,7 @@ def test_ranks_are_counted(report, ranks):
     assert shown(page_of(report))["ranks"] == ranks
 
 
-def test_numpy_is_taken_as_lists_are():
+def test_numpy_is_taken_as_lists_are_and_lists_may_be_empty():
     given = copy.deepcopy(REPORT)
     given["ownership"] = {name: np.array(value, dtype=np.int32) for name, value in given["ownership"].items()}
     given["work"] = np.array(given["work"])
@@ -173,9 +164,6 @@ def test_numpy_is_taken_as_lists_are():
     given["traffic"]["matrix"] = np.array(given["traffic"]["matrix"])
     given["candidates"][2] |= {"cp": np.int64(2), "mfu": np.float64(0.5)}
     assert shown(page_of(given)) == shown(page_of(REPORT))
-
-
-def test_an_empty_timeline_and_an_empty_stream_are_shown():
     report = {"timeline": {"events": []}, "ownership": {name: [] for name in REPORT["ownership"]}}
     assert unpacked(shown(page_of(report))["timeline"]["start"]) == []
 
@@ -203,7 +191,7 @@ def evil():
     }  # fmt: skip
 
 
-def test_texts_are_escaped():
+def test_texts_are_escaped(tmp_path):
     page = page_of(evil())
     assert "<script>alert" not in page
     assert page.count("</script>") == 2  # of the report and of the scripts
@@ -211,9 +199,6 @@ def test_texts_are_escaped():
     report = shown(page)
     assert report["title"] == EVIL
     assert report["candidates"][0]["name"] == EVIL
-
-
-def test_what_utf8_cannot_hold_is_written(tmp_path):
     save_page(evil(), tmp_path / "evil.html")
     assert "<title>&lt;script&gt;alert(1)" in (tmp_path / "evil.html").read_text(encoding="utf-8")
 
@@ -223,10 +208,6 @@ def test_the_page_asks_for_nothing_outside_itself():
     for wanted in ("src=", "@import", "url(", "fetch(", "XMLHttpRequest", "import(", "<link"):
         assert wanted not in page
     assert re.findall(r"https?://[^\s\"'`]+", page) == ["http://www.w3.org/2000/svg"]  # the name of SVG, not asked for
-
-
-def test_the_policy_allows_the_pages_own_script_and_style_alone():
-    page = page_of(REPORT)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -268,9 +249,6 @@ def test_times_are_finer_than_float32():
     back = times["origin"] + times["tick"] * np.array(unpacked(times["start"]))
     assert np.abs(back - starts).max() < 1e-6
     assert np.abs(starts.astype(np.float32) - starts).max() > 1
-
-
-def test_times_of_one_moment():
     times = packed_times(np.array([3.0]), np.array([3.0]))
     assert (times["origin"], unpacked(times["start"]), unpacked(times["end"])) == (3.0, [0], [0])
 
