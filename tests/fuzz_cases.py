@@ -13,14 +13,9 @@ from megatron_cp.planner.layouts import layout_by_name
 from tests import mask_oracle
 
 KINDS = {
-    "gated_delta_rule": "gdn",
-    "gated_delta_net": "gdn",
-    "kda": "kda",
-    "kda_mixer": "kda",
-    "mamba2": "mamba",
-    "mamba2_mixer": "mamba",
-    "causal_conv1d": "conv1d",
-}
+    "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "mamba2": "mamba",
+    "mamba2_mixer": "mamba", "causal_conv1d": "conv1d",
+}  # fmt: skip
 ATTENTIONS = ("attention", "projected_attention")
 OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
 

@@ -20,13 +20,9 @@ from tests.commands import command, last_json
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
 RATIOS = (
-    "compute_over_ideal",
-    "outside_kernel_share",
-    "peak_over_formula",
-    "peak_with_kernel_over_formula",
-    "buffers_over_formula",
-    "wait_share",
-)
+    "compute_over_ideal", "outside_kernel_share", "peak_over_formula", "peak_with_kernel_over_formula",
+    "buffers_over_formula", "wait_share",
+)  # fmt: skip
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
 SCHEMES = [name for name, scheme in schemes.SCHEMES.items() if not scheme.is_product]
 PRODUCTS = [name for name, scheme in schemes.SCHEMES.items() if scheme.is_product]

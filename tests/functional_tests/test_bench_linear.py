@@ -24,14 +24,9 @@ HEADS = {
     "conv1d": ["--heads", "3", "--head-dim", "16"],
 }
 RATIOS = (
-    "chunkwise_over_plain",
-    "target",
-    "megatron_over_ours",
-    "headwise_over_chunkwise",
-    "headwise_over_chunkwise_local",
-    "wait_share",
-    "saved_headwise_over_chunkwise",
-)
+    "chunkwise_over_plain", "target", "megatron_over_ours", "headwise_over_chunkwise", "headwise_over_chunkwise_local",
+    "wait_share", "saved_headwise_over_chunkwise",
+)  # fmt: skip
 ABSOLUTE = ("local_ms", "busy_ms", "transfer_ms", "wall_ms", "bytes_sent_per_rank", "bytes_planned_per_rank")
 WAYS = ["forward", "backward", "both"]
 
@@ -40,16 +35,8 @@ def check_report(report):
     names = list(report)
     assert names[: len(RATIOS)] == list(RATIOS)  # ratios first
     assert set(names) >= {
-        *ABSOLUTE,
-        "cp",
-        "layer",
-        "lengths",
-        "repeats",
-        "device",
-        "kernel",
-        "megatron_core",
-        "not_run",
-    }
+        *ABSOLUTE, "cp", "layer", "lengths", "repeats", "device", "kernel", "megatron_core", "not_run",
+    }  # fmt: skip
     assert list(report["chunkwise_over_plain"]) == list(PLACES)
     for ratios in (
         *report["chunkwise_over_plain"].values(),
@@ -190,13 +177,9 @@ def test_what_is_saved_is_told_apart(forward, numbers, indices, tables):
 
 # Whether the rank that stands there sends anything to others, forward and backward.
 SENDS = {
-    "plain": [False, False],
-    "few plain": [False, False],
-    "first": [True, False],
-    "middle": [True, True],
-    "last": [False, True],
-    "few": [True, True],
-}
+    "plain": [False, False], "few plain": [False, False], "first": [True, False], "middle": [True, True],
+    "last": [False, True], "few": [True, True],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [3, 150])

@@ -18,12 +18,9 @@ from tests.commands import command, last_json
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
-    "attention": ["--kv-heads", "2"],
-    "gdn": ["--key-heads", "2"],
-    "kda": ["--key-heads", "2"],
-    "mamba": ["--groups", "2", "--state", "8"],
-    "conv1d": [],
-}
+    "attention": ["--kv-heads", "2"], "gdn": ["--key-heads", "2"], "kda": ["--key-heads", "2"],
+    "mamba": ["--groups", "2", "--state", "8"], "conv1d": [],
+}  # fmt: skip
 GRADIENTS = {
     "attention": {"d_q", "d_k", "d_v"},
     "kda": {"d_qkv", "d_g", "d_beta", "d_conv", "d_conv_bias", "d_A_log", "d_dt_bias"},
@@ -235,14 +232,8 @@ def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
     out = everything(capsys)
     chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
     assert chunks == {
-        "a2a": 1,
-        "p2p": 1,
-        "all_gather": 3,
-        "exact": 3,
-        "a2a+p2p": 2,
-        "a2a+all_gather": 2,
-        "a2a+exact": 2,
-    }
+        "a2a": 1, "p2p": 1, "all_gather": 3, "exact": 3, "a2a+p2p": 2, "a2a+all_gather": 2, "a2a+exact": 2,
+    }  # fmt: skip
     assert "a2a has 1 head chunk; p2p has 1 head chunk; a2a+p2p has 2 head chunks; a2a+all_gather has 2" in out
 
 
@@ -481,18 +472,9 @@ def test_check_says_first_where_it_ran(every, capsys):
 
 def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
     run = command(
-        "check",
-        "--kernel",
-        "reference",
-        "--cp",
-        "2",
-        "--lengths",
-        "4000,4000",
-        "--timeout",
-        "0.2",
-        seconds=60,
+        "check", "--kernel", "reference", "--cp", "2", "--lengths", "4000,4000", "--timeout", "0.2", seconds=60,
         status=1,
-    )
+    )  # fmt: skip
     assert "did not finish in 0.2 s" in run.stderr
     assert "run_layer" in run.stderr
 

@@ -85,14 +85,11 @@ def test_a_model_equals_one_rank_on_any_number(name, text, ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        {"scheme": "p2p"},
-        {"scheme": "exact"},
-        {"scheme": "a2a", "head_chunks": 2},
-        {"transport": "pairwise"},
+        {"scheme": "p2p"}, {"scheme": "exact"}, {"scheme": "a2a", "head_chunks": 2}, {"transport": "pairwise"},
         {"text": "held", "transport": "pairwise"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_are_those_of_plans(options):
     check("qwen", 2, **options)
 

@@ -28,15 +28,9 @@ def device():
 
 def run(device, *command, **more):
     return subprocess.run(
-        [sys.executable, *command],
-        env=device,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
+        [sys.executable, *command], env=device, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280,
         **more,
-    )
+    )  # fmt: skip
 
 
 REFUSED = """

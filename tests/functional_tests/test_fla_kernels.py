@@ -45,18 +45,13 @@ CASES = {
         {"lengths": [1], "channels": 16, "width": 4, "bias": True, "silu": True},
         {"lengths": ACROSS, "channels": 12, "width": 4, "bias": True, "silu": True, "layout": "contiguous", "ranks": 3},
         {
-            "lengths": [10, 2, 1, 6],
-            "channels": 8,
-            "width": 4,
-            "bias": True,
-            "silu": True,
-            "layout": "zigzag",
+            "lengths": [10, 2, 1, 6], "channels": 8, "width": 4, "bias": True, "silu": True, "layout": "zigzag",
             "ranks": 3,
         },
         {"lengths": [9], "channels": 8, "width": 2, "bias": False, "silu": False, "layout": "contiguous", "ranks": 3},
         {"lengths": [2], "channels": 8, "width": 5, "bias": True, "silu": True, "layout": "contiguous", "ranks": 2},
     ],
-}
+}  # fmt: skip
 
 
 FEW, OTHERS = "0::3", "others"  # every third case, and those between

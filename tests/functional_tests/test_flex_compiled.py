@@ -45,16 +45,13 @@ def made(request: pytest.FixtureRequest) -> dict[str, Any]:
             [sys.executable, "-m", "tests.functional_tests.test_flex_compiled", *map(json.dumps, packs)],
             cwd=ROOT,
             env={
-                **device,
-                **own,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "TRITON_INTERPRET": "0",
+                **device, **own, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0",
                 "TORCHDYNAMO_DISABLE": "0",
             },
             stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
             timeout=240,
             check=True,
-        )
+        )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 

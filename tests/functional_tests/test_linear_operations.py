@@ -255,16 +255,11 @@ def test_rejects_taps_that_the_plan_is_not_for():
 @pytest.mark.parametrize(
     ("kind", "argument", "value"),
     [
-        ("mamba", "dt_limit", (2.0, 1.0)),
-        ("mamba", "dt_limit", (-1.0, 1.0)),
-        ("mamba", "dt_limit", 0.5),
-        ("mamba", "D", torch.zeros(HEADS - 1)),
-        ("conv1d", "activation", "gelu"),
-        ("kda", "scale", float("nan")),
-        ("gdn", "kernel", "mamba_ssm"),
-        ("mamba", "kernel", "fla"),
+        ("mamba", "dt_limit", (2.0, 1.0)), ("mamba", "dt_limit", (-1.0, 1.0)), ("mamba", "dt_limit", 0.5),
+        ("mamba", "D", torch.zeros(HEADS - 1)), ("conv1d", "activation", "gelu"), ("kda", "scale", float("nan")),
+        ("gdn", "kernel", "mamba_ssm"), ("mamba", "kernel", "fla"),
     ],
-)
+)  # fmt: skip
 def test_rejects_options_that_make_no_sense(kind, argument, value):
     with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(kind), **OPTIONS[kind] | {argument: value})

@@ -434,9 +434,6 @@ def test_rejects_a_loss_that_is_a_mean_of_means(ranks, attempt):
 @pytest.mark.parametrize(("attempt", "multiple"), [("rows for FP8", 16), ("rows for MXFP8", 32)])
 def test_rejects_rows_that_quantized_products_cannot_take(ranks, attempt, multiple):
     assert_refused(
-        ranks,
-        attempt,
-        "--fp8-format: got 'hybrid'",
-        f"a multiple of {multiple} rows on every rank, not 13",
+        ranks, attempt, "--fp8-format: got 'hybrid'", f"a multiple of {multiple} rows on every rank, not 13",
         "layout_options",
-    )
+    )  # fmt: skip

@@ -34,16 +34,10 @@ LAYERS = {
 # Ranks, layout, --linear-cp-mode, and whose sharding. Megatron's packed parameters have no total_tokens, without which
 # its own mixer sees one document.
 PLACES = [
-    (1, "contiguous", "auto"),
-    (2, "zigzag", "headwise"),
-    (2, "balanced", "headwise"),
-    (4, "contiguous", "headwise"),
-    (4, "random", "headwise"),
-    (2, "zigzag", "chunkwise"),
-    (2, "balanced", "chunkwise"),
-    (4, "contiguous", "chunkwise"),
+    (1, "contiguous", "auto"), (2, "zigzag", "headwise"), (2, "balanced", "headwise"), (4, "contiguous", "headwise"),
+    (4, "random", "headwise"), (2, "zigzag", "chunkwise"), (2, "balanced", "chunkwise"), (4, "contiguous", "chunkwise"),
     (4, "random", "chunkwise"),
-]
+]  # fmt: skip
 FEW = (PLACES[0], PLACES[1], PLACES[-1])
 each_place = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=() if place in FEW else pytest.mark.thorough) for place in PLACES], ids=str

@@ -27,12 +27,8 @@ MODELS = {
         {"position_embedding_type": "yarn"},
         {},
         {
-            "yarn_rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 32,
-            "yarn_beta_fast": 32.0,
-            "yarn_beta_slow": 1.0,
-            "yarn_mscale": 1.0,
-            "yarn_mscale_all_dim": 0.0,
+            "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32, "yarn_beta_fast": 32.0,
+            "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
             "yarn_correction_range_round_to_int": True,
         },
     ),
@@ -51,7 +47,7 @@ MODELS = {
         {},
     ),
     "hybrid": ({}, {}, {}),
-}
+}  # fmt: skip
 # One layer of GatedDeltaNet, and its arguments.
 LAYERS = {"gdn": {}, "gdn with biases": {"bias": True, "conv_bias": True}}
 PLACES = [("cp1", "contiguous"), ("cp2", "zigzag"), ("cp2", "random")]
@@ -62,13 +58,10 @@ FAULTS = {
     "mla": ["rows as positions", "leaking attention"],
     "mla with yarn": ["rows as positions"],
     "hybrid": [
-        "rows as positions",
-        "labels of the next row",
-        "labels of the next document",
-        "leaking attention",
+        "rows as positions", "labels of the next row", "labels of the next document", "leaking attention",
         "leaking gdn",
     ],
-}
+}  # fmt: skip
 TOLERANCE = 1e-5
 HIDDEN = 32
 

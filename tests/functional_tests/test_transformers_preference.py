@@ -91,13 +91,9 @@ def trainer_of(folder, name, adapter, cp, **changed):
     own = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if adapter else {"ref_model": reference}
     data = preferences(name, 8)
     return kind(
-        model=policy,
-        args=args,
-        train_dataset=data,
-        eval_dataset=preferences(name, 5),
-        processing_class=tokenizer(),
+        model=policy, args=args, train_dataset=data, eval_dataset=preferences(name, 5), processing_class=tokenizer(),
         **own,
-    )
+    )  # fmt: skip
 
 
 def all_numbers(world, folder):

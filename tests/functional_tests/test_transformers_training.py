@@ -212,14 +212,9 @@ def by_trainer(kind, name, folder, size, **options):
         from datasets import Dataset
 
         args = arguments(
-            SFTConfig,
-            folder,
-            size,
-            packing=True,
-            router_aux_loss_coef=0.0,
-            max_length=64,
+            SFTConfig, folder, size, packing=True, router_aux_loss_coef=0.0, max_length=64,
             dataset_kwargs={"skip_prepare_dataset": False},
-        )
+        )  # fmt: skip
         more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer()}
     trainer = recording(kind)(model=model, args=args, eval_dataset=None, **options, **more)
     trainer.train()

@@ -29,18 +29,12 @@ def test_a_refusal_names_the_argument_as_the_user_spells_it():
 @pytest.mark.parametrize(
     ("argument", "value", "meant"),
     [
-        ("scheme", "allgather", "all_gather"),
-        ("scheme", "All-Gather", "all_gather"),
-        ("scheme", "ring", "p2p"),
-        ("scheme", "Ulysses", "a2a"),
-        ("scheme", "a2a + p2p", "a2a+p2p"),
-        ("layout", "zig-zag", "zigzag"),
-        ("mode", "head_wise", "headwise"),
-        ("kind", "gated_delta_net", "gdn"),
-        ("codec", "e4m3", "fp8"),
+        ("scheme", "allgather", "all_gather"), ("scheme", "All-Gather", "all_gather"), ("scheme", "ring", "p2p"),
+        ("scheme", "Ulysses", "a2a"), ("scheme", "a2a + p2p", "a2a+p2p"), ("layout", "zig-zag", "zigzag"),
+        ("mode", "head_wise", "headwise"), ("kind", "gated_delta_net", "gdn"), ("codec", "e4m3", "fp8"),
         ("transport", "hierarchic", "hierarchical"),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_others_call_it_and_asks_whether_that_was_meant(argument, value, meant):
     rejects(re.escape(f"Did you mean {meant}?"), require, argument, value)
 

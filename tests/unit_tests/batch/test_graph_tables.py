@@ -135,13 +135,9 @@ def test_rows_that_fill_up_have_no_label_and_no_weight():
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert batch.num_tokens == 3
     given = cp.shard_batch(
-        np.arange(5),
-        layout,
-        slots=A2A,
-        into=slots,
-        labels=np.array([1, -1, 3, 4, 5]),
+        np.arange(5), layout, slots=A2A, into=slots, labels=np.array([1, -1, 3, 4, 5]),
         loss_mask=np.array([1, 1, 0, 2, 1]),
-    )
+    )  # fmt: skip
     assert given.labels.tolist() == [1, -100, -100, -100, 4, 5, *[-100] * 6]
     assert given.loss_weights.tolist() == [1, 0, 0, 0, 2, 1, *[0] * 6]
 

@@ -94,14 +94,9 @@ def test_a_folder_skips_and_counts_what_may_not_be_read(tmp_path):
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = [
-        json.dumps({"text": "zä\n", "id": 1}),
-        "",
-        "  \t",
-        json.dumps({"text": ""}),
-        '{"text": "half \\ud800"}',
-        '{"text": "whole \\ud83d\\ude00"}',
-        json.dumps({"text": "b\u2028c"}, ensure_ascii=False),
-    ]
+        json.dumps({"text": "zä\n", "id": 1}), "", "  \t", json.dumps({"text": ""}), '{"text": "half \\ud800"}',
+        '{"text": "whole \\ud83d\\ude00"}', json.dumps({"text": "b\u2028c"}, ensure_ascii=False),
+    ]  # fmt: skip
     write(tmp_path, {"corpus.jsonl": "\r\n".join(lines)})
     corpus = read(tmp_path / "corpus.jsonl")
     assert texts_of(corpus) == ["zä\n", "whole 😀", "b\u2028c"]
@@ -118,15 +113,10 @@ def test_any_other_file_is_one_document(tmp_path):
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
-        (256, np.uint8),
-        (257, np.uint16),
-        (65536, np.uint16),
-        (65537, np.int32),
-        (2**31, np.int32),
-        (2**31 + 1, np.int64),
-        (2**32, np.int64),
+        (256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32), (2**31, np.int32),
+        (2**31 + 1, np.int64), (2**32, np.int64),
     ],
-)
+)  # fmt: skip
 def test_the_smallest_type_that_holds_the_vocabulary_is_kept(tmp_path, vocab_size, dtype):
     write(tmp_path, {"a": "ab"})
     tokens = np.array([0, vocab_size - 2])

@@ -149,16 +149,10 @@ def test_reads_no_more_of_a_long_document_than_a_pack_needs():
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
-        ("seq_length", 1),
-        ("seq_length", 4096.0),
-        ("seed", -1),
-        ("seed", None),
-        ("window", 0),
-        ("index", -1),
-        ("index", 1.0),
-        ("epoch", -1),
+        ("seq_length", 1), ("seq_length", 4096.0), ("seed", -1), ("seed", None), ("window", 0), ("index", -1),
+        ("index", 1.0), ("epoch", -1),
     ],
-)
+)  # fmt: skip
 def test_rejects_numbers_out_of_range(argument, given):
     def ask():
         options = {"budget": 16, "seed": 0, "window": 4, "index": 0, "epoch": 0}

@@ -246,21 +246,13 @@ def test_staging_is_allocated_once(hosts):
 @pytest.mark.parametrize(
     ("name", "hosts", "argument"),
     [
-        ("smoke signals", (), "transport"),
-        ("hierarchical", (), "hosts"),
-        ("pairwise", (0, 1), "hosts"),
-        ("hierarchical", (0, 2), "hosts"),
-        ("hierarchical", (1, 2), "hosts"),
-        ("hierarchical", (-1, 0), "hosts"),
-        ("hierarchical", (0, 1.0), "hosts"),
-        ("hierarchical", (False, True), "hosts"),
-        ("hierarchical", ("a", "b"), "hosts"),
-        ("hierarchical", "01", "hosts"),
-        ("hierarchical", {0, 1}, "hosts"),
-        ("hierarchical", 2, "hosts"),
-        ("hierarchical", None, "hosts"),
+        ("smoke signals", (), "transport"), ("hierarchical", (), "hosts"), ("pairwise", (0, 1), "hosts"),
+        ("hierarchical", (0, 2), "hosts"), ("hierarchical", (1, 2), "hosts"), ("hierarchical", (-1, 0), "hosts"),
+        ("hierarchical", (0, 1.0), "hosts"), ("hierarchical", (False, True), "hosts"),
+        ("hierarchical", ("a", "b"), "hosts"), ("hierarchical", "01", "hosts"), ("hierarchical", {0, 1}, "hosts"),
+        ("hierarchical", 2, "hosts"), ("hierarchical", None, "hosts"),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_is_no_transport(name, hosts, argument):
     rejects(f"^{argument}: got ", Transport, name, hosts)
 

@@ -95,13 +95,10 @@ def test_rejects_an_fla_that_cannot_be_imported(monkeypatch, kernel, kind):
 @pytest.mark.parametrize(
     ("hopper", "from_3_4", "from_3_7_1", "tilelang", "wrong"),
     [
-        (True, True, False, False, True),
-        (True, True, False, True, False),
-        (True, True, True, False, False),
-        (True, False, False, False, False),
-        (False, True, False, False, False),
+        (True, True, False, False, True), (True, True, False, True, False), (True, True, True, False, False),
+        (True, False, False, False, False), (False, True, False, False, False),
     ],
-)
+)  # fmt: skip
 def test_gradients_are_wrong_where_fla_would_raise(monkeypatch, hopper, from_3_4, from_3_7_1, tilelang, wrong):
     pytest.importorskip("fla")
     monkeypatch.undo()

@@ -19,23 +19,16 @@ def plan_for(lengths=(5, 1, 6), cp_size=1, mode="auto"):
 
 def rule_inputs(rows=12):
     return {
-        "q": torch.randn(rows, KEY_HEADS, DIM),
-        "k": torch.randn(rows, KEY_HEADS, DIM),
-        "v": torch.randn(rows, HEADS, DIM),
-        "g": -torch.rand(rows, HEADS),
-        "beta": torch.rand(rows, HEADS),
-    }
+        "q": torch.randn(rows, KEY_HEADS, DIM), "k": torch.randn(rows, KEY_HEADS, DIM),
+        "v": torch.randn(rows, HEADS, DIM), "g": -torch.rand(rows, HEADS), "beta": torch.rand(rows, HEADS),
+    }  # fmt: skip
 
 
 def mixer_inputs(rows=12):
     return {
-        "qkv": torch.randn(rows, CHANNELS),
-        "beta": torch.randn(rows, HEADS),
-        "alpha": torch.randn(rows, HEADS),
-        "conv": torch.randn(CHANNELS, 4),
-        "A_log": torch.randn(HEADS),
-        "dt_bias": torch.randn(HEADS),
-    }
+        "qkv": torch.randn(rows, CHANNELS), "beta": torch.randn(rows, HEADS), "alpha": torch.randn(rows, HEADS),
+        "conv": torch.randn(CHANNELS, 4), "A_log": torch.randn(HEADS), "dt_bias": torch.randn(HEADS),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
@@ -49,13 +42,10 @@ def test_rejects_rule_tensors_that_do_not_fit_the_plan(name):
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("qkv", lambda x: x.long()),
-        ("beta", lambda x: x.to("meta")),
-        ("A_log", lambda x: x.to("meta")),
-        ("conv", lambda x: x[:, 0]),
-        ("conv", lambda x: x[:, :0]),
+        ("qkv", lambda x: x.long()), ("beta", lambda x: x.to("meta")), ("A_log", lambda x: x.to("meta")),
+        ("conv", lambda x: x[:, 0]), ("conv", lambda x: x[:, :0]),
     ],
-)
+)  # fmt: skip
 def test_rejects_types_devices_and_convolutions_that_cannot_be(name, change):
     inputs = mixer_inputs()
     inputs[name] = change(inputs[name])

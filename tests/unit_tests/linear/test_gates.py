@@ -42,15 +42,10 @@ class Sizes(NamedTuple):
 
 
 DELTA = [
-    Sizes(130, 3, 24, 5, before=2, after=1),
-    Sizes(7, 2, 8, 4),
-    Sizes(1, 1, 1, 1),
-    Sizes(33, 2, 16, 4, channels=16, before=1),
-    Sizes(70, 1, 20, 3, channels=20, lower_bound=-5.0, after=2),
-    Sizes(600, 1, 8, 17, channels=3),
-    Sizes(0, 2, 8, 4, after=1),
-    Sizes(5, 0, 8, 0, before=3, channels=4),
-]
+    Sizes(130, 3, 24, 5, before=2, after=1), Sizes(7, 2, 8, 4), Sizes(1, 1, 1, 1),
+    Sizes(33, 2, 16, 4, channels=16, before=1), Sizes(70, 1, 20, 3, channels=20, lower_bound=-5.0, after=2),
+    Sizes(600, 1, 8, 17, channels=3), Sizes(0, 2, 8, 4, after=1), Sizes(5, 0, 8, 0, before=3, channels=4),
+]  # fmt: skip
 LIMITS = [(None, True), ((0.5, 2.0), True), ((0.0, 1.0), False), ((0.0, float("inf")), False)]
 STEPS = [(130, 5), (7, 40), (1, 1), (0, 3), (4, 0)]
 

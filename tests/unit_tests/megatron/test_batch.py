@@ -370,14 +370,9 @@ def test_positions_of_several_axes_are_dealt_like_tokens():
 @pytest.mark.parametrize(
     "given",
     [
-        np.arange(9),
-        np.arange(24).reshape(3, 8),
-        np.ones((3, 9)),
-        torch.ones(3, 9, dtype=torch.bool),
-        torch.zeros(3, 9, dtype=torch.int64, device="meta"),
-        5,
-        [[0] * 9] * 3,
+        np.arange(9), np.arange(24).reshape(3, 8), np.ones((3, 9)), torch.ones(3, 9, dtype=torch.bool),
+        torch.zeros(3, 9, dtype=torch.int64, device="meta"), 5, [[0] * 9] * 3,
     ],
-)
+)  # fmt: skip
 def test_rejects_positions_of_other_tokens(given):
     rejects(r"^position_ids: got", shard_batch, torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)

@@ -68,19 +68,13 @@ def test_auto_takes_the_cheapest_way():
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("state", {"state": None}),
-        ("head_dim", {"head_dim": None}),
-        ("key_heads", {"key_heads": 2}),
-        ("value_head_dim", {"value_head_dim": 8}),
-        ("groups", {"groups": 4}),
-        ("conv_width", {"conv_width": 65}),
-        ("conv_width", {"conv_width": 0}),
-        ("hidden_size", {"mode": "redistribute"}),
-        ("hidden_size", {"hidden_size": 0}),
-        ("layers", {"layers": 0}),
+        ("state", {"state": None}), ("head_dim", {"head_dim": None}), ("key_heads", {"key_heads": 2}),
+        ("value_head_dim", {"value_head_dim": 8}), ("groups", {"groups": 4}), ("conv_width", {"conv_width": 65}),
+        ("conv_width", {"conv_width": 0}), ("hidden_size", {"mode": "redistribute"}),
+        ("hidden_size", {"hidden_size": 0}), ("layers", {"layers": 0}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rejects_shapes_that_mamba_does_not_have(argument, change):
     rejects(f"^{argument}: got ", plan_linear, PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
 

@@ -205,16 +205,11 @@ def test_fingerprints_see_which_heads_each_rank_computes():
     layout, partition = Layout.zigzag(PACKING, 2), partition_heads(4, 4, 2)
     fingerprints = {
         Plan(
-            "attention",
-            "a2a",
-            layout,
-            Sections((q,)),
-            partition,
-            None,
+            "attention", "a2a", layout, Sections((q,)), partition, None,
             (ToHeads(Exchange(layout, Sections((q,))), (0, 1)),),
         ).fingerprint()
         for q in (Section("q", 4, 8, ((0, 2), (2, 4))), Section("q", 4, 8, ((0, 1), (1, 4))))
-    }
+    }  # fmt: skip
     assert len(fingerprints) == 2
 
 

@@ -203,19 +203,12 @@ def test_inputs_that_share_memory_get_gradients_of_their_own(share):
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
-        ("softcap", -1.0),
-        ("softcap", float("inf")),
-        ("softcap", float("nan")),
-        ("dropout", 1.0),
-        ("dropout", -0.1),
-        ("dropout", "much"),
-        ("softmax_scale", float("nan")),
-        ("sink", torch.zeros(3, dtype=torch.float64)),
-        ("sink", torch.zeros(4, 1, dtype=torch.float64)),
-        ("sink", torch.zeros(4, dtype=torch.int64)),
+        ("softcap", -1.0), ("softcap", float("inf")), ("softcap", float("nan")), ("dropout", 1.0), ("dropout", -0.1),
+        ("dropout", "much"), ("softmax_scale", float("nan")), ("sink", torch.zeros(3, dtype=torch.float64)),
+        ("sink", torch.zeros(4, 1, dtype=torch.float64)), ("sink", torch.zeros(4, dtype=torch.int64)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rejects_options_that_are_none(argument, given):
     with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         cp.attention(*tensors(), plan_for(), **{argument: given})

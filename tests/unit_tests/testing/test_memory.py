@@ -84,15 +84,11 @@ def grids(schemes, sizes):
 @pytest.mark.parametrize(
     ("scheme", "cp", "layout", "dtype", "shape"),
     covering(
-        tuple(SCHEMES),
-        (3, 4),
-        ("zigzag", "contiguous", "random"),
-        (torch.bfloat16, torch.float32, torch.float64),
-        tuple(SHAPES),
-        allowed=lambda scheme, cp, *_: cp == 4 or "+" not in scheme,
+        tuple(SCHEMES), (3, 4), ("zigzag", "contiguous", "random"), (torch.bfloat16, torch.float32, torch.float64),
+        tuple(SHAPES), allowed=lambda scheme, cp, *_: cp == 4 or "+" not in scheme,
     ),
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.few(of=lambda **values: tuple(values.values()))
 def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
     check(planned(scheme, cp, layout, shape=shape), dtype)
@@ -102,14 +98,11 @@ def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": "window:20,0"},
-        {"mask": "full", "lengths": (5, 1030)},
-        {"align": 16},
-        {"lengths": (1, 1)},
+        {"mask": "window:20,0"}, {"mask": "full", "lengths": (5, 1030)}, {"align": 16}, {"lengths": (1, 1)},
         {"lengths": (300,), "shape": "24/16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.few
 def test_the_peak_is_the_formula_where_ranks_differ(scheme, cp, options):
     check(planned(scheme, cp, **options))

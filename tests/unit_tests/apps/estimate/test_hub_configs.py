@@ -160,13 +160,10 @@ def test_parameters_are_those_of_the_published_checkpoint(read, config, paramete
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (LLAMA, "llama3-8b"),
-        (QWEN3, "qwen3-8b"),
-        (QWEN3_NEXT, "qwen3-next"),
-        (NEMOTRON_H, "nemotron-h"),
+        (LLAMA, "llama3-8b"), (QWEN3, "qwen3-8b"), (QWEN3_NEXT, "qwen3-next"), (NEMOTRON_H, "nemotron-h"),
         (KIMI_LINEAR, "kimi-linear"),
     ],
-)
+)  # fmt: skip
 def test_presets_are_their_configurations(read, config, name):
     model, preset = read(config), PRESETS[name]
     assert model.blocks == preset.blocks

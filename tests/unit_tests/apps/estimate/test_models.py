@@ -71,15 +71,11 @@ def test_active_parameters_are_those_counted_elsewhere():
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("qwen3-next", "GGG*" * 12),
-        ("kimi-linear", "KKK*" * 6 + "KK*"),
-        ("nemotron-h", "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
-        ("llama3-8b", "*" * 32),
-        ("llama3-70b", "*" * 80),
-        ("qwen3-8b", "*" * 36),
-        ("tiny", "GKM*"),
+        ("qwen3-next", "GGG*" * 12), ("kimi-linear", "KKK*" * 6 + "KK*"),
+        ("nemotron-h", "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"), ("llama3-8b", "*" * 32),
+        ("llama3-70b", "*" * 80), ("qwen3-8b", "*" * 36), ("tiny", "GKM*"),
     ],
-)
+)  # fmt: skip
 def test_presets_have_their_layers_in_order(name, layers):
     letters = {"attention": "*", "gdn": "G", "kda": "K", "mamba": "M"}
     blocks = PRESETS[name].blocks

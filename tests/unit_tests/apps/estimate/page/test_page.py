@@ -24,10 +24,7 @@ REPORT = {
         {"name": "cp 4, slow", "cp": 4, "milliseconds": {"attention": 4.0, "step": 9.0}},
         {"name": "cp 2, unknown"},
         {
-            "name": "cp 2, quick",
-            "cp": 2,
-            "milliseconds": {"attention": 2.0, "step": 5.0},
-            "mfu": 0.5,
+            "name": "cp 2, quick", "cp": 2, "milliseconds": {"attention": 2.0, "step": 5.0}, "mfu": 0.5,
             "bytes": {"a": 3},
         },
         {"name": "cp 2, taken", "cp": 2, "milliseconds": {"step": 6.0}, "chosen": True, "flags": "--cp 2"},
@@ -76,13 +73,10 @@ def test_candidates_are_led_by_the_chosen_one_and_then_by_the_fastest():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cp 16, exact, headwise", "exact, headwise"),
-        ("exact, cp=16, balanced", "exact, balanced"),
-        ("exact cp 8", "exact"),
-        ("cp 16", "cp 16"),
-        ("decp 4x", "decp 4x"),
+        ("cp 16, exact, headwise", "exact, headwise"), ("exact, cp=16, balanced", "exact, balanced"),
+        ("exact cp 8", "exact"), ("cp 16", "cp 16"), ("decp 4x", "decp 4x"),
     ],
-)
+)  # fmt: skip
 def test_a_kind_is_the_name_without_its_size(name, kind):
     assert shown(page_of({"candidates": [{"name": name}]}))["candidates"][0]["kind"] == kind
 
@@ -94,11 +88,8 @@ def test_a_kind_that_is_given_is_kept():
 def test_fragments_tiles_and_hosts_are_kept_in_order():
     ownership = shown(page_of(REPORT))["ownership"]
     assert {name: unpacked(column) for name, column in ownership.items()} == {
-        "lengths": [5, 0, 4],
-        "starts": [0, 3, 7],
-        "ends": [3, 7, 9],
-        "ranks": [0, 1, 1],
-    }
+        "lengths": [5, 0, 4], "starts": [0, 3, 7], "ends": [3, 7, 9], "ranks": [0, 1, 1],
+    }  # fmt: skip
     (picture,) = shown(page_of(REPORT))["tiles"]
     given = REPORT["tiles"][0]
     assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
@@ -226,17 +217,10 @@ def test_the_page_is_the_same_each_time():
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        ([], "u1"),
-        ([0, 255], "u1"),
-        ([256], "u2"),
-        ([65536.0], "u4"),
-        ([2**32 - 1], "u4"),
-        ([2**32], "f4"),
-        ([0.5], "f4"),
-        ([-1], "f4"),
-        ([1e300], "f8"),
+        ([], "u1"), ([0, 255], "u1"), ([256], "u2"), ([65536.0], "u4"), ([2**32 - 1], "u4"), ([2**32], "f4"),
+        ([0.5], "f4"), ([-1], "f4"), ([1e300], "f8"),
     ],
-)
+)  # fmt: skip
 def test_numbers_have_the_smallest_type_that_holds_them(values, name):
     column = packed(np.array(values))
     assert column[0] == name
