@@ -171,11 +171,8 @@ REFUSALS = {
     "mamba": of_kind("Mamba2", "Mamba2", "linear_attention"),
     "parallel": of_kind("FalconH1", "FalconH1 (Mamba-2 beside attention)", "hybrid"),
     "sinks alone": Refusal(
-        "GptOss without windows at `cp_size=2`",
-        partial(shard, "GptOss without windows"),
-        "transformers.trainer",
-        "supported only with SDPA attention, you are using eager",
-        lambda: equal(ours("GptOss without windows")),
+        "GptOss without windows at `cp_size=2`", partial(shard, "GptOss without windows"), "transformers.trainer",
+        "supported only with SDPA attention, you are using eager", lambda: equal(ours("GptOss without windows")),
     ),
     "ulysses": Refusal(
         "Qwen3Next under sequence parallelism (Ulysses)",
@@ -219,7 +216,7 @@ REFUSALS = {
         "GRPOTrainer does not support sequence-dim parallelism",
         lambda: "the same refusal; `token_log_probs` is for a loop of one's own",
     ),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -252,16 +252,12 @@ def test_what_a_scheme_or_a_kind_can_do_is_read_from_its_record():
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ('if kind == "mamba":\n    pass', 1),
-        ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
-        ('match kind:\n    case "gdn":\n        pass', 2),
-        ('if "+" in scheme:\n    pass', 1),
-        ('if scheme.startswith("a2a"):\n    pass', 1),
-        ('x = {"a2a": 1}.get(scheme)', 1),
-        ('x = "mamba"', None),
+        ('if kind == "mamba":\n    pass', 1), ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
+        ('match kind:\n    case "gdn":\n        pass', 2), ('if "+" in scheme:\n    pass', 1),
+        ('if scheme.startswith("a2a"):\n    pass', 1), ('x = {"a2a": 1}.get(scheme)', 1), ('x = "mamba"', None),
         ('if "+" == sign:\n    pass', None),
     ],
-)
+)  # fmt: skip
 def test_a_compared_name_is_seen(source, line):
     assert list(names_compared(source, {"mamba", "a2a", "gdn"})) == ([] if line is None else [line])
 

@@ -39,15 +39,12 @@ def test_a_pack_is_that_of_its_stream_and_shares_are_those_of_tokens():
 @pytest.mark.parametrize(
     ("streams", "weights", "name"),
     [
-        ([], None, "streams"),
-        ([1], None, "streams"),
-        ([stream(1)], [1, 2], "data_path"),
-        ([stream(1)], [0], "data_path"),
-        ([stream(1), stream(2)], [1, float("nan")], "data_path"),
+        ([], None, "streams"), ([1], None, "streams"), ([stream(1)], [1, 2], "data_path"),
+        ([stream(1)], [0], "data_path"), ([stream(1), stream(2)], [1, float("nan")], "data_path"),
         ([stream(1), stream(2)], [1, -1], "data_path"),
     ],
     ids=["none", "a number", "weights of two", "zero", "nan", "below zero"],
-)
+)  # fmt: skip
 def test_rejects_blends(streams, weights, name):
     rejects(f"^{name}: ", BlendedStream, streams, weights)
 

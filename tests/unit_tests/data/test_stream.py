@@ -180,12 +180,9 @@ COST = PackCost(0, 1, 0.1)
 
 @ragged
 @given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
-    budget=st.integers(2, 20),
-    ranks=st.integers(1, 3),
-    microbatches=st.integers(1, 4),
-    barrier=st.booleans(),
-)
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any), budget=st.integers(2, 20),
+    ranks=st.integers(1, 3), microbatches=st.integers(1, 4), barrier=st.booleans(),
+)  # fmt: skip
 def test_a_global_batch_holds_what_it_would_hold(lengths, budget, ranks, microbatches, barrier):
     """Over the ends of epochs too."""
     kind = GlobalBatch(ranks, microbatches, COST, barrier)

@@ -32,27 +32,15 @@ from tests.unit_tests.exchange.test_triton_compiled import (
 BF16, FP32 = torch.bfloat16, torch.float32
 # Registers of a thread as Triton 3.6.0 compiles for sm_80, sm_90 and sm_100.
 REGISTERS = {
-    "gdn delta_forward": (48, 48, 48),
-    "gdn delta_backward": (64, 56, 56),
-    "gdn delta_parameters": (25, 24, 22),
-    "kda delta_forward": (56, 56, 56),
-    "kda delta_backward": (128, 128, 128),
-    "kda delta_parameters": (40, 40, 32),
-    "bounded delta_forward": (48, 48, 48),
-    "bounded delta_backward": (96, 96, 96),
-    "norms delta_forward": (32, 32, 32),
-    "norms delta_backward": (44, 44, 44),
-    "mamba step_forward": (48, 46, 47),
-    "mamba step_backward": (56, 64, 64),
-    "mamba step_parameters": (22, 24, 22),
-    "clamped step_forward": (48, 47, 48),
-    "clamped step_backward": (62, 64, 64),
-    "group of 1024 norm_forward": (32, 32, 32),
-    "group of 1024 norm_backward": (93, 95, 92),
-    "weight norm_weight": (32, 40, 40),
-    "group of 8192 norm_forward": (36, 32, 34),
+    "gdn delta_forward": (48, 48, 48), "gdn delta_backward": (64, 56, 56), "gdn delta_parameters": (25, 24, 22),
+    "kda delta_forward": (56, 56, 56), "kda delta_backward": (128, 128, 128), "kda delta_parameters": (40, 40, 32),
+    "bounded delta_forward": (48, 48, 48), "bounded delta_backward": (96, 96, 96), "norms delta_forward": (32, 32, 32),
+    "norms delta_backward": (44, 44, 44), "mamba step_forward": (48, 46, 47), "mamba step_backward": (56, 64, 64),
+    "mamba step_parameters": (22, 24, 22), "clamped step_forward": (48, 47, 48), "clamped step_backward": (62, 64, 64),
+    "group of 1024 norm_forward": (32, 32, 32), "group of 1024 norm_backward": (93, 95, 92),
+    "weight norm_weight": (32, 40, 40), "group of 8192 norm_forward": (36, 32, 34),
     "group of 8192 norm_backward": (128, 128, 128),
-}
+}  # fmt: skip
 SPILLED = {"group of 8192 norm_backward": 64}  # bytes, at most; 16 elements for each of 512 threads
 MARGIN = 1.1  # for another ptxas
 

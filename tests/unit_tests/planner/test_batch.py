@@ -157,14 +157,11 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
 @pytest.mark.parametrize(
     ("slot", "other", "argument"),
     [
-        (ATTENTION, {"scheme": "tiles"}, "scheme"),
-        (ATTENTION, {"mask": "windows"}, "mask"),
-        (ATTENTION, {"heads": 6.0}, "heads"),
-        (LINEAR, {"mode": "ring"}, "mode"),
-        (LINEAR, {"kind": "retnet"}, "kind"),
+        (ATTENTION, {"scheme": "tiles"}, "scheme"), (ATTENTION, {"mask": "windows"}, "mask"),
+        (ATTENTION, {"heads": 6.0}, "heads"), (LINEAR, {"mode": "ring"}, "mode"), (LINEAR, {"kind": "retnet"}, "kind"),
     ],
     ids=["scheme", "mask", "heads", "mode", "kind"],
-)
+)  # fmt: skip
 def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
     rejects(f"^{argument}: got ", dataclasses.replace, slot, **other)
 

@@ -36,19 +36,12 @@ NAMES = "allowed: qwen3-next or kimi-linear or nemotron-h or llama3-8b or llama3
     ("text", "message"),
     [
         ("lama3-8b", f"model: got 'lama3-8b'; {NAMES} a config.json, or Megatron's flags in one string. Did you mean"),
-        ("qwen3_next", "Did you mean qwen3-next?"),
-        ("gpt5", NAMES),
-        ("", NAMES),
-        (" ", NAMES),
-        (None, NAMES),
-        (8, NAMES),
-        ("a\0b", NAMES),
-        ("a\0b/config.json", "a file of JSON"),
-        ("x" * 5000, NAMES),
+        ("qwen3_next", "Did you mean qwen3-next?"), ("gpt5", NAMES), ("", NAMES), (" ", NAMES), (None, NAMES),
+        (8, NAMES), ("a\0b", NAMES), ("a\0b/config.json", "a file of JSON"), ("x" * 5000, NAMES),
         ("no/such/config.json", "allowed: a file that can be read (No such file or directory)"),
         ("x/" * 5000, "allowed: a file that can be read"),
     ],
-)
+)  # fmt: skip
 def test_rejects_models_that_nobody_knows(text, message):
     with pytest.raises(ArgumentError, match=r"^model: got") as error:
         read_model(text)
@@ -58,18 +51,13 @@ def test_rejects_models_that_nobody_knows(text, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a file of JSON"),
-        (b"{", "a file of JSON"),
-        (b"\xff\xfe", "a file of JSON"),
-        (b"[" * 100_000, "a file of JSON"),
-        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a file of JSON"),
-        (b"[1]", "a file with one JSON object"),
-        (b"null", "a file with one JSON object"),
-        (b" " * 10_000_001, "a config.json of at most 10000000 bytes"),
-        (b"{}", "model_type: got None"),
+        (b"", "a file of JSON"), (b"{", "a file of JSON"), (b"\xff\xfe", "a file of JSON"),
+        (b"[" * 100_000, "a file of JSON"), (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a file of JSON"),
+        (b"[1]", "a file with one JSON object"), (b"null", "a file with one JSON object"),
+        (b" " * 10_000_001, "a config.json of at most 10000000 bytes"), (b"{}", "model_type: got None"),
     ],
     ids=["empty", "cut", "binary", "deep", "long", "list", "null", "large", "none"],
-)
+)  # fmt: skip
 def test_rejects_files_that_are_no_configurations(tmp_path, content, message):
     path = tmp_path / "config.json"
     path.write_bytes(content)

@@ -133,16 +133,12 @@ def test_every_part_may_be_alone(part):
 @pytest.mark.parametrize(
     ("report", "ranks"),
     [
-        ({}, 0),
-        ({"work": {"values": [1, 2, 3]}}, 3),
-        ({"ownership": REPORT["ownership"]}, 2),
-        ({"timeline": REPORT["timeline"]}, 2),
-        ({"tiles": REPORT["tiles"]}, 2),
+        ({}, 0), ({"work": {"values": [1, 2, 3]}}, 3), ({"ownership": REPORT["ownership"]}, 2),
+        ({"timeline": REPORT["timeline"]}, 2), ({"tiles": REPORT["tiles"]}, 2),
         ({"tiles": [{**REPORT["tiles"][0], "group": 3, "ranks": [3, 0]}]}, 6),
-        ({"traffic": {"matrix": np.zeros((5, 5))}}, 5),
-        ({"ownership": REPORT["ownership"], "hosts": ["a"] * 7}, 7),
+        ({"traffic": {"matrix": np.zeros((5, 5))}}, 5), ({"ownership": REPORT["ownership"], "hosts": ["a"] * 7}, 7),
     ],
-)
+)  # fmt: skip
 def test_ranks_are_counted(report, ranks):
     assert shown(page_of(report))["ranks"] == ranks
 
