@@ -85,10 +85,13 @@ def test_torchrun_brings_its_ranks():
     assert run.stdout.count("peak_bytes") == 1  # one rank prints
 
 
-def test_rejects_a_benchmark_that_there_is_not(capsys):
+def test_rejects_benchmarks_and_devices_that_there_are_not(capsys, monkeypatch):
     assert main(["bench", "planets"]) == 2
     known = "attention or linear or exchange or layer or wire or packs or planner"
     assert f"benchmark: got 'planets'; allowed: {known}" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "attention", "--device", "cuda"]) == 2
+    assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -160,12 +163,6 @@ def test_planner_rejects(arguments, says, capsys):
 def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
     assert main(["bench", *arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_rejects_a_device_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["bench", "attention", "--device", "cuda"]) == 2
-    assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["attention", "--repeats", "0"], ["attention", "--cp", "2,3"]])

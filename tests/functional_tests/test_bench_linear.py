@@ -103,14 +103,14 @@ def test_a_middle_segment_costs_little_more_than_a_document(capsys):
 
 
 def test_runs_without_megatron_and_says_where_its_rule_differs(capsys, monkeypatch):
+    monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
+    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
+    assert "megatron-core's rule differs from ours by" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "megatron_cp.apps.bench.peers.delta_rule", None)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
     assert report["megatron_over_ours"] is None
     assert list(report["not_run"]) == ["megatron-core"]
-    monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
-    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
-    assert "megatron-core's rule differs from ours by" in capsys.readouterr().err
 
 
 # -- what layers save --------------------------------------------------------------------------------------------------

@@ -83,11 +83,13 @@ def test_check_all_varies_what_is_not_given(capsys):
     assert f"ok     cp=4 a2a+exact         {len(MASKS):2} cases" in out
 
 
-def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
+def test_check_runs_every_mode_of_a_linear_layer_and_draws_documents(capsys):
     assert main(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12", "--json"]) == 0
     out = everything(capsys)
     assert last_json(out)["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
+    assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["cases"] == 1
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
@@ -105,7 +107,9 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     assert report["predicted_for"].startswith("h100: NVIDIA H100 SXM5 80 GB")
 
 
-def test_one_long_document_costs_less_than_its_activations(capsys):
+def test_plan_counts_pad_tokens_and_bytes(capsys):
+    assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
     assert main(["plan", *shape, "--lengths", str(8 * 32768), "--json"]) == 0
     sent = last_json(capsys.readouterr().out)["bytes_sent_per_rank"]
@@ -150,17 +154,17 @@ def test_plan_names_a_layout_that_is_much_faster(capsys):
     assert faster["predicted_ms"] == pytest.approx(sum(found["contiguous"]["predicted_ms"].values()))
 
 
-def test_check_fails_with_status_1(capsys, monkeypatch):
+def test_check_fails_where_one_of_the_sizes_fails(capsys, monkeypatch):
     from megatron_cp.testing import parity
 
     monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
     assert main(["check", "--cp", "2", "--lengths", "3", "--json"]) == 1
     assert last_json(capsys.readouterr().out)["pass"] is False
+    from megatron_cp.testing import parity
 
-
-def test_check_draws_documents(capsys):
-    assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["cases"] == 1
+    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
+    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
+    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_plan_reports_every_key(capsys, tmp_path):
@@ -195,11 +199,6 @@ def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_in_the_layers(c
     drawn.clear()
     assert main(["plan", *shape, "--scheme", "chunkwise", "--plot", str(tmp_path / "plan.png")]) == 0
     assert drawn == [Layout.zigzag(packing, 3)]
-
-
-def test_plan_counts_pad_tokens(capsys):
-    assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
 
 
 WIRE = ["--codec", "int8", "--head-chunks", "2", "--transport", "hierarchical"]
@@ -445,14 +444,6 @@ def test_rejects_a_check_of_which_no_size_fits(capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("megatron-cp check: --head-chunks: got 2; allowed: 1, for 2 key/value heads over 7")
     assert printed.out == ""
-
-
-def test_check_fails_where_one_of_the_sizes_that_fit_fails(capsys, monkeypatch):
-    from megatron_cp.testing import parity
-
-    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
-    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
-    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_check_runs_on_processes(capsys):

@@ -187,7 +187,8 @@ def own_losses_on_rank(group):
     return max(error(x.grad, gradient) for x, gradient in zip(parameters, expected, strict=True))
 
 
-def test_losses_of_the_ranks_own():
+def test_text_that_a_single_rank_holds_and_losses_of_the_ranks_own():
+    check("qwen", 1, text="held")
     assert max(run_ranks(own_losses_on_rank, 2)) <= 1e-6
 
 
@@ -215,10 +216,6 @@ def test_layers_of_a_second_pass_make_no_plans_and_no_indices(text, monkeypatch)
     for out, first, both in run_ranks(tables_on_rank, 2, text, made):
         assert error(out, expected) <= 1e-12
         assert both == first > 0
-
-
-def test_text_that_a_single_rank_holds():
-    check("qwen", 1, text="held")
 
 
 def lora_on_rank(group):

@@ -153,12 +153,9 @@ def test_rejects_ranks_that_do_different_things_showing_what(fault: str, answers
         assert re.search(FAULTS[fault], said), said
 
 
-def test_what_a_failed_call_held_is_freed(answers):
-    assert answers["forgets"].result() == [True] * SIZE
-
-
-def test_a_late_rank_is_waited_for(answers):
+def test_a_late_rank_is_waited_for_and_what_a_failed_call_held_is_freed(answers):
     assert len(answers["late"].result()) == SIZE
+    assert answers["forgets"].result() == [True] * SIZE
 
 
 def test_a_stopped_rank_is_named_and_ended(answers):

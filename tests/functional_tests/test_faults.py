@@ -55,11 +55,16 @@ def record_of(case, *ranks, **changes):
 # -- what is drawn ---------------------------------------------------------------------------------------------------
 
 
-def test_a_case_is_decided_by_its_seed_and_number():
+def test_a_case_is_decided_by_its_seed_and_number_and_its_fault_changes_the_layer():
     cases = [draw(3, number) for number in range(300)]
     assert cases == [draw(3, number) for number in range(300)]
     assert cases != [draw(4, number) for number in range(300)]
     assert [Case.of(case.text()) for case in cases] == cases
+    for number in range(600):
+        case = draw(2, number)
+        if case.fault.kind in ("scheme", "transport", "chunks", "codec"):
+            layer = case.layers[case.fault.layer]
+            assert deviated(layer, case.fault, case.cp_size) != layer, case.text()
 
 
 def test_every_fault_transport_scheme_and_launch_is_drawn():
@@ -85,14 +90,6 @@ def test_every_case_can_be_planned_with_and_without_its_fault():
         planned = (*case.layers, deviated(case.layers[case.fault.layer], case.fault, case.cp_size))
         plans = [operations.plan(layer, packing, layout, 8) for layer in planned]
         assert {plan.cp_size for plan in plans} == {case.cp_size}
-
-
-def test_a_fault_about_the_plan_changes_the_layer():
-    for number in range(600):
-        case = draw(2, number)
-        if case.fault.kind in ("scheme", "transport", "chunks", "codec"):
-            layer = case.layers[case.fault.layer]
-            assert deviated(layer, case.fault, case.cp_size) != layer, case.text()
 
 
 def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
@@ -209,17 +206,14 @@ def test_names_of_ranks_and_seeds_are_looked_for_in_what_an_error_says():
     assert not names_cause(case_of("kill"), lost.format("saving iter_0000002"))  # which saves nothing
 
 
-def test_a_final_message_may_follow_a_bar_of_progress():
+def test_a_delay_must_end_right_and_a_final_message_may_follow_a_bar():
+    case = case_of("delay")
+    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
+    assert classify(record_of(case, "LostError: rank 1 is late", NUMBERS)).outcome == "refused"
     log = "CP=2: 0%|  | 0/4 [00:00<?, ?step/s]megatron-cp train: rank 1 of 2 failed:\nTraceback\nKeyError: 'x'\n\n"
     launched = case_of("raise", launch="launcher", train=True)
     verdict = classify(record_of(launched, 1, 1, caller={"ok": False, "exit_codes": []}, log={"-1": log}))
     assert (verdict.outcome, verdict.messages["caller"][:22]) == ("error", "megatron-cp train: ran")
-
-
-def test_delay_must_end_right():
-    case = case_of("delay")
-    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
-    assert classify(record_of(case, "LostError: rank 1 is late", NUMBERS)).outcome == "refused"
 
 
 def test_launcher_is_judged_by_what_its_caller_gets():

@@ -240,10 +240,14 @@ def test_rejects_rule_tensors_that_do_not_fit_the_plan(kind, name):
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_rejects_a_plan_of_another_kind(kind):
+def test_rejects_plans_of_another_kind_and_what_is_no_tensor(kind):
     other = "gdn" if kind == "mamba" else "mamba"
     with pytest.raises(cp.ArgumentError, match=f'plan_linear\\(kind="{kind}"\\)'):
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(other))
+    tensors = tensors_of(kind)
+    name = "v" if kind in ("gdn", "kda") else "x"
+    with pytest.raises(cp.ArgumentError, match=f"{name}: got None; allowed: a tensor"):
+        OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
 
 
 def test_rejects_taps_that_the_plan_is_not_for():
@@ -263,14 +267,6 @@ def test_rejects_taps_that_the_plan_is_not_for():
 def test_rejects_options_that_make_no_sense(kind, argument, value):
     with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(kind), **OPTIONS[kind] | {argument: value})
-
-
-@pytest.mark.parametrize("kind", OPERATIONS)
-def test_rejects_what_is_no_tensor(kind):
-    tensors = tensors_of(kind)
-    name = "v" if kind in ("gdn", "kda") else "x"
-    with pytest.raises(cp.ArgumentError, match=f"{name}: got None; allowed: a tensor"):
-        OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
 
 
 def test_a_skip_may_be_flat_and_a_decay_has_a_lower_bound_below_zero():

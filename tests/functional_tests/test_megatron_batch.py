@@ -106,10 +106,13 @@ def test_a_microbatch_is_planned_once_for_all_layers(ranks, how):
         assert rank["plans"][how] == [ONE_PLAN_EACH] * 3
 
 
-def test_unpacked_batches_are_planned_once_for_all_microbatches(ranks):
+def test_unpacked_batches_are_planned_once_whatever_their_parameters_say_of_lengths(ranks):
     each_layer = {name: LAYERS if name.startswith("Batch") else LAYERS // 2 for name in ONE_PLAN_EACH}
     for rank in ranks:
         assert rank["plans"]["unpacked"] == [each_layer, {}, {}]
+    for rank in ranks:
+        without, with_them = rank["side by side"]
+        assert without == with_them
 
 
 def side_by_side():
@@ -122,12 +125,6 @@ def side_by_side():
     params = PackedSeqParams("sbhd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=36, max_seqlen_kv=36)
     with torch.no_grad():
         return [forward(model, dataclasses.replace(batch, packed_seq_params=each)).item() for each in (None, params)]
-
-
-def test_sequences_side_by_side_are_not_packed_whatever_their_parameters_say_of_lengths(ranks):
-    for rank in ranks:
-        without, with_them = rank["side by side"]
-        assert without == with_them
 
 
 # -- rotary phases ---------------------------------------------------------------------------------------------------

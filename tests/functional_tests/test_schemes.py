@@ -59,9 +59,12 @@ def test_a_query_that_sees_no_key_is_zero_and_passes_no_gradient(scheme, sink):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_mask_without_a_pair_is_all_zeros(scheme):
+def test_a_mask_without_a_pair_is_all_zeros_and_the_same_run_has_the_same_bits(scheme):
     found = over_ranks(case_of(scheme, mask=("from_slices", ()), learned_sink=True))
     assert not any(x.any() for x in found.values())
+    case = case_of(scheme, layout="random", mask="window:9,1", learned_sink=True, heads=7, groups=1)
+    first, second = over_ranks(case), over_ranks(case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -167,13 +170,6 @@ def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
     for number, case in enumerate(cases):
         assert_same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 4, case))
     del plans  # held so far, so that each was made once
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_same_run_twice_gives_the_same_bits(scheme):
-    case = case_of(scheme, layout="random", mask="window:9,1", learned_sink=True, heads=7, groups=1)
-    first, second = over_ranks(case), over_ranks(case)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])

@@ -127,9 +127,14 @@ def test_rejects_options(arguments, says, refused):
     assert says in refused(*arguments)
 
 
-def test_rejects_a_default_by_its_flag(refused):
+def test_rejects_a_default_by_its_flag_and_redistribution_with_sequence_parallelism(refused):
     found = refused("--num-attention-heads", "3", also=())
     assert found == "--num-query-groups: got 2; allowed: a divisor of the 3 query heads."
+    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
+    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
+    assert (
+        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
@@ -187,11 +192,17 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
     assert len(metrics_of(uninterrupted)) == 8
 
 
-def test_rejects_resuming_where_no_run_is(refused, tmp_path):
+def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copied):
     assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
     for content in ("{", "[1]", '{"no_such_option": 1}', '{"lr": "fast"}'):
         (tmp_path / "options.json").write_text(content)
         assert "Cannot read options.json" in refused("--resume", str(tmp_path))
+    resume = ["--resume", str(copied), "--train-iters", "9"]
+    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
+    assert "names iter_0000008, which is not there" in refused(*resume, also=())
+    shutil.rmtree(copied / "checkpoints")
+    found = refused(*resume, also=())
+    assert found.startswith(f"--resume: got '{copied}/checkpoints'; allowed: a folder in which a run has saved")
 
 
 @pytest.fixture
@@ -199,15 +210,6 @@ def copied(uninterrupted, tmp_path):
     """A run of 8 steps that a test may damage."""
     shutil.copytree(uninterrupted, tmp_path / "copied", ignore=shutil.ignore_patterns("metrics.jsonl"))
     return tmp_path / "copied"
-
-
-def test_rejects_resuming_without_a_checkpoint(refused, copied):
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
-    assert "names iter_0000008, which is not there" in refused(*resume, also=())
-    shutil.rmtree(copied / "checkpoints")
-    found = refused(*resume, also=())
-    assert found.startswith(f"--resume: got '{copied}/checkpoints'; allowed: a folder in which a run has saved")
 
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
@@ -347,14 +349,6 @@ def test_rejects_a_spec_that_makes_no_spec(data, tmp_path, capsys):
     assert main(["train", *arguments, "--spec", "json", "dumps"]) == 2
     assert "--spec: got 'json dumps'" in capsys.readouterr().err
     assert not folder.exists()
-
-
-def test_rejects_redistribution_with_sequence_parallelism(refused):
-    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
-    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
-    assert (
-        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
-    )
 
 
 def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):

@@ -177,12 +177,15 @@ def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     assert plan.collectives(forward=True) == plan.collectives(forward=False) == 2 * chunks
 
 
-def test_fp8_sends_its_share_of_the_bytes():
-    """132 bytes for each head of 128 features, and not 256."""
+def test_projections_of_other_heads_are_rejected_and_fp8_sends_its_share():
+    # 132 bytes for each head of 128 features, and not 256.
     case = Case("attention", 4, (512,), scheme="a2a", heads=16, groups=16, head_dim=128, value_head_dim=128,
                 dtype=torch.bfloat16)  # fmt: skip
     plain, coded = (replace(case, codec=codec).plan().bytes_sent(2, forward=True) for codec in ("none", "fp8"))
     assert max(plain) / max(coded) == 256 / 132
+    plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
+    with pytest.raises(ArgumentError, match=r"^k: got "):
+        projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
 
 
 def test_chunks_arrive_while_others_are_computed():
@@ -263,12 +266,6 @@ def test_projections_happen_while_chunks_travel():
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
     rejects(r"^project: got .*one that returns q, k and v", projected_attention, lambda *_: made, plan)
-
-
-def test_rejects_a_projection_of_other_heads():
-    plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match=r"^k: got "):
-        projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------

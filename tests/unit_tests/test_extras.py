@@ -40,6 +40,8 @@ def test_what_is_asked_for_is_an_extra():
     found = {each for path in HOUSE.rglob("*.py") if path.name != "extras.py" for each in asked_for(path.read_text())}
     assert found - OF_OTHERS <= set(PINS)
     assert {"megatron", "fla", "mamba", "flash", "te", "solver", "tokenizers"} <= found
+    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
+    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
 
 
 @pytest.mark.parametrize("extra", [name for name in PINS if name != "dev"])
@@ -60,8 +62,3 @@ def test_pins_are_those_of_the_distribution_that_is_installed_or_of_the_clone(mo
 
     monkeypatch.setattr(extras, "requires", missing)
     assert extras.install("fla") == "pip install '.[fla]' in a clone of megatron_cp"
-
-
-def test_a_remedy_is_seen():
-    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
-    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]

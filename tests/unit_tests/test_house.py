@@ -416,23 +416,20 @@ def test_a_replacement_is_seen(source):
     assert list(replacements(source, "megatron_cp"))
 
 
-def test_what_is_made_here_may_change():
+def test_what_is_imported_is_exchanged_in_one_place():
     source = "from megatron_cp.linear.on_rank import LinearOnRank\nmade = LinearOnRank()\nmade.rank = 1"
     source += "\nsetattr(made, 'rank', 2)"
     assert list(replacements(source, "megatron_cp")) == []
+    # Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each.
+    exchanging = {
+        path.relative_to(HOUSE) for path in (HOUSE / "megatron").rglob("*.py") if list(replacements(path.read_text()))
+    }
+    assert exchanging == PATCHES
 
 
 # -- Megatron is exchanged in one place --------------------------------------------------------------------------------
 
 PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}
-
-
-def test_what_is_imported_is_exchanged_in_one_place():
-    """Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each."""
-    exchanging = {
-        path.relative_to(HOUSE) for path in (HOUSE / "megatron").rglob("*.py") if list(replacements(path.read_text()))
-    }
-    assert exchanging == PATCHES
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,17 @@ def test_a_classifier_is_computed_from_all_rows_below_its_head():
         assert (found - alone).abs().max() < 1e-6
 
 
-def test_rejects_labels_for_a_loss_in_the_models_own_code():
+def test_rejects_labels_for_a_loss_of_the_models_own_and_the_configuration_of_an_enabled_one():
     cp = enable_context_parallel(audio_model(), None)
     for name in ("labels", "shift_labels"):
         rejects("a loss in Qwen2Audio", cp.shard, {"input_ids": TOKENS, name: TOKENS})
     cp.shard({"input_ids": TOKENS, "targets": TOKENS})
+    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
+    cp = enable_context_parallel(model, None)
+    rejects(r"copy\.deepcopy", enable_context_parallel, type(model).__bases__[1](model.config), None)
+    with cp.disabled():
+        other = type(model)(copy.deepcopy(model.config))
+    enable_context_parallel(other, None)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -168,15 +174,6 @@ def test_text_models_of_one_configuration_do_not_change_each_other():
     policy(**cp.shard({"input_ids": TOKENS}))
     assert torch.equal(reference(input_ids=TOKENS, use_cache=False).logits, expected)
     assert policy.config.text_config is policy.get_decoder().config
-
-
-def test_rejects_the_configuration_of_a_model_that_is_enabled():
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    cp = enable_context_parallel(model, None)
-    rejects(r"copy\.deepcopy", enable_context_parallel, type(model).__bases__[1](model.config), None)
-    with cp.disabled():
-        other = type(model)(copy.deepcopy(model.config))
-    enable_context_parallel(other, None)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

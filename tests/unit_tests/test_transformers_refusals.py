@@ -133,8 +133,13 @@ def test_rejects_batches(enabled, changed, argument, text):
     assert refused.value.argument == argument
 
 
-def test_rejects_a_batch_that_is_no_mapping(enabled):
+def test_rejects_batches_of_other_documents_and_losses_that_shift(enabled):
     rejects("a collator returns", enabled[1].shard, [TOKENS])
+    rejects("this batch's documents", enabled[1].shard, batch(cp_plans=enabled[1].planner([6, 7])))
+    model, context = enabled
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    rejects("takes shift_labels", context.shard, batch())
+    context.shard({"input_ids": TOKENS})  # without labels it is not called
 
 
 @pytest.mark.parametrize("name", ["lengths", "cu_seq_lens_q", "position_ids", "attention_mask", "input_ids", "labels"])
@@ -152,10 +157,6 @@ def test_rejects_what_is_on_a_device(enabled, name):
 @pytest.mark.parametrize("seed", [-1, 1.5, True])
 def test_rejects_seeds(enabled, seed):
     rejects("seed", enabled[1].shard, batch(), seed=seed)
-
-
-def test_rejects_plans_of_other_documents(enabled):
-    rejects("this batch's documents", enabled[1].shard, batch(cp_plans=enabled[1].planner([6, 7])))
 
 
 def test_ranks_with_other_batches_are_told(llama):
@@ -249,19 +250,24 @@ def test_rejects_another_window_in_a_call(name, window):
         planned_attention(attend, heads, heads, heads, None, sliding_window=window, cp_batch=sharded["cp_batch"])
 
 
-def test_rejects_a_bias_in_a_call(enabled):
+def test_rejects_a_bias_a_mask_and_a_cache_in_a_call(enabled):
     attend = enabled[0].model.layers[0].self_attn
     heads = torch.zeros(1, 6, 13, 16)
     options = {"cp_batch": enabled[1].shard(batch())["cp_batch"], "position_bias": torch.zeros(1, 6, 13, 13)}
     rejects("position_bias", planned_attention, attend, heads, heads, heads, None, **options)
     rejects("is_causal", planned_attention, attend, heads, heads, heads, None, **options, is_causal=False)
-
-
-def test_rejects_a_loss_that_shifts_by_itself(enabled):
     model, context = enabled
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
-    rejects("takes shift_labels", context.shard, batch())
-    context.shard({"input_ids": TOKENS})  # without labels it is not called
+    attend = model.model.layers[0].self_attn
+    sharded = context.shard(batch())
+    with pytest.raises(ArgumentError, match="attention_mask"):
+        attend(
+            torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2, torch.ones(1, 1, 13, 13), cp_batch=sharded["cp_batch"]
+        )
+    model = build("Mamba2", num_hidden_layers=1, dtype=torch.float32)
+    context = enable_context_parallel(model, None)
+    sharded = context.shard(batch())
+    with pytest.raises(ArgumentError, match="cache_params"):
+        model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -285,24 +291,6 @@ def test_rejects_dropout_without_a_seed():
     assert not torch.equal(same[0], model(**context.shard(batch(), seed=4)).logits)
     model.eval()
     model(**context.shard(batch()))
-
-
-def test_rejects_a_mask_in_a_call(enabled):
-    model, context = enabled
-    attend = model.model.layers[0].self_attn
-    sharded = context.shard(batch())
-    with pytest.raises(ArgumentError, match="attention_mask"):
-        attend(
-            torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2, torch.ones(1, 1, 13, 13), cp_batch=sharded["cp_batch"]
-        )
-
-
-def test_rejects_a_cache_in_a_call():
-    model = build("Mamba2", num_hidden_layers=1, dtype=torch.float32)
-    context = enable_context_parallel(model, None)
-    sharded = context.shard(batch())
-    with pytest.raises(ArgumentError, match="cache_params"):
-        model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
 
 
 @pytest.mark.parametrize(
@@ -355,10 +343,14 @@ def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
         assert torch.equal(other(**rows).logits, model(**rows).logits)
 
 
-def test_a_batch_can_be_made_again_of_its_arguments(enabled):
+def test_explains_plans_and_a_batch_can_be_made_again_of_its_arguments(enabled):
     sharded = enabled[1].shard(batch())
     moved = type(sharded)(dict(sharded.items()))
     assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
+    context = enabled[1]
+    assert isinstance(context, ContextParallel)
+    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
+    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 
 def rejects_no_group_and_is_disabled_after_fully_shard(group):
@@ -388,13 +380,6 @@ def test_rejects_no_group_and_is_disabled_after_fully_shard():
         assert off < 1e-5
         assert is_same
         assert is_back
-
-
-def test_explains_layers_and_plans(enabled):
-    context = enabled[1]
-    assert isinstance(context, ContextParallel)
-    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
-    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 
 def test_vision_towers_stay_on_their_own_attention():

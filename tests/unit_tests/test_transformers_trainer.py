@@ -81,9 +81,9 @@ def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
 
 
 def test_rejects_processes_without_a_group_and_several_gpus(monkeypatch):
+    rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     rejects("use_cpu=True", checked_parallelism, arguments(1), None)
-    rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
 
 
 def test_one_process_is_warned_unless_one_is_meant():

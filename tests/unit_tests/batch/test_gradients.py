@@ -87,8 +87,11 @@ def in_bfloat16(group):
     return parameter.grad.item()
 
 
-def test_sums_of_fewer_bits_are_made_in_fp32():
+def test_sums_of_fewer_bits_are_made_in_fp32_and_other_parameters_are_rejected():
     assert run_ranks(in_bfloat16, 3) == [258.0] * 3  # 256 + 1 is 256 in bfloat16
+    with pytest.raises(RankError, match=r"parameter 0: .*\[3, 2\]") as caught:
+        run_ranks(other_parameters, 2)
+    assert isinstance(caught.value.__cause__, CallMismatchError)
 
 
 def of_module(group):
@@ -184,9 +187,3 @@ def test_rejects_a_gradient_of_another_type():
 
 def other_parameters(group):
     cp.reduce_gradients(nn.Linear(2, 3 if group.rank == 1 else 2), group)
-
-
-def test_rejects_other_parameters_on_another_rank():
-    with pytest.raises(RankError, match=r"parameter 0: .*\[3, 2\]") as caught:
-        run_ranks(other_parameters, 2)
-    assert isinstance(caught.value.__cause__, CallMismatchError)

@@ -142,13 +142,16 @@ def test_rows_that_fill_up_have_no_label_and_no_weight():
     assert given.loss_weights.tolist() == [1, 0, 0, 0, 2, 1, *[0] * 6]
 
 
-def test_tables_and_rows_stay_where_they_are():
+def test_tables_and_rows_stay_where_they_are_and_documents_are_filled_up():
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     seen = set()
     for lengths in packs_drawn(4):
         batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=[KINDS["gdn"]], into=slots)
         seen.add((batch.tokens.data_ptr(), batch.loss_weights.data_ptr()))
     assert len(seen) == 1
+    slots = cp.GraphTables(64, 4, 2, align_documents=4, longest=30)
+    assert slots.longest == 32
+    assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
 
 
 # -- calls of fixed shapes -------------------------------------------------------------------------------------------
@@ -317,10 +320,19 @@ def test_rejects_other_layers_than_were_loaded_before(kinds):
         slots.load(cp.BatchPlan(slots.layout([5]), kinds), 0, CPU)
 
 
-def test_rejects_other_rows_ranks_and_devices_than_were_loaded_before():
+def test_rejects_tables_that_do_not_go_with_a_batch():
     slots = loaded(A2A[0])
     with pytest.raises(cp.ArgumentError, match="a table 'rows x'"):
         slots.load(cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
+    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
+        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
+    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
+        cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
+    # The documents are long enough to have the same bands.
+    with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
+        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 def test_knows_which_plans_it_has():
@@ -334,12 +346,6 @@ def test_knows_which_plans_it_has():
     slots.load(other, 0, CPU)
     with pytest.raises(cp.ArgumentError, match="right before its step"):
         slots.check_loaded(plans)
-
-
-def test_rejects_a_ring_over_a_contiguous_layout():
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
-    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
-        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
 
 
 def test_rejects_batches_whose_memory_has_another_pack():
@@ -369,12 +375,6 @@ def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
     )
 
 
-def test_the_longest_document_is_filled_up_as_others_are():
-    slots = cp.GraphTables(64, 4, 2, align_documents=4, longest=30)
-    assert slots.longest == 32
-    assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
-
-
 def test_rejects_a_backward_whose_pack_was_loaded_over():
     group = ThreadGroup.create(1)[0]
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1, layout="zigzag")
@@ -385,12 +385,6 @@ def test_rejects_a_backward_whose_pack_was_loaded_over():
     cp.shard_batch(np.arange(7), slots.layout([7]), slots=A2A, into=slots)
     with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
         comm.start_all_gather(torch.zeros(3), torch.zeros(3))
-
-
-def test_rejects_a_filled_up_layout_without_its_slots():
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
-    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
-        cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
 
 
 def test_plans_that_nobody_has_any_more_are_freed():
@@ -405,12 +399,6 @@ def test_plans_that_nobody_has_any_more_are_freed():
         assert [plan() for plan in gone] == [None, None]
     finally:
         gc.enable()
-
-
-def test_rejects_masks_whose_tables_grow_with_the_number_of_documents():
-    """The documents are long enough to have the same bands."""
-    with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
-        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 @pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "star:2"])

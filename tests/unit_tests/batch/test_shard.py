@@ -67,21 +67,30 @@ def test_the_ranks_are_given_the_stream(name, cp_size, align):
             assert field.dtype == (torch.float32 if field is batch.loss_weights else torch.int64)
 
 
-def test_its_labels_are_the_layouts():
+def test_its_labels_are_the_layouts_and_a_loss_mask_weighs_given_ones():
     layout = cp.Layout.zigzag(RAGGED, 3, align=4)
     for rank, batch in enumerate(sharded(layout)):
         labels, mask = layout.labels(ids(), rank)
         assert torch.equal(batch.labels, labels)
         assert torch.equal(batch.loss_weights != 0, torch.from_numpy(mask))
+    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
+    mask[-50:] = 0
+    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
+    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
 
 
-def test_a_batch_has_the_plans_of_the_layers_and_makes_those_that_are_asked_for():
+def test_a_batch_has_the_plans_of_the_layers_and_what_they_derive(monkeypatch):
     layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSpec(4, 4, 8, 8)
     for batch in sharded(layout, slots=SLOTS):
         assert [plan.kind for plan in batch.plans.plans] == ["attention", "gdn"]
         for slot in (*SLOTS, other):
             assert batch.plan(slot) == slot.plan(layout)
         assert batch.plan(other) is batch.plan(other)
+    made = []
+    monkeypatch.setattr(shard_module, "prepare", lambda plan, rank, device: made.append((plan.kind, rank, device.type)))
+    monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
+    cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
+    assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
 
 
 def test_a_rank_or_a_batch_may_have_no_tokens():
@@ -129,13 +138,6 @@ def test_a_loss_mask_weighs_what_has_a_label(dtype):
     assert torch.equal(torch.as_tensor(given).float(), before)  # the caller's is left alone
 
 
-def test_a_loss_mask_weighs_given_labels():
-    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
-    mask[-50:] = 0
-    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
-    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
-
-
 def test_seeds_differ_by_batch_and_step_and_not_by_rank():
     def seed_of(tokens, step, rank=0):
         group, layout = ThreadGroup.create(2)[rank], cp.Layout.zigzag(RAGGED, 2)
@@ -144,14 +146,6 @@ def test_seeds_differ_by_batch_and_step_and_not_by_rank():
     first = seed_of(ids(), 1)
     assert first == seed_of(ids(), 1) == seed_of(ids(), 1, rank=1)
     assert len({first, seed_of(ids(), 2), seed_of(ids() + 1, 1)}) == 3
-
-
-def test_what_layers_derive_from_plans_is_made_here(monkeypatch):
-    made = []
-    monkeypatch.setattr(shard_module, "prepare", lambda plan, rank, device: made.append((plan.kind, rank, device.type)))
-    monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
-    cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
-    assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -49,12 +49,21 @@ def texts_of(corpus):
     return [bytes(document[:-1].tolist()).decode() for document in documents]
 
 
-def test_a_folder_holds_one_document_per_file_sorted_by_path(tmp_path):
+def test_files_are_documents_and_what_is_no_text_is_skipped_and_counted(tmp_path):
     write(tmp_path, {"b": "4\r\n", "a/z": "zä", "a-b": "folders first", "a/b/c.py": "1", "c.jsonl": '{"text": ""}\n'})
     corpus = read(tmp_path)
     assert texts_of(corpus) == ["1", "zä", "folders first", "4\r\n", '{"text": ""}\n']
     assert (corpus.name, corpus.vocab_size, corpus.skipped) == (str(tmp_path), 257, {})
     assert texts_of(read(str(tmp_path))) == texts_of(corpus)
+    write(tmp_path, {"book.txt": "one\n\ntwo\n"})
+    corpus = read(str(tmp_path / "book.txt"))
+    assert texts_of(corpus) == ["one\n\ntwo\n"]
+    assert corpus.name == str(tmp_path / "book.txt")
+    write(tmp_path, {"a": " ", "b": "b"})
+    words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
+    corpus = read_corpus(tmp_path, words)
+    assert corpus.lengths.tolist() == [2]
+    assert corpus.skipped == {"empty": 1}
 
 
 def test_a_folder_skips_and_counts_what_is_no_text(tmp_path):
@@ -103,13 +112,6 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     assert corpus.skipped == {"empty": 1, "not UTF-8": 1}
 
 
-def test_any_other_file_is_one_document(tmp_path):
-    write(tmp_path, {"book.txt": "one\n\ntwo\n"})
-    corpus = read(str(tmp_path / "book.txt"))
-    assert texts_of(corpus) == ["one\n\ntwo\n"]
-    assert corpus.name == str(tmp_path / "book.txt")
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
@@ -133,14 +135,6 @@ def test_rejects_tokens_outside_their_vocabulary(tmp_path, token):
     write(tmp_path, {"a": "a"})
     words = SimpleNamespace(name="words", vocab_size=3, end_of_document=2, encode=lambda text: np.array([1, token]))
     rejects(rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}", read_corpus, tmp_path, words)
-
-
-def test_a_text_of_no_tokens_is_empty(tmp_path):
-    write(tmp_path, {"a": " ", "b": "b"})
-    words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
-    corpus = read_corpus(tmp_path, words)
-    assert corpus.lengths.tolist() == [2]
-    assert corpus.skipped == {"empty": 1}
 
 
 def test_a_range_of_a_document_stays_inside_it():

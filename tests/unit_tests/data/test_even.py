@@ -136,15 +136,12 @@ def test_each_kind_of_step_gets_its_own_packs(seed):
     assert always[1] < 0.95 * always[0]
 
 
-def test_as_many_microbatches_as_best_fit_needs_unless_told():
+def test_packs_are_as_many_as_best_fit_needs_unless_told():
     lengths = heavy_tail(200, 4096)
     needed = len(best_fit(lengths, 16384))
     for ranks in (1, 3):
         assert len(even_packs(lengths, budget=16384, cost=COST, ranks=ranks)) == -(-needed // ranks) * ranks
     assert len(even_packs(lengths, budget=16384, cost=COST, ranks=3, microbatches=needed)) == 3 * needed
-
-
-def test_more_packs_than_best_fit_fills_are_all_used():
     packs = even_packs([1] * 6, budget=6, cost=COST, ranks=2, microbatches=3)
     assert sorted(packs) == [[0], [1], [2], [3], [4], [5]]
     assert greedy(np.array([9, 1]), np.array([9.0, 1.0]), 10, GlobalBatch(1, 1, COST)) is not None

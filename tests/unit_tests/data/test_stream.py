@@ -212,17 +212,14 @@ def test_the_step_is_shorter_and_the_batch_is_the_same():
     assert plain(map(given_.pack, range(8))) != plain(map(even.pack, range(8)))
 
 
-def test_every_token_comes_once_before_the_batch_in_which_an_epoch_ends():
-    """And in it, for the first time of the next."""
+def test_an_even_pack_is_a_function_of_its_number_and_every_token_comes_once():
+    # And in it, for the first time of the next.
     stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
     count = stream.packs_per_epoch(0)
     last = -(-count // 4) * 4
     tokens = Counter(np.concatenate([stream.pack(index)[1] for index in range(last)]).tolist())
     assert sorted(tokens) == list(range(sum(LENGTHS)))
     assert sum(tokens.values()) - sum(LENGTHS) <= 16 * (last - count)
-
-
-def test_an_even_pack_is_a_function_of_its_number():
     kind = GlobalBatch(2, 2, COST)
     read = [PackedStream(corpus_of(LENGTHS), 16, 5, even=kind).pack(index) for index in range(40)]
     stream = PackedStream(corpus_of(LENGTHS), 16, 5, even=kind)

@@ -88,7 +88,7 @@ class CountCopies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_finished_table_in_stream_order_is_sent_as_it_lies(batch: int | None):
+def test_finished_tables_are_sent_as_they_lie_or_shuffled_by_one_gather(batch: int | None):
     at = geometry(LAYOUTS["in stream order"], batch=batch)
     sections = finished(at)
     with CountCopies() as moved:
@@ -96,10 +96,6 @@ def test_finished_table_in_stream_order_is_sent_as_it_lies(batch: int | None):
     assert moved.counts == Counter()
     assert message.data_ptr() == sections[0].data_ptr()
     assert carries(message, sections, at)
-
-
-@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_finished_table_is_shuffled_by_one_gather(batch: int | None):
     at = geometry(LAYOUTS["shuffled"], batch=batch)
     sections = finished(at)
     assert at.order is not None  # made once for a batch

@@ -126,9 +126,9 @@ def kernel_of(made: dict[str, Any], architecture: int, case: str) -> dict[str, A
 
 
 @each_kernel
-def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
-    """Two 64-bit words or four of 32, both ways; a thread has eight rows of one unit. What a table has not is not
-    compiled."""
+def test_a_kernel_moves_wide_words_of_its_architecture(made, architecture: int, case: str):
+    # Two 64-bit words or four of 32, both ways; a thread has eight rows of one unit. What a table has not is not
+    # compiled.
     accesses = kernel_of(made, architecture, case)["accesses"]
     copied = 8 if case in PLAIN or case.endswith("ragged") else 0
     assert accesses.get("ld.global.v2.b64", 0) == accesses.get("st.global.v2.b64", 0) == copied
@@ -137,33 +137,24 @@ def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
         assert accesses[f"{way}.global.v4.b32"] >= 2, accesses
     if "code" in does:  # eight elements are as many bytes of the message
         assert accesses["st.global.v2.b32" if does == "encode" else "ld.global.v2.b32"] >= 2, accesses
-
-
-@each_kernel
-def test_machine_code_has_the_wide_accesses(made, architecture: int, case: str):
-    """The cubin is checked, since an assembler could have split accesses."""
+    # The cubin is checked, since an assembler could have split accesses.
     widths = kernel_of(made, architecture, case)["machine_accesses"]
     assert {width: widths.get(width, 0) for width in WIDE[case]} == WIDE[case], widths
     assert not set(widths) - {f"{way}.{bits}" for way in ("LDG", "STG") for bits in (8, 16, 32, 64, 128)}, widths
-
-
-@each_kernel
-def test_a_warp_moves_what_lies_side_by_side(made, architecture: int, case: str):
-    """32 units of one row, or two heads of 128 elements: with rows along the threads each would touch a row alone."""
+    # 32 units of one row, or two heads of 128 elements: with rows along the threads each would touch a row alone.
     assert set(kernel_of(made, architecture, case)["warps"]) <= {"[32, 1, 1]", "[2, 1, 16]"}
-
-
-@each_kernel
-def test_is_of_its_architecture(made, architecture: int, case: str):
     assert re.fullmatch(rf"sm_{architecture}a?", kernel_of(made, architecture, case)["architecture"])
 
 
 @each_kernel
-def test_registers_suffice(made, architecture: int, case: str):
+def test_registers_and_instructions_suffice(made, architecture: int, case: str):
     kernel = kernel_of(made, architecture, case)
     assert kernel["local"] == 0  # spills nothing
     assert kernel["registers"] <= 96  # 5 programs of 128 threads on a processor of 65,536 registers
     assert kernel["registers"] <= MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][0]
+    most = MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][1]
+    assert kernel_of(made, architecture, case)["instructions"] <= most
+    assert kernel_of(made, architecture, case)["products_of_32_bits"] == []
 
 
 @each_architecture
@@ -172,17 +163,6 @@ def test_copies_alone_are_small(made, architecture: int, case: str):
     kernel = kernel_of(made, architecture, case)
     assert kernel["registers"] <= 72  # 7 programs of 128 threads on a processor
     assert kernel["instructions"] <= 300
-
-
-@each_kernel
-def test_has_no_more_instructions(made, architecture: int, case: str):
-    most = MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][1]
-    assert kernel_of(made, architecture, case)["instructions"] <= most
-
-
-@each_kernel
-def test_offsets_have_64_bits(made, architecture: int, case: str):
-    assert kernel_of(made, architecture, case)["products_of_32_bits"] == []
 
 
 @each_architecture

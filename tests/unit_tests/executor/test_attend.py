@@ -254,13 +254,9 @@ def test_keys_that_own_queries_and_remote_queries_see_are_summed_in_fp32(monkeyp
 
 
 @pytest.mark.parametrize("scheme", TILED)
-def test_attention_is_dense_where_one_rank_computes_all(scheme, monkeypatch):
+def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
     assign_all_to(monkeypatch, 1)
     check(replace(TILES, scheme=scheme, mask="window:9,1", learned_sink=True))
-
-
-@pytest.mark.parametrize("scheme", TILED)
-def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
     assign_at_random(monkeypatch)
     case = replace(TILES, scheme=scheme, mask="full", layout="random", dtype=torch.float32, head_chunks=2, groups=6)
     first, second = over_ranks(case), over_ranks(case)

@@ -199,7 +199,7 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_a_share_is_gathered_once_by_each_other_host(hosts):
+def test_a_share_is_gathered_once_and_staging_is_allocated_once(hosts):
     def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
         group = Noting(inner)
         comm = Communicator(group, Transport("hierarchical", hosts))
@@ -209,6 +209,16 @@ def test_a_share_is_gathered_once_by_each_other_host(hosts):
     for rank, sent in enumerate(run_ranks(rank_main, len(hosts))):
         across = sorted(hosts[peer] for peer, _ in sent if hosts[peer] != hosts[rank])
         assert across == sorted(set(hosts) - {hosts[rank]})
+    counts = np.arange(len(hosts) ** 2).reshape(len(hosts), -1) % 7 + 1
+
+    def staged(group: RankGroup) -> int:
+        exchanged(group, Transport("hierarchical", hosts), counts)
+        before = group.buffers.allocations
+        for _ in range(3):
+            exchanged(group, Transport("hierarchical", hosts), counts)
+        return group.buffers.allocations - before
+
+    assert run_ranks(staged, len(hosts)) == [0] * len(hosts)
 
 
 def test_all_links_between_hosts_are_used():
@@ -224,20 +234,6 @@ def test_all_links_between_hosts_are_used():
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_staging_is_allocated_once(hosts):
-    counts = np.arange(len(hosts) ** 2).reshape(len(hosts), -1) % 7 + 1
-
-    def rank_main(group: RankGroup) -> int:
-        exchanged(group, Transport("hierarchical", hosts), counts)
-        before = group.buffers.allocations
-        for _ in range(3):
-            exchanged(group, Transport("hierarchical", hosts), counts)
-        return group.buffers.allocations - before
-
-    assert run_ranks(rank_main, len(hosts)) == [0] * len(hosts)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

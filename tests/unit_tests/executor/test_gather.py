@@ -80,14 +80,11 @@ def cases_in_processes(group: RankGroup) -> list[tuple[Tensor, Tensor]]:
     return [gathered(group, layout, (2,), dtype, same) for dtype in DTYPES.values() for same in (False, True)]
 
 
-def test_gather_over_processes():
+def test_gather_over_processes_and_equals_unshard():
     answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=limit(60))
     cases = [(dtype, same) for dtype in DTYPES.values() for same in (False, True)]
     for number, (dtype, same) in enumerate(cases):
         check([answer[number] for answer in answers], LAYOUTS["zigzag, cp 3, align 4"], (2,), dtype, same)
-
-
-def test_gather_equals_unshard():
     layout = LAYOUTS["zigzag, cp 3, align 4"]
     locals_ = [layout.shard(torch.randn(RAGGED.total, 2), rank) for rank in range(3)]
     for full in run_ranks(lambda group: gather(locals_[group.rank], layout, group), 3):

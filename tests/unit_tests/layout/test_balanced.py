@@ -115,11 +115,16 @@ def test_one_document(cp_size):
     assert imbalance(layout, mask) < 1.002
 
 
-def test_causal_is_the_default():
+def test_causal_is_the_default_and_cross_attention_counts_its_keys():
     packing = heavy_tailed(0)
     assert Layout.balanced(packing, 8) == Layout.balanced(packing, 8, mask=Mask.causal(packing))
     window = Mask.window(packing, 500)
     assert Layout.balanced(packing, 8) != Layout.balanced(packing, 8, mask=window)
+    packing, kv_packing = Packing([1000, 1000, 1000]), Packing([10, 5000, 70])
+    mask = Mask.full(packing, kv_packing)
+    layout = Layout.balanced(packing, 4, mask=mask)
+    check_shares(layout)
+    assert imbalance(layout, mask) < 1.01
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [2, 1], [1, 0, 1, 1]])
@@ -143,14 +148,6 @@ def test_align_adds_pad_rows_to_the_same_shares(align):
     layout = Layout.balanced(packing, 5, align=align)
     assert layout == Layout.balanced(packing, 5).padded(align=align)
     assert (layout.row_counts % align == 0).all()
-
-
-def test_cross_attention_counts_the_keys_of_the_other_packing():
-    packing, kv_packing = Packing([1000, 1000, 1000]), Packing([10, 5000, 70])
-    mask = Mask.full(packing, kv_packing)
-    layout = Layout.balanced(packing, 4, mask=mask)
-    check_shares(layout)
-    assert imbalance(layout, mask) < 1.01
 
 
 def test_ten_thousand_documents_in_well_below_a_second():

@@ -58,12 +58,9 @@ def test_a_table_is_the_one_of_from_blocks_where_blocks_are_even():
         assert Mask.named(p, f"{name}:{blocks}") == Mask.named(p, name)
 
 
-def test_a_longer_document_has_no_more_bands():
+def test_a_table_has_as_many_bands_as_a_long_document_and_rows_of_a_short_one():
     counts = {name: len(Mask.named(Packing([1_000_003]), name).bands) for name in TABLES}
     assert counts == {"strided": 56, "global_local": 17, "star": 4, "streaming": 6}
-
-
-def test_a_short_document_has_the_first_rows_of_the_table():
     seen = {name: Mask.named(Packing([1, 3, 0, 6]), name).seen.tolist() for name in TABLES}
     assert seen == {
         "strided": [1, 1, 1, 1, 2, 2, 1, 1, 2, 2],
@@ -74,23 +71,15 @@ def test_a_short_document_has_the_first_rows_of_the_table():
 
 
 @pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_an_empty_packing_has_no_bands(spec):
+def test_tables_are_cut_of_tokens_and_shares_of_them_are_even(spec):
     assert not Mask.named(Packing([0, 0]), spec).bands.size
-
-
-@pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_balanced_shares_of_a_table_are_even(spec):
     packing = Packing([700, 1, 1300, 3, 640])
     mask = Mask.named(packing, spec)
     layout = Layout.balanced(packing, 5, mask=mask)
     work = [mask.seen[layout.tokens(rank)].sum() for rank in range(5)]
     assert np.ptp(layout.token_counts) <= 1
     assert max(work) < 1.01 * np.mean(work)
-
-
-@pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_blocks_are_cut_of_tokens_and_not_of_pads(spec):
-    """A document sees the same with pads behind it and without."""
+    # A document sees the same with pads behind it and without.
     real, filled = [29, 3, 0, 0, 17], [32, 4, 0, 5, 20]
     documents = Packing(filled)
     tokens = documents.positions() < np.repeat(real, filled)

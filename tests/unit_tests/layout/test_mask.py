@@ -122,7 +122,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_agrees_with_the_oracle(kind):
+def test_agrees_with_the_oracle_and_queries_rise(kind):
     rng = np.random.default_rng(list(KINDS).index(kind))
     for _ in range(CASES):
         mask, expected = KINDS[kind](rng)
@@ -130,10 +130,6 @@ def test_agrees_with_the_oracle(kind):
         np.testing.assert_array_equal(count, expected.astype(int), err_msg=f"{mask!r} {mask.bands.tolist()}")
         assert mask.area == expected.sum()
         assert mask.seen.tolist() == expected.sum(axis=1).tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_band_lies_in_one_document_and_queries_rise(kind):
     rng = np.random.default_rng(1)
     for _ in range(50):
         mask, _ = KINDS[kind](rng)

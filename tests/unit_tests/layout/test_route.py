@@ -93,14 +93,11 @@ def test_a_route_moves_only_what_must():
     assert (route.recv_rows.tolist(), route.recv_counts.tolist()) == ([0, 1, 2, 3], [2, 2])
 
 
-def test_rejects_another_packing():
+def test_rejects_another_packing_and_another_number_of_ranks():
     source, target = Layout.zigzag(Packing([8]), 2), Layout.zigzag(Packing([3, 5]), 2)
     with pytest.raises(ArgumentError, match=re.escape(f"target: got {target!r}")) as refusal:
         Route.between(source, target, 0)
     assert refusal.value.argument == "target"
-
-
-def test_rejects_another_number_of_ranks():
     source, target = Layout.zigzag(Packing([8]), 2), Layout.zigzag(Packing([8]), 3)
     with pytest.raises(ArgumentError, match=re.escape(f"target: got {target!r}") + ".* over 2 ranks") as refusal:
         Route.between(source, target, 0)

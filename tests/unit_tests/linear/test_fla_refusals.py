@@ -34,24 +34,16 @@ def test_takes_what_fla_computes(kernel, kind, dtype):
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_a_missing_fla(monkeypatch, kernel, kind):
+def test_rejects_a_missing_and_an_old_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(fla, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == "fla-core is not installed; pip install fla-core==0.6.0 einops==0.8.2"
-
-
-@pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_an_old_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(fla, "installed_version", lambda package: (0, 5))
     assert kernel.refusal(_call(kind)) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops==0.8.2"
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_the_cpu(kernel, kind):
+def test_rejects_the_cpu_and_float64(kernel, kind):
     assert "runs on CUDA, the tensors are on cpu; use chunked" in kernel.refusal(_call(kind, device="cpu"))
-
-
-@pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_float64(kernel, kind):
     assert "has no torch.float64; use chunked" in kernel.refusal(_call(kind, torch.float64))
 
 

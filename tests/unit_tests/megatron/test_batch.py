@@ -286,10 +286,12 @@ def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
     assert "shard_batch" in caught.value.remedy
 
 
-def test_rejects_packs_that_megatrons_sharding_cannot_deal():
+def test_rejects_packs_and_orders_that_megatron_has_not():
     with pytest.raises(ArgumentError, match=re.escape("packs of [14] tokens")) as caught:
         planned(megatrons([8, 6]), ThreadGroup.create(2)[0], "pack")
     assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
+    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
+        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
 
 
 @pytest.mark.parametrize("lengths", [[8, 4], [12]])
@@ -298,11 +300,6 @@ def test_rejects_several_ranks_where_nobody_says_what_was_cut(lengths):
         planned(megatrons(lengths), ThreadGroup.create(2)[0])
     for flag in ("--sft", "--dataloader-inter-document-masking", "TransformerConfig", "shard_batch"):
         assert flag in caught.value.remedy
-
-
-def test_rejects_an_order_that_there_is_not():
-    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
-        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
 
 
 def idx(*counts):

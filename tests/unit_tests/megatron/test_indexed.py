@@ -48,11 +48,15 @@ def test_documents_are_their_sequences(suffix, prefix):
     assert (corpus.name, corpus.vocab_size) == (str(prefix), 10)
 
 
-def test_without_empty_documents_nothing_is_skipped(tmp_path):
+def test_a_corpus_without_empty_documents_skips_nothing_and_one_without_tokens_is_rejected(tmp_path):
     write_indexed(tmp_path / "corpus", [[[1, 2]], [[3], [4]]])
     corpus = IndexedCorpus(tmp_path / "corpus", 10)
     assert corpus.skipped == {}
     assert [corpus.tokens(number).tolist() for number in range(2)] == [[1, 2], [3, 4]]
+    write_indexed(tmp_path / "corpus", [[[]], []])
+    assert "Cannot read it" in rejected(tmp_path / "corpus")  # a .bin of no bytes cannot be mapped
+    (tmp_path / "corpus.bin").write_bytes(b"spare")
+    assert "at least one document. It holds none." in rejected(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
@@ -74,13 +78,6 @@ def test_rejects_tokens_outside_the_vocabulary_and_epochs_hold_the_others(prefix
 def test_rejects_half_a_pair(suffix, prefix):
     prefix.with_suffix(suffix).unlink()
     assert f"There is no {prefix}{suffix}." in rejected(prefix)
-
-
-def test_rejects_a_corpus_without_tokens(tmp_path):
-    write_indexed(tmp_path / "corpus", [[[]], []])
-    assert "Cannot read it" in rejected(tmp_path / "corpus")  # a .bin of no bytes cannot be mapped
-    (tmp_path / "corpus.bin").write_bytes(b"spare")
-    assert "at least one document. It holds none." in rejected(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 9, 12, 17, 20, 30, 40])
@@ -127,9 +124,14 @@ def write_index(tmp_path, spare=0, **changes):
     return tmp_path / "corpus"
 
 
-def test_an_index_without_damage_is_read(tmp_path):
+def test_a_pair_without_damage_or_as_other_tools_write_it_is_read(tmp_path):
     corpus = IndexedCorpus(write_index(tmp_path), 12)
     assert [corpus.tokens(number).tolist() for number in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+    # Sequences in another order than their tokens, with holes between, and some of them twice.
+    changes = {"lengths": [5, 3, 5, 0, 5], "pointers": [28, 0, 28, 4, 28], "documents": [0, 1, 3, 5]}
+    corpus = IndexedCorpus(write_index(tmp_path, spare=4, **changes), 16)
+    shown = [corpus.tokens(number).tolist() for number in range(3)]
+    assert shown == [[7, 8, 9, 10, 11], [0, 1, 2, 7, 8, 9, 10, 11], [7, 8, 9, 10, 11]]
 
 
 DAMAGED = {
@@ -164,14 +166,6 @@ def test_rejects_a_damaged_index(damage, tmp_path, capfd):
     found = rejected(write_index(tmp_path, **changes), 12)
     assert f"Cannot read it: {says}" in found or (says.startswith("corpus") and says in found)
     assert capfd.readouterr().err == ""
-
-
-def test_what_other_tools_may_write_is_read(tmp_path):
-    """Sequences in another order than their tokens, with holes between, and some of them twice."""
-    changes = {"lengths": [5, 3, 5, 0, 5], "pointers": [28, 0, 28, 4, 28], "documents": [0, 1, 3, 5]}
-    corpus = IndexedCorpus(write_index(tmp_path, spare=4, **changes), 16)
-    shown = [corpus.tokens(number).tolist() for number in range(3)]
-    assert shown == [[7, 8, 9, 10, 11], [0, 1, 2, 7, 8, 9, 10, 11], [7, 8, 9, 10, 11]]
 
 
 def test_rejects_tokens_below_0(tmp_path):

@@ -44,16 +44,13 @@ def solved(monkeypatch):
     return found
 
 
-def test_each_direction_is_weighed_by_its_own_bytes(solved, tmp_path):
+def test_bytes_are_weighed_by_direction_and_by_the_head_rank_with_most_heads(solved, tmp_path):
     PLAN(Layout.contiguous(PACKING, 4), item_size=4, search_seconds=3, search_cache=tmp_path)
     shape = {"heads": 3, "kv_heads": 3, "head_dim": 8, "value_head_dim": 4, "item_size": 4}
     assert [problem.weights for problem, *_ in solved] == [TileWeights.forward(**shape), TileWeights.backward(**shape)]
     assert [(given["search_seconds"], given["cache"]) for _, given, _ in solved] == [(3.0, str(tmp_path))] * 2
     assert all(problem.hosts is None for problem, *_ in solved)
-
-
-def test_the_head_rank_with_most_heads_counts(solved):
-    """Three heads on two head ranks: one of them has two."""
+    # Three heads on two head ranks: one of them has two.
     PLAN(Layout.contiguous(PACKING, 4), scheme="a2a+tiled", ulysses_degree=2, head_chunks=1)
     assert solved[0][0].weights == TileWeights.forward(heads=2, kv_heads=2, head_dim=8, value_head_dim=4)
 

@@ -21,12 +21,19 @@ LINEAR = LinearSpec("gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16)
 
 
 @pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
-def test_slots_are_values(slot):
+def test_slots_are_values_and_take_transports_by_name(slot):
     same = dataclasses.replace(slot)
     assert same is not slot
     assert same == slot
     assert hash(same) == hash(slot)
     assert len({slot, same, dataclasses.replace(slot, heads=8), dataclasses.replace(slot, head_dim=16)}) == 3
+    by_name, by_value = (
+        dataclasses.replace(slot, transport=transport) for transport in ("pairwise", Transport("pairwise"))
+    )
+    assert by_name == by_value
+    assert len({by_name, by_value, slot}) == 2
+    assert by_name.plan(LAYOUT).transport == Transport("pairwise")
+    rejects("hosts_of", dataclasses.replace, slot, transport="hierarchical")
 
 
 def test_slots_plan_all_they_say():
@@ -61,17 +68,6 @@ def test_pads_inside_a_batch_are_seen_by_no_attention():
     assert plans.plan(LINEAR) == LINEAR.plan(LAYOUT)  # it is causal, and pads are behind
     whole = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR])
     assert plans.fingerprint() != whole.fingerprint()
-
-
-@pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
-def test_slots_take_transports_by_name(slot):
-    by_name, by_value = (
-        dataclasses.replace(slot, transport=transport) for transport in ("pairwise", Transport("pairwise"))
-    )
-    assert by_name == by_value
-    assert len({by_name, by_value, slot}) == 2
-    assert by_name.plan(LAYOUT).transport == Transport("pairwise")
-    rejects("hosts_of", dataclasses.replace, slot, transport="hierarchical")
 
 
 @pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("redistribute", False), ("auto", True)])

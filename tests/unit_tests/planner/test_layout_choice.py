@@ -140,14 +140,11 @@ def test_layouts_that_a_layer_cannot_run_in_are_left_out(monkeypatch):
         choose_layout(cp.Packing([61000, 5000]), 4, [slot])
 
 
-def test_zigzag_of_very_many_documents_is_not_compared(monkeypatch):
+def test_very_many_documents_and_layers_by_name(monkeypatch):
     monkeypatch.setattr(layouts, "VERY_MANY", 100)
     choice = choose_layout(MANY, 4, [EXCHANGED])
     assert [price.name for price in choice.prices if price.name == "zigzag"] == []
     assert "layout zigzag was not compared" in choice.explain()
-
-
-def test_by_name_it_takes_layers():
     chosen = layout_by_name("auto", LONG, 4, slots=[GATHERED])
     assert chosen == choose_layout(LONG, 4, [GATHERED]).layout
     with pytest.raises(cp.ArgumentError, match="slots: got \\[\\]; allowed: the slot of each layer"):

@@ -79,9 +79,10 @@ def test_rejects_shapes_that_mamba_does_not_have(argument, change):
     rejects(f"^{argument}: got ", plan_linear, PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
 
 
-def test_rejects_keys_of_another_packing():
+def test_rejects_keys_and_layouts_of_another_packing():
     with refusal_of("kv_packing", repr(Packing([3, 5]))):
         plan_attention(**ATTENTION, kv_packing=Packing([3, 5]))
+    rejects("kv_packing: got None", plan_attention, **ATTENTION, kv_layout=LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +109,6 @@ def test_fingerprints_see_the_layout_of_the_keys(scheme):
     )
     assert plan != other
     assert plan.fingerprint() != other.fingerprint()
-
-
-def test_rejects_keys_with_a_layout_and_no_packing():
-    rejects("kv_packing: got None", plan_attention, **ATTENTION, kv_layout=LAYOUT)
 
 
 @pytest.mark.parametrize(("kv_heads", "cp_size", "degree"), [(8, 12, 4), (2, 12, 2), (1, 9, 3), (6, 12, 6)])
@@ -171,7 +168,7 @@ def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
 
 
 @PLANNERS
-def test_transports_may_be_names(planner, arguments):
+def test_transports_may_be_names_and_counts_numpy_integers(planner, arguments):
     for name in ("collective", "pairwise"):
         assert planner(**arguments, transport=name) == planner(**arguments, transport=Transport(name))
     with pytest.raises(ArgumentError, match=r'Transport.even_hosts\("hierarchical", cp_size, hosts\)') as caught:
@@ -180,6 +177,10 @@ def test_transports_may_be_names(planner, arguments):
     for wrong in ("carrier", None, 1):
         with refusal_of("transport", repr(wrong)):
             planner(**arguments, transport=wrong)
+    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)
+    other = Layout.zigzag(Packing([3, 5]), 3)
+    with refusal_of("layout", repr(other)):
+        planner(**{**arguments, "layout": other})
 
 
 def test_plans_by_other_transports_differ_in_one_line():
@@ -196,13 +197,6 @@ def test_rejects_a_mask_over_another_packing_and_one_that_is_only_a_name(mask):
 
 
 @PLANNERS
-def test_rejects_a_layout_of_another_packing(planner, arguments):
-    other = Layout.zigzag(Packing([3, 5]), 3)
-    with refusal_of("layout", repr(other)):
-        planner(**{**arguments, "layout": other})
-
-
-@PLANNERS
 @pytest.mark.parametrize("count", [0, -6, 6.0], ids=repr)
 @pytest.mark.parametrize("name", ["heads", "head_dim", "value_head_dim"])
 def test_rejects_a_count_below_1_or_fractional(planner, arguments, name, count):
@@ -216,8 +210,3 @@ def test_rejects_key_heads_that_are_no_divisor_of_the_heads(planner, arguments, 
     name = "kv_heads" if planner is plan_attention else "key_heads"
     with refusal_of(name, repr(count)):
         planner(**{**arguments, name: count})
-
-
-@PLANNERS
-def test_counts_may_be_numpy_integers(planner, arguments):
-    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)

@@ -63,18 +63,46 @@ def test_arguments_that_are_left_out():
 
 
 @PLANNERS
-def test_collectives_are_counted_where_something_moves(planner, arguments):
+def test_collectives_and_fingerprints_are_those_of_equal_plans(planner, arguments):
     alone = planner(**{**arguments, "layout": Layout.contiguous(PACKING, 1)})
     assert [alone.collectives(forward=forward) for forward in (True, False)] == [0, 0]
     assert [planner(**arguments).collectives(forward=forward) for forward in (True, False)] == [2, 2]
+    packing = Packing(PACKING.lengths.tolist())
+    fragments = [LAYOUT.fragments_of(rank) for rank in range(3)]
+    again = planner(**{**arguments, "packing": packing, "layout": Layout.from_fragments(packing, fragments)})
+    plan = planner(**arguments)
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+    assert {plan: "found"}[again] == "found"
+    assert len(plan.fingerprint()) == 16
+    plan = planner(**arguments)
+    assert plan.memo("key", lambda: "device tensor") == plan.memo("key", lambda: "made again")
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert copy.fingerprint() == plan.fingerprint()
+    assert copy.memo("key", lambda: "made again") == "made again"
 
 
 @ragged
 @given(plan=plans())
-def test_backward_runs_the_adjoints_in_reverse(plan):
+def test_backward_runs_the_adjoints_and_work_is_that_of_the_busiest(plan):
     forward = list(plan.exchanges(forward=True))
     assert list(plan.exchanges(forward=False)) == [(exchange, not to_heads) for exchange, to_heads in forward[::-1]]
     assert [to_heads for _, to_heads in forward] == ([True, False] if plan.mask is None or plan.cp_size > 1 else [])
+    work = plan.work_per_rank()
+    per_head = plan.mask.area if plan.mask else plan.packing.total
+    assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
+    mean = Fraction(sum(work), plan.cp_size)
+    assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
+    text = plan.explain()
+    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
+    assert rows_of(text) == list(
+        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
+    )
+    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
+    documents, tokens = plan.packing.num_documents, plan.packing.total
+    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
+    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
@@ -117,34 +145,22 @@ def test_the_area_of_a_mask_counts_visible_pairs(mask, visible):
     assert mask(PACKING).area == pairs
 
 
-@ragged
-@given(plan=plans())
-def test_work_imbalance_is_the_busiest_share_over_the_mean(plan):
-    work = plan.work_per_rank()
-    per_head = plan.mask.area if plan.mask else plan.packing.total
-    assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
-    mean = Fraction(sum(work), plan.cp_size)
-    assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
-
-
-def test_work_imbalance_of_uneven_heads():
+def test_explain_says_what_is_sent_and_what_is_empty():
+    packing = Packing([512])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
+    assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
+    for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
+        said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
+        assert plan.explain(item_size).count(said) == 2
+    packing = Packing([0])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
+    assert "the packed stream is empty" in plan.explain()
+    assert plan.work_imbalance == 1.0
     assert plan_attention(PACKING, LAYOUT, heads=5, head_dim=8).work_imbalance == 2 / (5 / 3)
     assert plan_attention(PACKING, LAYOUT, heads=6, head_dim=8).work_imbalance == 1.0
 
 
 # -- the value of a plan ---------------------------------------------------------------------------------------------
-
-
-@PLANNERS
-def test_equal_plans_have_one_fingerprint_and_one_place_in_a_cache(planner, arguments):
-    packing = Packing(PACKING.lengths.tolist())
-    fragments = [LAYOUT.fragments_of(rank) for rank in range(3)]
-    again = planner(**{**arguments, "packing": packing, "layout": Layout.from_fragments(packing, fragments)})
-    plan = planner(**arguments)
-    assert again == plan
-    assert again.fingerprint() == plan.fingerprint()
-    assert {plan: "found"}[again] == "found"
-    assert len(plan.fingerprint()) == 16
 
 
 def other_batch(packing, partition=Layout.zigzag, **options):
@@ -213,36 +229,12 @@ def test_fingerprints_see_which_heads_each_rank_computes():
     assert len(fingerprints) == 2
 
 
-@PLANNERS
-def test_pickling_keeps_the_value_and_drops_device_tables(planner, arguments):
-    plan = planner(**arguments)
-    assert plan.memo("key", lambda: "device tensor") == plan.memo("key", lambda: "made again")
-    copy = pickle.loads(pickle.dumps(plan))
-    assert copy == plan
-    assert copy.fingerprint() == plan.fingerprint()
-    assert copy.memo("key", lambda: "made again") == "made again"
-
-
 # -- explain ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(text):
     """The table of `explain`: for each rank its tokens, pad rows and fragments."""
     return [tuple(map(int, found)) for found in re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)]
-
-
-@ragged
-@given(plan=plans())
-def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
-    text = plan.explain()
-    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
-    assert rows_of(text) == list(
-        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
-    )
-    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
-    documents, tokens = plan.packing.num_documents, plan.packing.total
-    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
-    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
 def test_explain_says_who_holds_what():
@@ -259,27 +251,11 @@ def test_explain_says_who_holds_what():
     assert rows == [["0", "0", "50.0%"], ["1", "0", "50.0%"], ["none", "none", "0.0%"]]
 
 
-def test_explain_says_what_is_sent_at_which_item_size():
-    packing = Packing([512])
-    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
-    assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
-    for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
-        said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
-        assert plan.explain(item_size).count(said) == 2
-
-
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_explain_says_where_nothing_moves(cp_size):
     text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8, scheme="a2a").explain()
     assert text.count("all tokens at hand") == 1
     assert text.count("one collective") == (0 if cp_size == 1 else 2)
-
-
-def test_explain_an_empty_batch():
-    packing = Packing([0])
-    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
-    assert "the packed stream is empty" in plan.explain()
-    assert plan.work_imbalance == 1.0
 
 
 # -- warnings and notes ----------------------------------------------------------------------------------------------

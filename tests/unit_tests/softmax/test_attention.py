@@ -87,6 +87,10 @@ def test_a_kernel_of_the_callers_is_the_one_that_runs():
     out = cp.attention(*tensors(), plan_for(), kernel=kernel)
     assert torch.equal(out, cp.attention(*tensors(), plan_for(), kernel="reference"))
     assert kernel.calls > 0
+    kernel = Counting()
+    kernel.refusal = lambda call: "it never runs"
+    with pytest.raises(cp.ArgumentError, match="counting: it never runs"):
+        cp.attention(*tensors(), plan_for(), kernel=kernel)
 
 
 def test_ranks_that_bring_other_kernels_are_told_apart():
@@ -97,13 +101,6 @@ def test_ranks_that_bring_other_kernels_are_told_apart():
 
     with pytest.raises(RankError, match="kernel: 'of rank 0'"):
         run_ranks(rank, 2)
-
-
-def test_rejects_a_kernel_of_the_callers_that_cannot_run():
-    kernel = Counting()
-    kernel.refusal = lambda call: "it never runs"
-    with pytest.raises(cp.ArgumentError, match="counting: it never runs"):
-        cp.attention(*tensors(), plan_for(), kernel=kernel)
 
 
 def test_rejects_tensors_on_no_device_and_the_heads_first():
@@ -171,12 +168,17 @@ def test_odd_head_sizes_are_the_same_bits_on_every_rank(head_dim, dtype):
     assert torch.equal(plan.layout.unshard(ranks), cp.attention(q, k, v, alone, kernel="cpu"))
 
 
-def test_forward_without_gradients_is_the_same():
+def test_without_gradients_forward_is_the_same_and_a_sink_alone_has_one():
     q, k, v = (x.requires_grad_() for x in tensors())
     with torch.no_grad():
         quiet = cp.attention(q, k, v, plan_for())
     assert not quiet.requires_grad
     assert torch.equal(quiet, cp.attention(q, k, v, plan_for()).detach())
+    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
+    assert sink.grad.abs().min() > 0
+    with torch.no_grad():
+        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad
 
 
 def test_rejects_a_second_derivative_instead_of_returning_a_wrong_one():
@@ -231,11 +233,3 @@ def test_rejects_dropout_without_a_seed():
         with pytest.raises(cp.ArgumentError, match=r"seed: got None; .* dropout is 0\.5\. Pass the number of the step"):
             call(dropout=0.5)
         assert not torch.equal(call(dropout=0.5, seed=0), call(dropout=0.5, seed=1))
-
-
-def test_gradients_of_a_sink_alone_and_of_nothing():
-    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
-    assert sink.grad.abs().min() > 0
-    with torch.no_grad():
-        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad

@@ -188,7 +188,7 @@ def test_reference_is_a_dense_softmax_and_its_derivative(heads, groups, rate, so
 
 
 @named
-def test_reference_in_blocks_is_the_reference_at_once(tiles, monkeypatch):
+def test_the_reference_in_blocks_and_by_segments_is_the_reference_at_once(tiles, monkeypatch):
     call = call_for(dropout=0.2, softcap=2.0)
     tensors = draw(tiles, call)
     whole = both(BY_NAME["reference"], tensors, tiles, call)
@@ -196,6 +196,9 @@ def test_reference_in_blocks_is_the_reference_at_once(tiles, monkeypatch):
     blocks = Tiles(tiles.bands, tiles.q_tokens, tiles.k_tokens)
     check(both(BY_NAME["reference"], tensors, blocks, call), whole, 1e-13)
     assert len(blocks.memo("reference", lambda: None)) >= len(tiles.memo("reference", lambda: None))
+    call = call_for(dtype=torch.float32)
+    tensors = draw(tiles, call, dtype=torch.float32)
+    check(both(EmulatedFlash(), tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-5)
 
 
 @given(tiles=tiles_strategy(), sizes=st.sampled_from([(8, 8), (6, 3), (3, 6)]), groups=st.sampled_from([1, 2, 4]))
@@ -290,13 +293,6 @@ def test_segment_calls_see_what_the_bands_see(tiles, sizes):
     emulated, expected = (both(kernel, tensors, tiles, call) for kernel in (EmulatedFlash(), BY_NAME["reference"]))
     for a, b, tolerance in zip(emulated, expected, (1e-12, 1e-12, 1e-5, 1e-5, 1e-5), strict=True):
         assert torch.allclose(a, b, atol=tolerance, rtol=0)  # lse goes into the operator in fp32
-
-
-@named
-def test_segment_calls_see_what_named_masks_see(tiles):
-    call = call_for(dtype=torch.float32)
-    tensors = draw(tiles, call, dtype=torch.float32)
-    check(both(EmulatedFlash(), tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-5)
 
 
 @pytest.mark.parametrize(

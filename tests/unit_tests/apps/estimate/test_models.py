@@ -55,8 +55,9 @@ def test_parameters_are_those_of_the_published_models(name):
     assert model.active_parameters + embedding > 0.99 * active
 
 
-def test_active_parameters_are_those_counted_elsewhere():
-    """The counts are of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next."""
+def test_every_preset_has_its_source_and_the_parameters_counted_elsewhere():
+    assert all(model.source and model.name == name for name, model in PRESETS.items())
+    # The counts are of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next.
     kimi, qwen = PRESETS["kimi-linear"], PRESETS["qwen3-next"]
     norms = (2 * 27 + 1) * 2304 + 7 * 512
     assert kimi.active_parameters - norms - 20 * (32 + 4096 + 128) - 26 * 256 == 3_106_750_464
@@ -76,10 +77,6 @@ def test_presets_have_their_layers_in_order(name, layers):
     letters = {"attention": "*", "gdn": "G", "kda": "K", "mamba": "M"}
     blocks = PRESETS[name].blocks
     assert "".join(letters[block.mixer.layer] if block.mixer else "-" for block in blocks) == layers
-
-
-def test_every_preset_says_where_its_numbers_come_from():
-    assert all(model.source and model.name == name for name, model in PRESETS.items())
 
 
 def test_shapes_of_single_layers_are_those_of_the_presets():

@@ -59,18 +59,19 @@ def saved_by(options, iteration):
     return {"megatron_cp": {"iteration": iteration, "shape": options.shape(257)}}
 
 
-def test_a_checkpoint_of_the_same_model_is_taken_at_other_sizes(monkeypatch, tmp_path):
+def test_rejects_other_vocabularies_and_unknown_shapes(monkeypatch, tmp_path):
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
     assert check_checkpoint(tmp_path, TrainingOptions(context_parallel_size=3, train_iters=300), 257) == 7
-
-
-def test_rejects_a_vocabulary_that_is_padded_to_another_size(monkeypatch, tmp_path):
-    """Its additional entries, untrained, would take part in the softmax."""
+    # Its additional entries, untrained, would take part in the softmax.
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
     with pytest.raises(ArgumentError, match=r"--padded-vocab-size was 384, is 512.*--make-vocab-size-divisible-by"):
         check_checkpoint(tmp_path, TrainingOptions(tensor_model_parallel_size=2, train_iters=300), 257)
     same = TrainingOptions(tensor_model_parallel_size=2, make_vocab_size_divisible_by=64, train_iters=300)
     assert check_checkpoint(tmp_path, same, 257) == 7
+    saved = saved_by(TrainingOptions(), 7)
+    del saved["megatron_cp"]["shape"]["adam_beta1"]
+    holding(monkeypatch, saved)
+    rejects(r"--adam-beta1 was not known, is 0\.9", check_checkpoint, tmp_path, TrainingOptions(), 257)
 
 
 def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
@@ -90,13 +91,6 @@ def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
     ):
         assert difference in text
     assert text.count(" was ") == 6
-
-
-def test_rejects_a_checkpoint_that_does_not_say_all_of_its_shape(monkeypatch, tmp_path):
-    saved = saved_by(TrainingOptions(), 7)
-    del saved["megatron_cp"]["shape"]["adam_beta1"]
-    holding(monkeypatch, saved)
-    rejects(r"--adam-beta1 was not known, is 0\.9", check_checkpoint, tmp_path, TrainingOptions(), 257)
 
 
 @pytest.mark.parametrize("train_iters", [6, 7])

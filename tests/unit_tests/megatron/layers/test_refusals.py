@@ -86,6 +86,9 @@ def test_a_layer_searches_for_tiles_as_its_flags_say(tmp_path):
     flags = add_arguments(argparse.ArgumentParser()).parse_args(["--cp-search", "3", "--cp-search-cache", "kept"])
     latent = with_options(configure(MLATransformerConfig), flags)
     assert (latent.cp_search, latent.cp_search_cache) == (3.0, "kept")
+    config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
+    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
+    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
 
 
 @pytest.mark.parametrize(
@@ -107,12 +110,6 @@ def test_rejects_searches_that_no_layer_reads(option, schemes):
         match=f"^--{name.replace('_', '-')}: got {value!r}; allowed: {none} with (p2p|a2a and all_gather)\\.",
     ):
         configure(OurConfig, **changes)
-
-
-def test_layers_without_tiles_stand_beside_others_that_search():
-    config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
-    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
-    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
 
 
 def test_windows_and_sinks_are_megatrons():
@@ -275,20 +272,17 @@ def test_rejects_other_attention_variants():
     with refused("experimental-attention-variant", "'dsa'") as caught:
         specs.gpt_layer_spec(config)
     assert "leave --spec out" in caught.value.remedy
+    # Transformer Engine is installed in this case; without it, the layer is refused on one rank, too.
+    refusing = specs._refused_under_cp(Layer)
+    assert refusing(configure(), name="one").name == "one"
+    with refused("hybrid-layer-pattern", "'D'"):
+        refusing(configure(context_parallel_size=2))
 
 
 class Layer(nn.Module):
     def __init__(self, config, name=None):
         super().__init__()
         self.name = name
-
-
-def test_rejects_sparse_attention_over_ranks():
-    """Transformer Engine is installed in this case; without it, the layer is refused on one rank, too."""
-    refusing = specs._refused_under_cp(Layer)
-    assert refusing(configure(), name="one").name == "one"
-    with refused("hybrid-layer-pattern", "'D'"):
-        refusing(configure(context_parallel_size=2))
 
 
 def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch):

@@ -11,37 +11,35 @@ from megatron_cp.planner.predict.hardware import SAFE, written
 from tests.refusals import rejects
 
 
-def test_the_presets_that_are_promised_are_there():
+def test_presets_have_hosts_that_are_full_but_for_the_last():
     assert {"a100", "h100", "h200", "b200", "h800", "rtx4090", "cpu"} <= set(presets())
     assert SAFE in presets()
     assert machine() is machine(SAFE)
+    found = machine("h100").topology(19)
+    assert found.hosts == (0,) * 8 + (1,) * 8 + (2,) * 3
+    assert found.rail.tolist() == [*range(19)]  # a card each
+    assert machine("h100").topology(5, 2).hosts == (0, 0, 0, 1, 1)
+    assert machine("rtx4090").topology(8).rail.tolist() == [0] * 8
+    # And a file says so.
+    emulated = dataclasses.replace(machine("cpu"), shares_cores=True)
+    assert "shares_cores = true" in written(emulated)
+    assert emulated.topology(4).shares_cores
+    assert not machine("cpu").topology(4).shares_cores
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_number_has_a_source(name):
+def test_a_machine_has_a_source_of_every_number_and_a_file(name, tmp_path):
     found = machine(name)
     numbers = {field.name for field in dataclasses.fields(found.hardware)} - {"name", "about", "sources"}
     lacking = numbers - set(found.hardware.sources)
     assert not lacking
     assert {"within", "between"} <= set(found.hardware.sources)
     assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
-
-
-@pytest.mark.parametrize("name", presets())
-def test_a_machine_is_the_same_from_its_own_file(name, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(written(machine(name)))
     again = machine(path)
     assert again == machine(name)
     assert again.hardware.sources == machine(name).hardware.sources
-
-
-def test_hosts_are_full_but_for_the_last():
-    found = machine("h100").topology(19)
-    assert found.hosts == (0,) * 8 + (1,) * 8 + (2,) * 3
-    assert found.rail.tolist() == [*range(19)]  # a card each
-    assert machine("h100").topology(5, 2).hosts == (0, 0, 0, 1, 1)
-    assert machine("rtx4090").topology(8).rail.tolist() == [0] * 8
 
 
 @pytest.mark.parametrize(
@@ -112,11 +110,3 @@ def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
     assert [hardware.rule_rate("kda", 80, forward=way) for way in (True, False)] == [4.0, 5.0]
     assert [hardware.rule_rate("kda", 100, forward=way) for way in (True, False)] == [10.0, 11.0]
     assert [hardware.rule_host_seconds(kind, 256) for kind in ("gdn", "kda", "mamba")] == [3.0, 12.0, 9.0]
-
-
-def test_emulated_hosts_share_their_cores():
-    """And a file says so."""
-    emulated = dataclasses.replace(machine("cpu"), shares_cores=True)
-    assert "shares_cores = true" in written(emulated)
-    assert emulated.topology(4).shares_cores
-    assert not machine("cpu").topology(4).shares_cores

@@ -170,16 +170,13 @@ def test_other_weights_are_of_the_same_tiles():
     assert problem.with_weights(backward).digest == tiles_of(mask, layout, weights=backward, **hosts).digest
 
 
-def test_keys_of_their_own():
+def test_keys_of_their_own_and_nothing_visible():
     queries, keys = cp.Packing([30, 17]), cp.Packing([12, 50])
     mask = cp.Mask.full(queries, keys)
     problem = tiles_of(mask, cp.Layout.zigzag(queries, 3), cp.Layout.contiguous(keys, 3), weights=WEIGHTS)
     assert (problem.rows.total, problem.columns.total, problem.total) == (47, 62, 30 * 12 + 17 * 50)
     bands, _ = bands_by_rank(mask, problem, solve(problem).ranks)
     assert band.area(bands) == mask.area
-
-
-def test_nothing_visible_is_no_tiles():
     packing = cp.Packing([8])
     problem = tiles_of(cp.Mask.from_slices(packing, []), cp.Layout.contiguous(packing, 2), weights=WEIGHTS)
     found = solve(problem)
@@ -253,15 +250,12 @@ def test_rejects_arrays_that_do_not_fit():
     rejects("no two have the same row and column", TileProblem, **good | {"tile_rows": [0, 0], "tile_columns": [1, 1]})
 
 
-def test_rejects_more_tiles_than_a_plan_may_have():
+def test_rejects_more_tiles_than_there_may_be_and_what_solve_cannot_take():
     packing = cp.Packing([3000])
     with pytest.raises(ArgumentError, match="90000 tiles'; allowed: at most 65536 tiles"):
         tiles_of(cp.Mask.full(packing), cp.Layout.contiguous(packing, 300), weights=WEIGHTS)
     scattered = cp.Layout.striped(cp.Packing([3000]), 4)
     rejects(r"^layout: .* at most 4194304 pieces", tiles_of, cp.Mask.full(packing), scattered, weights=WEIGHTS)
-
-
-def test_rejects_what_solve_cannot_take():
     rejects(r"^problem:", solve, None)
     for value in (-1, None, "5", float("nan"), float("inf"), True):
         rejects(r"^search_seconds:", solve, PROBLEM, search_seconds=value)

@@ -236,13 +236,10 @@ def test_the_fast_stage_is_near_the_optimum(name, way):
     assert loads(problem, found.ranks).max() <= problem.load_cap
 
 
-def test_a_bound_that_is_reached_is_an_optimum():
+def test_a_bound_that_is_reached_is_an_optimum_and_queries_stay_with_their_owners():
     _, found = solved("full", FORWARD)
     assert (found.optimal, found.bound) == (True, 8)
-
-
-def test_strong_grouping_leaves_queries_with_their_owners():
-    """With few heads of keys, only keys travel: grids of queries and keys would send more."""
+    # With few heads of keys, only keys travel: grids of queries and keys would send more.
     packing = cp.Packing([4096])
     weights = TileWeights.forward(heads=32, kv_heads=1, head_dim=64)
     problem = tiles_of(cp.Mask.full(packing), cp.Layout.contiguous(packing, 8), weights=weights)
@@ -284,16 +281,12 @@ def test_processes_find_the_same():
 
 
 @needs_solver
-def test_the_exact_stage_finds_the_same_twice():
+def test_the_exact_stage_finds_the_same_twice_and_has_a_gap_where_it_ends_early():
     problem = block_problem("streaming", BACKWARD)
     start = longest_first(problem.work, 8)
     first, second = (exact_stage.search(problem, start, seconds=0.2) for _ in range(2))
     assert np.array_equal(first.ranks, second.ranks)
     assert (first.optimal, first.bound) == (second.optimal, second.bound)
-
-
-@needs_solver
-def test_a_search_that_ends_early_has_a_gap():
     problem = block_problem("global_local", BACKWARD)
     start = longest_first(problem.work, 8)
     found = exact_stage.search(problem, start, seconds=0.01, bound=3)
@@ -334,10 +327,13 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
     assert solve(problem).bound > 0
 
 
-def test_rejects_a_load_cap_that_tiles_do_not_keep():
+def test_rejects_load_caps_and_caches_that_cannot_be(tmp_path):
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
         solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
+    (tmp_path / "file").write_text("")
+    for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
+        rejects(r"^cache:", solve, drawn(1), cache=cache)
 
 
 # -- answers on disk ---------------------------------------------------------------------------------------------------
@@ -431,12 +427,6 @@ def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, spoil):
     path = kept(tmp_path)
     path.write_text(spoil(path.read_text(), json.loads(path.read_text())))
     rejects(rf"^cache: .*{problem.digest}.json: .* Delete ", solve, problem, cache=tmp_path)
-
-
-def test_rejects_a_cache_that_is_no_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
-        rejects(r"^cache:", solve, drawn(1), cache=cache)
 
 
 def test_problems_that_differ_have_other_names():

@@ -65,9 +65,11 @@ def unpacked(column):
 # -- what it holds -----------------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_led_by_the_chosen_one_and_then_by_the_fastest():
+def test_candidates_are_led_by_the_chosen_one_and_a_kind_is_kept():
     candidates = shown(page_of(REPORT))["candidates"]
     assert [candidate["kind"] for candidate in candidates] == ["taken", "quick", "slow", "unknown"]
+    assert shown(page_of({"candidates": [{"name": "cp 2, a", "kind": "b"}]}))["candidates"][0]["kind"] == "b"
+    assert page_of(REPORT) == page_of(copy.deepcopy(REPORT))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,6 @@ def test_candidates_are_led_by_the_chosen_one_and_then_by_the_fastest():
 )  # fmt: skip
 def test_a_kind_is_the_name_without_its_size(name, kind):
     assert shown(page_of({"candidates": [{"name": name}]}))["candidates"][0]["kind"] == kind
-
-
-def test_a_kind_that_is_given_is_kept():
-    assert shown(page_of({"candidates": [{"name": "cp 2, a", "kind": "b"}]}))["candidates"][0]["kind"] == "b"
 
 
 def test_fragments_tiles_and_hosts_are_kept_in_order():
@@ -119,14 +117,10 @@ def test_events_are_in_the_order_of_ranks_streams_and_starts():
 
 
 @pytest.mark.parametrize("part", REPORT)
-def test_every_part_may_be_absent_or_none(part):
+def test_every_part_may_be_absent_or_alone(part):
     without = {name: value for name, value in REPORT.items() if name != part}
     assert part not in {name for name in shown(page_of(without)) if name != "ranks"}
     assert page_of({**REPORT, part: None}) == page_of(without)
-
-
-@pytest.mark.parametrize("part", REPORT)
-def test_every_part_may_be_alone(part):
     assert set(shown(page_of({part: REPORT[part]}))) == {part, "ranks"}
 
 
@@ -201,10 +195,6 @@ def test_the_page_asks_for_nothing_outside_itself():
     assert "default-src 'none'" in policy
     assert f"style-src 'sha256-{module._hash(style)}'" in policy
     assert f"script-src 'sha256-{module._hash(script)}'" in policy
-
-
-def test_the_page_is_the_same_each_time():
-    assert page_of(REPORT) == page_of(copy.deepcopy(REPORT))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
