@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch import Tensor
 from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
+from tests.commands import run_module
 from tests.shared import once
 from tests.unit_tests.exchange.test_copies import geometry
 
@@ -96,15 +95,7 @@ def asked_for(request: pytest.FixtureRequest) -> list[str]:
 
 def compiled_by(module: str, *architectures: str) -> dict[str, Any]:
     """Runs a module that compiles, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *architectures],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-        timeout=240,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    return json.loads(run_module(module, *architectures, TRITON_INTERPRET="0"))
 
 
 def compiled_on(architecture: int, *cases: str) -> list[str]:

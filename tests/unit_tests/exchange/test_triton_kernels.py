@@ -7,7 +7,6 @@ a kernel should write is 0xFF before, and so is every one that it should not.
 from __future__ import annotations
 
 import mmap
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
+from tests.commands import run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -35,13 +35,7 @@ CHECKS = [  # each list in one process
 
 @pytest.mark.parametrize("checks", CHECKS, ids=" ".join)
 def test_interpreted(checks: list[str]):
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.exchange.test_triton_kernels", *checks],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=240,
-        check=True,  # what fails is on stderr, which pytest shows
-    )
+    run_module("tests.unit_tests.exchange.test_triton_kernels", *checks, TRITON_INTERPRET="1")
 
 
 # -- the table, without Triton ---------------------------------------------------------------------------------------

@@ -6,12 +6,9 @@ The interpreter has a process of its own, since it changes Triton for good.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +20,7 @@ from megatron_cp.linear.gates import delta, steps
 from megatron_cp.linear.gates.gated_norm import gated_norm
 from megatron_cp.linear.gates.tensors import dense
 from megatron_cp.linear.reductions import L2_EPS, expand_to_tokens
+from tests.commands import run_module
 from tests.gates_host_work import host_work
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -227,13 +225,7 @@ INTERPRETED += [pytest.param([f"{check}=1"], marks=pytest.mark.thorough) for che
 
 @pytest.mark.parametrize("checks", INTERPRETED, ids=" ".join)
 def test_interpreted(checks: list[str]):
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", *checks],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=240,
-        check=True,  # what fails is on stderr, which pytest shows
-    )
+    run_module("tests.unit_tests.linear.test_gates", *checks, TRITON_INTERPRET="1")
 
 
 # Of a number. A GPU's exp is off by as many units as its argument; kernels and torch round before they store.
