@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.testing.parity import Case, run_layer
 from tests.limits import limit
+from tests.refusals import rejects
 
 LENGTHS = (7, 1, 13, 2)
 SIZE = 3
@@ -127,8 +128,7 @@ def test_rejects_layers_and_documents_that_differ():
         assert _shown(message, 0, "20 documents, 60 tokens")
         assert _shown(message, 2, "20 documents, 61 tokens")
     for group in (None, ThreadGroup.create(2)[0]):
-        with pytest.raises(cp.ArgumentError, match="group"):
-            check_agreement(attention_plan(), group)
+        rejects("group", check_agreement, attention_plan(), group)
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------

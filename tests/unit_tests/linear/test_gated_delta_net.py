@@ -7,6 +7,7 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import LinearKernel, choose_conv, choose_rule
 from megatron_cp.testing.parity import Case, compare
+from tests.refusals import rejects
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
@@ -35,8 +36,7 @@ def mixer_inputs(rows=12):
 def test_rejects_rule_tensors_that_do_not_fit_the_plan(name):
     inputs = rule_inputs()
     inputs[name] = inputs[name][:, :1]
-    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
-        cp.gated_delta_rule(**inputs, plan=plan_for())
+    rejects(f"^{name}: got ", cp.gated_delta_rule, **inputs, plan=plan_for())
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,7 @@ def test_rejects_rule_tensors_that_do_not_fit_the_plan(name):
 def test_rejects_types_devices_and_convolutions_that_cannot_be(name, change):
     inputs = mixer_inputs()
     inputs[name] = change(inputs[name])
-    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
-        cp.gated_delta_net(**inputs, plan=plan_for())
+    rejects(f"^{name}: got ", cp.gated_delta_net, **inputs, plan=plan_for())
 
 
 class Counting(LinearKernel):
@@ -109,8 +108,7 @@ def test_gradients_are_the_same_bits_where_no_head_is_shared(heads, key_heads, d
 def test_rejects_a_plan_of_another_kind():
     packing = cp.Packing([12])
     plan = cp.plan_attention(packing, cp.Layout.zigzag(packing, 1), heads=HEADS, kv_heads=KEY_HEADS, head_dim=DIM)
-    with pytest.raises(cp.ArgumentError, match="plan_linear"):
-        cp.gated_delta_rule(**rule_inputs(), plan=plan)
+    rejects("plan_linear", cp.gated_delta_rule, **rule_inputs(), plan=plan)
 
 
 def test_a_conv_weight_may_have_megatrons_middle_axis_and_a_bias():
