@@ -191,6 +191,7 @@ def test_sees_what_delivers_something_else(monkeypatch):
     monkeypatch.setattr(contenders.ToHeadsInParts, "finish", shifted(contenders.ToHeadsInParts.finish))
     with pytest.raises(RankError, match="with the gate, inbound returns other data than was sent"):
         run_ranks(check_all, 2, CASE)
+    monkeypatch.undo()
     monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
     with pytest.raises(RuntimeError, match="gradients in place make another message"):
         local_work(Batch(CASE), "zigzag", "without the gate", SENT)

@@ -59,9 +59,9 @@ def test_files_are_documents_and_what_is_no_text_is_skipped_and_counted(tmp_path
     corpus = read(str(tmp_path / "book.txt"))
     assert texts_of(corpus) == ["one\n\ntwo\n"]
     assert corpus.name == str(tmp_path / "book.txt")
-    write(tmp_path, {"a": " ", "b": "b"})
+    write(tmp_path / "spaces", {"a": " ", "b": "b"})
     words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
-    corpus = read_corpus(tmp_path, words)
+    corpus = read_corpus(tmp_path / "spaces", words)
     assert corpus.lengths.tolist() == [2]
     assert corpus.skipped == {"empty": 1}
 

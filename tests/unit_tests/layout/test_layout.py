@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import timeit
+from functools import partial
 
 import numpy as np
 import pytest
@@ -340,59 +341,40 @@ assert "torch" not in sys.modules
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cp_size", [0, -1, 1025, 2.0, "4"], ids=repr)
-@pytest.mark.parametrize("partition", [Layout.contiguous, Layout.zigzag], ids=["contiguous", "zigzag"])
-def test_rejects_a_cp_size_out_of_range(partition, cp_size):
-    with refusal_of("cp_size", repr(cp_size)):
-        partition(Packing([8]), cp_size)
+EIGHT = Packing([8])
+HALVES = Layout.zigzag(EIGHT, 2)
+FRAGMENTS = [
+    ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
+    ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"),
+    ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
+    ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"),
+    ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
+    ([[(0, 8)], [(5, 3)]], "(5, 3)"),
+    ([[(0, 8)], *[[]] * 1024], "'those of 1025 ranks'"),
+]
+REFUSED = [
+    *(("cp_size", repr(size), partial(partition, EIGHT, size))
+      for size in (0, -1, 1025, 2.0, "4") for partition in (Layout.contiguous, Layout.zigzag)),
+    *(("align", repr(align), partial(Layout.contiguous, EIGHT, 2, align=align)) for align in (0, -8, 1.5)),
+    *(("fragments", given, partial(Layout.from_fragments, EIGHT, fragments)) for fragments, given in FRAGMENTS),
+    *(("rank", rank, partial(getattr(HALVES, ask), rank))
+      for rank in (-1, 2) for ask in ("tokens", "fragments_of", "positions", "document_ids")),
+    *(("rank", rank, partial(ask, np.arange(8), rank)) for rank in (-1, 2) for ask in (HALVES.shard, HALVES.labels)),
+    *(("tokens", "'7 rows'", partial(ask, np.arange(7), 0)) for ask in (HALVES.shard, HALVES.labels)),
+    *(("shift", shift, partial(HALVES.labels, np.arange(8), 0, shift=shift)) for shift in (0, -1)),
+    ("shards", "'1 tensors'", partial(HALVES.unshard, [np.arange(4)])),
+    ("shards[1]", "'3 rows'", partial(HALVES.unshard, [np.arange(4), np.arange(3)])),
+]  # fmt: skip
 
 
-def test_rejects_fragments_outside_of_ranks_and_stream():
-    with refusal_of("fragments", "'those of 1025 ranks'"):
-        Layout.from_fragments(Packing([8]), [[(0, 8)], *[[]] * 1024])
-    rejects("a fragment starts at -3", Layout.from_fragments, Packing([8]), [[(-3, 8)]])
+@pytest.mark.parametrize(("argument", "given", "call"), REFUSED)
+def test_rejects_what_is_no_layout(argument, given, call):
+    with refusal_of(argument, given):
+        call()
 
 
-@pytest.mark.parametrize("align", [0, -8, 1.5], ids=repr)
-def test_rejects_an_align_below_1_or_fractional(align):
-    with refusal_of("align", repr(align)):
-        Layout.contiguous(Packing([8]), 2, align=align)
-
-
-@pytest.mark.parametrize(
-    ("fragments", "given"),
-    [
-        ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
-        ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"),
-        ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
-        ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"),
-        ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
-        ([[(0, 8)], [(5, 3)]], "(5, 3)"),
-    ],
-)
-def test_rejects_fragments_that_are_not_the_stream(fragments, given):
-    with refusal_of("fragments", given):
-        Layout.from_fragments(Packing([8]), fragments)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-@pytest.mark.parametrize("ask", ["tokens", "fragments_of", "positions", "document_ids"])
-def test_rejects_a_rank_outside_the_group(ask, rank):
-    with refusal_of("rank", rank):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(rank)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-@pytest.mark.parametrize("ask", ["shard", "labels"])
-def test_rejects_tokens_for_a_rank_outside_the_group(ask, rank):
-    with refusal_of("rank", rank):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(8), rank)
-
-
-@pytest.mark.parametrize("ask", ["shard", "labels"])
-def test_rejects_tokens_of_another_length(ask):
-    with refusal_of("tokens", "'7 rows'"):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(7), 0)
+def test_rejects_a_fragment_before_the_stream():
+    rejects("a fragment starts at -3", Layout.from_fragments, EIGHT, [[(-3, 8)]])
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
@@ -400,19 +382,6 @@ def test_labels_of_unsigned_token_ids_can_be_ignored(make):
     tokens = make([250, 251, 252], dtype=(np if make is np.array else torch).uint8)
     labels, _ = Layout.contiguous(Packing([2, 1]), 1).labels(tokens, 0)
     assert labels.tolist() == [251, -100, -100]
-
-
-@pytest.mark.parametrize("shift", [0, -1])
-def test_rejects_a_shift_below_1(shift):
-    with refusal_of("shift", shift):
-        Layout.zigzag(Packing([8]), 2).labels(np.arange(8), 0, shift=shift)
-
-
-def test_rejects_shards_that_do_not_fit():
-    with refusal_of("shards", "'1 tensors'"):
-        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4)])
-    with refusal_of("shards[1]", "'3 rows'"):
-        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4), np.arange(3)])
 
 
 def test_ranges_are_counted_block_by_block():

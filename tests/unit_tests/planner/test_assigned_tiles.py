@@ -51,6 +51,7 @@ def test_bytes_are_weighed_by_direction_and_by_the_head_rank_with_most_heads(sol
     assert [(given["search_seconds"], given["cache"]) for _, given, _ in solved] == [(3.0, str(tmp_path))] * 2
     assert all(problem.hosts is None for problem, *_ in solved)
     # Three heads on two head ranks: one of them has two.
+    solved.clear()
     PLAN(Layout.contiguous(PACKING, 4), scheme="a2a+tiled", ulysses_degree=2, head_chunks=1)
     assert solved[0][0].weights == TileWeights.forward(heads=2, kv_heads=2, head_dim=8, value_head_dim=4)
 

@@ -1,5 +1,7 @@
 """Tests of the refusals of `plan_attention` and `plan_linear`, the capability table, and the forms of arguments."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -85,11 +87,24 @@ def test_rejects_keys_and_layouts_of_another_packing():
     rejects("kv_packing: got None", plan_attention, **ATTENTION, kv_layout=LAYOUT)
 
 
-@pytest.mark.parametrize(
-    "kv_layout", [Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None], ids=repr
-)
-def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
-    rejects(r"^kv_layout: got .*over 3 ranks", plan_attention, **ATTENTION, kv_packing=PACKING, kv_layout=kv_layout)
+FOUR = Layout.zigzag(PACKING, 4)
+REFUSED = [
+    *(("kv_layout", "over 3 ranks", {"kv_packing": PACKING, "kv_layout": layout})
+      for layout in (Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None)),
+    *(("scheme", f"3 has no other divisor; use a2a, {inner} or", {"scheme": f"a2a+{inner}"})
+      for inner in ("p2p", "all_gather", "exact")),
+    *(("ulysses_degree", f"allowed: {allowed}", {"layout": FOUR, "scheme": scheme, "ulysses_degree": degree})
+      for scheme, degree, allowed in (("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1"))),
+    *(("head_chunks", f"got {chunks}; allowed: ", {"scheme": scheme, "head_chunks": chunks})
+      for scheme, chunks in (("p2p", 2), ("exact", 0))),
+    *(("mask", re.escape(f"got {mask!r}; allowed: "), {"mask": mask})
+      for mask in (Mask.causal(Packing([3, 5])), "causal")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "says", "options"), REFUSED)
+def test_rejects_options_of_attention(argument, says, options):
+    rejects(rf"^{argument}: (got .*)?{says}", plan_attention, **ATTENTION | options)
 
 
 def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():
@@ -116,26 +131,6 @@ def test_a_product_shares_the_key_value_heads_evenly_where_it_can(kv_heads, cp_s
     layout = Layout.zigzag(PACKING, cp_size)
     plan = plan_attention(PACKING, layout, heads=24, kv_heads=kv_heads, head_dim=8, scheme="a2a+p2p")
     assert plan.ulysses_degree == degree
-
-
-@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather", "a2a+exact"])
-def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
-    with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
-        plan_attention(**ATTENTION, scheme=scheme)
-    assert refusal.value.argument == "scheme"
-
-
-@pytest.mark.parametrize(("scheme", "degree", "allowed"), [("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1")])
-def test_rejects_a_degree_that_is_no_divisor_or_not_the_schemes(scheme, degree, allowed):
-    with pytest.raises(ArgumentError, match=f"allowed: {allowed}") as refusal:
-        plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme, ulysses_degree=degree)
-    assert refusal.value.argument == "ulysses_degree"
-
-
-@pytest.mark.parametrize(("scheme", "chunks"), [("p2p", 2), ("exact", 0)])
-def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
-    with refusal_of("head_chunks", chunks):
-        plan_attention(**ATTENTION, scheme=scheme, head_chunks=chunks)
 
 
 @PLANNERS
@@ -188,12 +183,6 @@ def test_plans_by_other_transports_differ_in_one_line():
     assert [pair for pair in zip(*lines, strict=True) if len(set(pair)) == 2] == [
         ("transport: collective", "transport: pairwise")
     ]
-
-
-@pytest.mark.parametrize("mask", [Mask.causal(Packing([3, 5])), "causal"])
-def test_rejects_a_mask_over_another_packing_and_one_that_is_only_a_name(mask):
-    with refusal_of("mask", repr(mask)):
-        plan_attention(**ATTENTION, mask=mask)
 
 
 @PLANNERS
