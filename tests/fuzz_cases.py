@@ -167,8 +167,6 @@ def _frozen(value):
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
 
 
-# -- who holds which tokens ------------------------------------------------------------------------------------------
-
 LAYOUTS = (
     "contiguous", "zigzag", "balanced", "random", "edges", "stripes", "one", "pack", "within", "turned", "singles",
 )  # fmt: skip
@@ -221,9 +219,6 @@ def _parts(random, start, end):
     cuts = np.unique([start, end, *random.integers(start, end + 1, size=3)])
     pieces = list(itertools.pairwise(cuts.tolist()))
     return [pieces[number] for number in random.permutation(len(pieces)).tolist()]
-
-
-# -- a failing case made smaller -------------------------------------------------------------------------------------
 
 
 def simpler(case):

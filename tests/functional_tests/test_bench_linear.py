@@ -113,9 +113,6 @@ def test_runs_without_megatron_and_says_where_its_rule_differs(capsys, monkeypat
     assert list(report["not_run"]) == ["megatron-core"]
 
 
-# -- what layers save --------------------------------------------------------------------------------------------------
-
-
 def saved_on(group, case):
     work = mixer(case, draw(case), group)
     return saved_bytes(work, work.inputs[len(draw(case).inputs) :])
@@ -172,9 +169,6 @@ def test_what_is_saved_is_told_apart(forward, numbers, indices, tables):
     assert (saved.numbers, saved.indices, saved.tables) == (numbers, indices, tables)
 
 
-# -- a rank's own tokens -----------------------------------------------------------------------------------------------
-
-
 # Whether the rank that stands there sends anything to others, forward and backward.
 SENDS = {
     "plain": [False, False], "few plain": [False, False], "first": [True, False], "middle": [True, True],
@@ -200,9 +194,6 @@ def test_segments_stand_where_they_should_and_compute_what_whole_documents_do(la
         torch.testing.assert_close(results[name, "backward"], results[plain, "backward"])
     assert not torch.allclose(results["plain", "forward"], results["few plain", "forward"])
     assert sends == SENDS
-
-
-# -- the pieces --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 2048])

@@ -159,9 +159,6 @@ def test_hosts_are_those_of_the_cluster():
     assert report["hosts"] == [0, 0, 1]
 
 
-# -- the pieces --------------------------------------------------------------------------------------------------------
-
-
 def test_traffic_between_hosts_is_what_the_plan_sends_there():
     case = Case("attention", 4, (70, 1, 130, 64), heads=12, groups=6, dtype=torch.bfloat16)
     plan = case.plan()

@@ -175,9 +175,6 @@ def test_padded_tables_give_one_ranks_numbers(size):
         assert not any(x[filled:].count_nonzero() for x in of_attention)  # not even NaN of memory that nobody wrote
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def test_rejects_capturing_before_the_first_eager_call():
     step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4))
     batch = step.shard(PACKS[0])

@@ -264,9 +264,6 @@ def test_compiled_models():
     assert max(run_ranks(compiled_on_rank, 2, kind="processes", timeout=250)) <= 1e-12
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def enabled(name="flux", group=None, settings=None, **options):
     model, inputs = MODELS[name](**(settings or {}))
     enable_context_parallel(model, group, **options)

@@ -128,8 +128,6 @@ def stop_rank_1(group: RankGroup) -> None:
     layer(group)
 
 
-# -- what they are told ------------------------------------------------------------------------------------------------
-
 JOBS = {fault: (odd_one, fault) for fault in FAULTS} | {job.__name__: (job,) for job in (forgets, late, stop_rank_1)}
 # The limit is of a whole job on a busy machine; what stops within is said, not killed. Nothing but its own limit ends
 # the wait for a stopped rank.

@@ -52,9 +52,6 @@ def record_of(case, *ranks, **changes):
     }  # fmt: skip
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 def test_a_case_is_decided_by_its_seed_and_number_and_its_fault_changes_the_layer():
     cases = [draw(3, number) for number in range(300)]
     assert cases == [draw(3, number) for number in range(300)]
@@ -99,9 +96,6 @@ def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
     for case in (draw(0, number) for number in range(3)):
         case = dataclasses.replace(case, fault=dataclasses.replace(case.fault, kind="kill"), own_reduce=False)
         assert run_ranks(rank, case.cp_size, case) == run_ranks(rank, case.cp_size, case)
-
-
-# -- what is made of it ----------------------------------------------------------------------------------------------
 
 
 def test_rank_that_ends_with_other_numbers_is_silent():
@@ -298,8 +292,6 @@ def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path
     assert (nothing, fine, older) == ("", "", "step 2 was saved, and step 1 is there")
     assert damaged.startswith("step 2 was saved, and loading ends in ")
 
-
-# -- what is seen ----------------------------------------------------------------------------------------------------
 
 # Jobs of one process, made as the campaign makes them: who watches forks it.
 WATCHED = """

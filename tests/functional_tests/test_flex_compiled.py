@@ -70,9 +70,6 @@ def test_one_compilation_serves_all_lengths(made):
     assert made["graphs"][: len(PACKS)] == [2] * len(PACKS)
 
 
-# -- in a process of its own -----------------------------------------------------------------------------------------
-
-
 def step(lengths: tuple[int, ...]) -> None:
     packing = Packing(list(lengths))
     total = packing.total

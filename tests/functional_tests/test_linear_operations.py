@@ -211,9 +211,6 @@ def test_a_plan_that_was_evaluated_can_be_trained(scheme):
         assert torch.equal(gradient, expected[rank]["d_qkv"])
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def mixer_tensors(kind):
     case = Case(kind, 1, LENGTHS, "contiguous", HEADS, GROUPS, DIM, VALUE_DIM, dtype=torch.float32)
     problem = draw(case)

@@ -70,9 +70,6 @@ def mtp_of_megatrons_builder():
     return loss.item(), {name: ours[name] for name in ("MultiTokenPredictionLayer", "CoreAttention", "TopKRouter")}
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
 def count_plans(how):
     """BatchPlans made and slots planned in each of some microbatches, with two layers of each kind."""
     from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
@@ -127,9 +124,6 @@ def side_by_side():
         return [forward(model, dataclasses.replace(batch, packed_seq_params=each)).item() for each in (None, params)]
 
 
-# -- rotary phases ---------------------------------------------------------------------------------------------------
-
-
 class RowsOfTables(TorchDispatchMode):
     """Counts gathers of rows from `[length, 1, 1, d]` tables, which rotary phases alone are."""
 
@@ -163,9 +157,6 @@ def count_phases(kind, recompute):
 def test_rotary_phases_are_gathered_once_a_microbatch(ranks, kind, recompute):
     for rank in ranks:
         assert rank["phases"][kind, recompute] == [1, 1, 1]
-
-
-# -- what makes the host wait ----------------------------------------------------------------------------------------
 
 
 ATTENTIVE = ("hybrid", "gpt", "mla")
@@ -202,9 +193,6 @@ def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
         stock, _ = rank["stock syncs"][kind]  # two attention layers, each of which turns queries and keys
         assert stock["tolist"] == 4
         assert stock["_local_scalar_dense"] >= 4
-
-
-# -- recomputation ---------------------------------------------------------------------------------------------------
 
 
 def count_work(recompute):
@@ -250,9 +238,6 @@ def test_a_backward_repeats_what_it_is_told_to_and_no_other_collective(ranks, re
         assert found == [plain, (attention, norm, 4 + collectives)]
         assert plain[:2] == (1, 1)
         assert plain[2] >= 4  # the loss has some, too
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def refusal(attempt):

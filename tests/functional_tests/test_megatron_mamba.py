@@ -92,9 +92,6 @@ def attempt(action):
         return str(error)
 
 
-# -- Megatron's ------------------------------------------------------------------------------------------------------
-
-
 def import_megatron():
     stand_in_for_mamba_ssm()
     import megatron.core.distributed
@@ -223,9 +220,6 @@ def megatrons_packed(layer, lengths, total_tokens="all"):
     return results(layer, out, rows, gradient)
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-
 def our_layer(name, linear_cp_mode=None):
     from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 
@@ -292,9 +286,6 @@ def run_two_packed_rows():
     layer = our_layer("mamba")
     params = tiny.shards(layer, (24, 8), "zigzag", 0).packed_seq_params
     layer(torch.zeros(8, 2, stock.HIDDEN), packed_seq_params=params)
-
-
-# -- tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -102,9 +102,6 @@ def errors(actual, expected):
     return max(rows.values()), max(by_name.values())
 
 
-# -- Megatron's ------------------------------------------------------------------------------------------------------
-
-
 def replace_cuda_kernels(patch):
     """Replaces the CUDA code of Megatron's modules that our patch does not: fla's normalisation is a Triton kernel."""
     from megatron.core.models.hybrid import hybrid_block
@@ -196,9 +193,6 @@ def each_document_alone(model):
     return {"losses": losses, **gradients}
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-
 def our_model(name, spec=None, **changes):
     kind, (arguments, settings, attributes) = name.split()[0], MODELS[name]
     config = tiny.configure(kind, **settings | changes)
@@ -259,9 +253,6 @@ def summed(gradients, cp_size):
     return gradients
 
 
-# -- one layer -------------------------------------------------------------------------------------------------------
-
-
 def build_layer(name, spec, **changes):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
@@ -315,9 +306,6 @@ def layer_results(layer, out, bias, rows, gradient):
     return {"out": out.detach(), "rows": rows.grad, **gradients}
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def exchanged_states(ours, stock):
     """Loads each other's states, and says what either would save in Megatron's distributed checkpoints."""
     mine, theirs = ours.state_dict(), stock.state_dict()
@@ -336,9 +324,6 @@ def stored(module):
     apply_factories(sharded)
     tensors = [value for value in nested_values(sharded) if isinstance(value, ShardedTensor)]
     return sorted((t.key, t.global_shape, t.global_offset, t.replica_id) for t in tensors)
-
-
-# -- tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("place", "layout"), PLACES)

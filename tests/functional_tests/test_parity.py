@@ -119,8 +119,6 @@ def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_d
     assert parity.bitwise_forward or 1 in (case.head_dim, case.value_head_dim), parity
 
 
-# -- without a head exchange -----------------------------------------------------------------------------------------
-
 WAYS = ("chunkwise", "redistribute")
 
 

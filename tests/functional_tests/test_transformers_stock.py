@@ -75,9 +75,6 @@ def model_and_logits(name):
     return model, stock(model, Packing(LENGTHS), torch.cat(documents()))[1]
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
-
-
 def ours(name, **options):
     """The largest error of a logit over two ranks, on the row that the stock class is given."""
     model, expected = model_and_logits(name)
@@ -103,9 +100,6 @@ def trained_by_trl():
 
 def equal(error):
     return f"runs, within {error:.0e}"
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def trainer_of(name):
@@ -268,9 +262,6 @@ def supported():
 
 def test_stock_classes_say_what_they_support():
     assert supported() == FULL_ATTENTION
-
-
-# -- taken, and wrong --------------------------------------------------------------------------------------------------
 
 
 def leak(name, masks_dropped=False):

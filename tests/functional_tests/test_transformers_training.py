@@ -58,9 +58,6 @@ def alone(model, batches):
     return found
 
 
-# -- a loop of one's own, with FSDP2 -----------------------------------------------------------------------------------
-
-
 @wide()
 def with_fsdp(world, name, changed, recompute):
     """4 steps of AdamW over 2 x 2 ranks, and of the stock class."""
@@ -106,9 +103,6 @@ def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
     assert len(found) == 4
     for losses, expected in found.values():
         assert losses == pytest.approx(expected, abs=FLOAT64)
-
-
-# -- checkpoints, and LoRA ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,9 +151,6 @@ def test_adapters_have_the_gradients_of_one_rank(name, targets):
     assert gradients
     assert all("lora" in name for name in gradients)
     assert worst_gradient({name: sum(each[name] for _, each in found) for name in gradients}, gradients)[0] < 1e-11
-
-
-# -- Trainer and TRL ---------------------------------------------------------------------------------------------------
 
 
 class OnCpu(ParallelismConfig):

@@ -151,9 +151,6 @@ def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks()
             assert_same(bits(one, head_chunks=chunks), bits(one))
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", ["attention", "gdn", "mamba"])
 @pytest.mark.parametrize("codec", ["none", "fp8"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -267,8 +264,6 @@ def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
     rejects(r"^project: got .*one that returns q, k and v", projected_attention, lambda *_: made, plan)
 
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
 
 STEADY = {
     f"{case}": case
@@ -461,9 +456,6 @@ def test_chunks_copy_no_more_than_the_whole():
     one = 64 * 2 * 64 * 4  # bytes of q, k, v or out on a rank
     assert whole == halves
     assert all(16 * one <= copied <= 25 * one for copied in whole)  # and what the draw and the shards take
-
-
-# -- codecs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODEC_TOLERANCES)

@@ -141,9 +141,6 @@ def fused(spec):
     return spec
 
 
-# -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------
-
-
 def fill(model, config, parameters=None):
     """Gives every parameter the values that belong to its name: the model's, or those of `parameters`."""
     from megatron.core import parallel_state
@@ -221,9 +218,6 @@ def whole(shares, split):
     dimension, sizes = split
     sections = zip(*(one.split(sizes, dimension) for one in shares), strict=True)
     return torch.cat([torch.cat(pieces, dimension) for pieces in sections], dimension)
-
-
-# -- a step of training ----------------------------------------------------------------------------------------------
 
 
 def layout_of(name, lengths, cp_size, align=1):

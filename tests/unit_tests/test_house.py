@@ -50,9 +50,6 @@ def test_imports_point_downward():
     assert upward == []
 
 
-# -- applications use public names -------------------------------------------------------------------------------------
-
-
 def private_imports(source, app, is_public):
     """Returns the names that an application's source imports from the library, anywhere in it, beside public names.
 
@@ -122,9 +119,6 @@ def test_applications_are_named_in_one_place_of_the_library():
     assert naming == {"cli/applications.py"}
 
 
-# -- no circle of modules ----------------------------------------------------------------------------------------------
-
-
 def imported_modules(source, modules):
     """Returns the `modules` that a source imports anywhere; `from a import b` imports a.b if that is a module."""
     for node in ast.walk(ast.parse(source)):
@@ -179,8 +173,6 @@ def test_a_circle_is_seen(sources, expected):
     assert circles(sources) == {frozenset(names) for names in expected}
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
 MOST_LINES, LONGEST_FUNCTION = 450, 60
 SHORT_FUNCTIONS = (
     "plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn", "apps/estimate",
@@ -214,8 +206,6 @@ def test_functions_fit_a_screen():
     }
     assert long == {}
 
-
-# -- records instead of strings ---------------------------------------------------------------------------------------
 
 # Where names of schemes, modes and kinds may be compared: where they are defined, and where users' words are read.
 NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/options.py"}
@@ -262,8 +252,6 @@ def test_a_compared_name_is_seen(source, line):
     assert list(names_compared(source, {"mamba", "a2a", "gdn"})) == ([] if line is None else [line])
 
 
-# -- who imports torch -------------------------------------------------------------------------------------------------
-
 WITHOUT_TORCH = ("layout", "plan", "planner")
 
 
@@ -276,9 +264,6 @@ def test_plans_import_no_torch():
         f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- who imports Megatron ----------------------------------------------------------------------------------------------
 
 
 def importers_of(package):
@@ -302,9 +287,6 @@ def test_only_the_adapter_the_trainer_and_the_peers_of_benchmarks_import_megatro
     rooms = (Path("megatron"), Path("apps/bench/peers"), Path("apps/train"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []
-
-
-# -- what is watched is handed in --------------------------------------------------------------------------------------
 
 
 def root_of(node):
@@ -426,8 +408,6 @@ def test_what_is_imported_is_exchanged_in_one_place():
     }
     assert exchanging == PATCHES
 
-
-# -- Megatron is exchanged in one place --------------------------------------------------------------------------------
 
 PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}
 

@@ -81,9 +81,6 @@ def test_a_private_name_is_seen(source, line):
     assert sorted(set(private_uses(source, {"_version"}))) == ([] if line is None else [line])
 
 
-# -- without them ------------------------------------------------------------------------------------------------------
-
-
 class _Public:
     """An object's public attributes; private ones are missing, as in a later release."""
 

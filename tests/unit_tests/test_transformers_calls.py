@@ -24,9 +24,6 @@ def tiny(module, name, **changed):
     return kind(config).double().eval()
 
 
-# -- heads -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -91,9 +88,6 @@ def test_rejects_labels_for_a_loss_of_the_models_own_and_the_configuration_of_an
     enable_context_parallel(other, None)
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mamba2"])
 def test_rejects_labels_without_the_number_of_all_ranks_labels(name):
     model, labels = build(name), torch.full_like(TOKENS, -100)
@@ -138,9 +132,6 @@ def test_the_signature_stays_that_of_the_class(name):
     assert inspect.signature(model.forward) == before
 
 
-# -- one configuration -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["Llama", "Qwen3Next", "Mamba2"])
 @pytest.mark.parametrize("enabled", [(0,), (1,), (0, 1), (1, 0)])
 def test_models_of_one_configuration_do_not_change_each_other(name, enabled):
@@ -176,9 +167,6 @@ def test_text_models_of_one_configuration_do_not_change_each_other():
     assert policy.config.text_config is policy.get_decoder().config
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
@@ -208,9 +196,6 @@ def test_rejects_layers_that_are_skipped_at_random(module, name):
     rejects(r"layerdrop: got 0\.1", enable_context_parallel, model, None)
     holder.layerdrop = 0.0
     enable_context_parallel(model, None)
-
-
-# -- between ranks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

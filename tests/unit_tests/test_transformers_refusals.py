@@ -31,9 +31,6 @@ def enabled(llama):
     return model, enable_context_parallel(model, None)
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -168,9 +165,6 @@ def test_ranks_with_other_batches_are_told(llama):
     run_ranks(main, 2)
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 def test_rejects_models_that_are_wrapped_or_enabled_and_groups(llama, enabled):
     for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
         rejects("before fully_shard", enable_context_parallel, wrapped, None)
@@ -270,9 +264,6 @@ def test_rejects_a_bias_a_mask_and_a_cache_in_a_call(enabled):
         model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 def test_rejects_calls_without_a_planned_batch_or_of_a_model_that_was_not_enabled(enabled, llama):
     rejects("cp_batch", enabled[0], input_ids=TOKENS)
     stranger = copy.deepcopy(llama)
@@ -307,9 +298,6 @@ def test_rejects_log_probs(enabled, logits, without, options, text):
     for name in without:
         del sharded[name]
     rejects(text, token_log_probs, logits, sharded, **options)
-
-
-# -- and back ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])

@@ -16,8 +16,6 @@ from megatron_cp.transformers import enable, enable_context_parallel
 from tests.refusals import rejects
 from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build
 
-# -- attention dropout -------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def dropping():
@@ -49,9 +47,6 @@ def test_dropout_is_the_same_on_every_number_of_ranks(dropping):
     one, two = run_ranks(main, 1)[0], run_ranks(main, 2)[0]
     assert (one - two).abs().max() < 1e-12
     assert (one - copy.deepcopy(dropping).eval()(input_ids=TOKENS).logits).abs().max() > 1e-3
-
-
-# -- which modules -----------------------------------------------------------------------------------------------------
 
 
 def test_towers_have_no_slots():
@@ -105,9 +100,6 @@ def test_layers_that_drop_arguments_can_be_recomputed():
         assert torch.equal(first, second)
 
 
-# -- windows, and masks that a layer makes -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "kind", "changed", "text"),
     [
@@ -124,9 +116,6 @@ def test_rejects_windows_and_masks_that_are_in_the_mask_alone(module, kind, chan
     names = {name: value for name, value in TINY.items() if module != "moshi" or name != "intermediate_size"}
     model = of(of.config_class(**names, **changed))
     rejects(text, enable_context_parallel, model, None)
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
 
 
 def test_gather_of_the_same_loss_divides_gradients():

@@ -115,9 +115,6 @@ def test_a_modules_gradients_are_summed_where_they_are(monkeypatch):
     assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def with_sparse_gradient():
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()

@@ -155,9 +155,6 @@ def test_tables_and_rows_stay_where_they_are_and_documents_are_filled_up():
     assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
 
 
-# -- calls of fixed shapes -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_fixed_calls_see_what_bands_see(size, scheme):
@@ -227,9 +224,6 @@ def test_bands_must_be_those_of_each_document():
     rejects("not each document's own", calls.check_documents, tiles.bands, np.array([1, 0]), *tokens)
     longer = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
     rejects("sees more in some documents", longer.check_documents, tiles.bands, np.array([0, 1]), *tokens)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_rejects_packs_that_do_not_fit():

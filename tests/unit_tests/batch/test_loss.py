@@ -128,9 +128,6 @@ def test_a_group_of_data_and_context_parallel_ranks_has_one_mean():
     assert abs(sum(share for _, share, _ in found) - 1) < 1e-12
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def batch_of(cp_size):
     layout = cp.Layout.contiguous(PACKING, cp_size)
     return cp.shard_batch(torch.arange(16), layout, ThreadGroup.create(cp_size)[0], agree=False)

@@ -148,8 +148,6 @@ def test_seeds_differ_by_batch_and_step_and_not_by_rank():
     assert len({first, seed_of(ids(), 2), seed_of(ids() + 1, 1)}) == 3
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
 ONE_RANK = cp.Layout.zigzag(RAGGED, 1)
 MISFITS = {
     "too short": torch.zeros(RAGGED.total - 1, dtype=torch.int64),

@@ -173,8 +173,6 @@ def test_a_budget_of_any_size_holds_every_document_that_there_is():
         PackedStream(corpus_of([0, 0]), 16)
 
 
-# -- packs that take equally long --------------------------------------------------------------------------------------
-
 COST = PackCost(0, 1, 0.1)
 
 

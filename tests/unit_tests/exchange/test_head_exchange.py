@@ -44,9 +44,6 @@ def few_rows_at_a_time():
         yield
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def layouts(draw) -> Layout:
     packing = Packing(draw(st.lists(st.integers(0, 1) | st.integers(2, 23), min_size=1, max_size=5)))
@@ -182,9 +179,6 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))  # also false where a is NaN
 
 
-# -- the two directions ----------------------------------------------------------------------------------------------
-
-
 @of_drawn_cases
 def test_to_heads_slices_the_heads_of_the_full_stream(case: Case):
     full = case.normal(0)
@@ -279,9 +273,6 @@ def test_the_drawn_cases_reach_what_they_are_for():
     assert not missing
 
 
-# -- sums in short types ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=["bfloat16", "float16"]
 )
@@ -302,9 +293,6 @@ def test_short_gradients_of_a_shared_head_are_summed_in_fp32(dtype: torch.dtype,
     for out in run_ranks(rank_main, ranks):
         assert out.dtype == dtype
         assert (out == large + 4).all()
-
-
-# -- collectives -----------------------------------------------------------------------------------------------------
 
 
 def _qkv(cp_size: int) -> Sections:
@@ -405,8 +393,6 @@ def test_rejects_second_derivatives(to_head_side: bool):
 
     run_ranks(rank_main, 2)
 
-
-# -- what is refused -------------------------------------------------------------------------------------------------
 
 ROWS, WIDTH = 12, 6 * 4 + 2 * 4 + 2 * 3  # rank 0 of 2
 

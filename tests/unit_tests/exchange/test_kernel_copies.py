@@ -50,9 +50,6 @@ def test_kernels_move_the_same_bytes_as_torch(every: int):
     assert 0 < replaced <= 4 * sum(map(int, launches.values()))  # and not one for each call of a function
 
 
-# -- in the process of the interpreter ---------------------------------------------------------------------------------
-
-
 def exchange_of(layout: Layout, heads: int, groups: int, chunks: int, codec: str) -> Exchange:
     partition = partition_heads(heads, groups, 3)
     sections = Sections(

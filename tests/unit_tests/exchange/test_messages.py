@@ -84,9 +84,6 @@ class CountCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- adopted ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_finished_tables_are_sent_as_they_lie_or_shuffled_by_one_gather(batch: int | None):
     at = geometry(LAYOUTS["in stream order"], batch=batch)
@@ -113,9 +110,6 @@ def test_table_inside_a_larger_buffer_is_adopted():
         message = pack_heads(sections, at, Buffers())
     assert moved.counts == Counter()
     assert carries(message, sections, at)
-
-
-# -- not adopted -----------------------------------------------------------------------------------------------------
 
 
 def at_bytes(
@@ -189,9 +183,6 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     room = torch.zeros(sections[0].numel() + 64 * PACKING.total)
     sections[0] = room[first_byte // 4 :][: sections[0].numel()].view(sections[0].shape).copy_(sections[0])
     assert carries(pack_heads(sections, at, Buffers()), sections, at)
-
-
-# -- section-major messages ----------------------------------------------------------------------------------------
 
 
 def section_major(at: Geometry) -> Geometry:
@@ -279,9 +270,6 @@ def test_a_message_is_kept_where_heads_are_views_of_it(layout: Layout):
     memory = message.untyped_storage().data_ptr()
     are_views = {view.untyped_storage().data_ptr() == memory for view in unpack_heads(message, at)}
     assert are_views == {keeps_message(at)}
-
-
-# -- like_rows -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])

@@ -26,9 +26,6 @@ def sizes(ranges):
     return [hi - lo for lo, hi in ranges]
 
 
-# -- which heads each rank computes ----------------------------------------------------------------------------------
-
-
 PARTITIONS = {  # (heads, groups, ranks): the heads of each rank, the groups that it reads
     (32, 8, 4): ([(0, 8), (8, 16), (16, 24), (24, 32)], [(0, 2), (2, 4), (4, 6), (6, 8)]),
     (10, 5, 3): ([(0, 4), (4, 8), (8, 10)], [(0, 2), (2, 4), (4, 5)]),
@@ -92,9 +89,6 @@ def test_rejects_no_heads_and_no_groups(count):
 def test_rejects_groups_that_do_not_divide_the_heads():
     with refusal_of("num_groups", 3):
         partition_heads(8, 3, 2)
-
-
-# -- the feature axis as sections ------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -250,9 +244,6 @@ def test_rejects_sections_over_other_numbers_of_ranks():
     rejects("'k'", Sections, (q, k))
     with refusal_of("sections", "'heads assigned to 2 ranks'"):
         Exchange(Layout.zigzag(Packing([8]), 3), Sections((Section("q", 4, 8, ((0, 2), (2, 4))),)))
-
-
-# -- between a layout and its sections -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

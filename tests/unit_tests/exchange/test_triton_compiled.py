@@ -196,9 +196,6 @@ def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
     assert drawn["compiled"] == drawn["variants"]
 
 
-# -- in a process of its own -----------------------------------------------------------------------------------------
-
-
 class Driver:
     """Compiles for an architecture, and launches nothing."""
 

@@ -38,9 +38,6 @@ def test_interpreted(checks: list[str]):
     run_module("tests.unit_tests.exchange.test_triton_kernels", *checks, TRITON_INTERPRET="1")
 
 
-# -- the table, without Triton ---------------------------------------------------------------------------------------
-
-
 def test_tables_need_no_triton():
     program = """if True:
         import sys
@@ -112,9 +109,6 @@ def test_heads_are_coded_in_wide_accesses_if_both_sides_are_aligned():
     assert [kinds(piece, 16, 16) for piece in unaligned] == [(32 + 2,)] * 4
     assert kinds(piece, 2, 16) == kinds(piece, 16, 4) == (32 + 2,)
     assert kinds(piece._replace(head_dim=12), 16, 16) == (32 + 2,)
-
-
-# -- in a process of the interpreter ---------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):

@@ -131,9 +131,6 @@ def test_rejects_layers_and_documents_that_differ():
         rejects("group", check_agreement, attention_plan(), group)
 
 
-# -- calls -----------------------------------------------------------------------------------------------------------
-
-
 def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:
     """Returns a rank's error when rank 1 calls attention with other options."""
     options: dict[str, Any] = {"dropout": 0.0, "kernel": "reference"} | (odd if group.rank == 1 else {})

@@ -124,9 +124,6 @@ def test_parts_of_a_group_of_any_stride(name, ranks):
     run_ranks(rank_main, 6)
 
 
-# -- pairwise ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", range(1, 18))
 def test_rounds_are_pairs_and_all_meet_once(size):
     met: Counter[tuple[int, int]] = Counter()
@@ -171,8 +168,6 @@ def test_as_many_rounds_are_under_way_as_the_caller_says(in_flight):
 
     assert run_ranks(rank_main, 6) == [(in_flight, 5)] * 6
 
-
-# -- hierarchical ------------------------------------------------------------------------------------------------------
 
 HOSTS = [(0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1), (0, 1, 0, 1, 2, 2, 2), (0, 0, 0, 0), (0, 1, 2)]
 
@@ -231,12 +226,6 @@ def test_all_links_between_hosts_are_used():
         return {peer for peer, _ in group.sent if hosts[peer] != hosts[group.rank]}
 
     assert run_ranks(rank_main, 6) == [{3}, {4}, {5}, {0}, {1}, {2}]
-
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,6 @@ def test_messages_of_a_pair_stay_in_order_staged_or_in_one_collective(answers):
     assert [answer["one way"] for answer in answers] == [[0, 0], [1, 2], [0, 0]]
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
@@ -257,9 +254,6 @@ def test_no_group_stands_for_the_only_rank():
     rejects(r"^size: got ", ThreadGroup.create, 0)
     rejects(r"^group: got ", as_rank_group, ThreadGroup.create(3)[0], 2)
     rejects(r"^group: got ", as_rank_group, None, 2)
-
-
-# -- as_rank_group ---------------------------------------------------------------------------------------------------
 
 
 def test_who_waits_again_changes_nothing_of_others():

@@ -94,9 +94,6 @@ def never_come() -> None:
     time.sleep(120)
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_threads_return_in_rank_order(size: int):
     answers = run_ranks(lambda group, word: (type(group), group.rank, word), size, "word")
@@ -168,9 +165,6 @@ def test_thread_that_hangs_has_its_stack_shown(capfd):
 
 def test_rejects_an_unknown_kind_of_rank():
     rejects(r"^kind: got ", run_ranks, lambda group: None, 2, kind="fibres")
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("spawned")

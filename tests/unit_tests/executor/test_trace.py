@@ -204,9 +204,6 @@ def test_every_step_has_a_range_on_every_rank_and_no_bit_changes(ranks, name):
     assert [rank[name][1] for rank in ranks] == [True] * 4
 
 
-# -- without a profiler ------------------------------------------------------------------------------------------------
-
-
 def made(*_, **__):
     raise AssertionError("made though no profiler is on")
 
@@ -248,8 +245,6 @@ def test_a_profiler_sees_ranks_that_are_threads_only_if_they_started_it():
     assert found["gdn"] == ([f"cp headwise {step} layer 12" for step in ALONE], True)
 
 
-# -- a profiler that is on for a part ----------------------------------------------------------------------------------
-
 ALONE = ["conv", "gates", "rule", "rule backward", "gates backward", "conv backward"]  # nothing moves on one rank
 
 
@@ -283,9 +278,6 @@ def test_gather_has_a_range_forward_and_backward():
         stream.sum().backward()
     names = ["cp gather", "cp gather wait"]
     assert names_in(record) == [f"{name}{way} layer 3" for way in ("", " backward") for name in names]
-
-
-# -- local work --------------------------------------------------------------------------------------------------------
 
 
 def test_what_needs_no_gradient_gets_none_and_results_may_be_written_to():
@@ -324,9 +316,6 @@ def test_work_without_gradients_has_a_range_forward_alone(grad):
         if grad:
             out.sum().backward()
     assert names_in(record) == ["cp True"]
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ def test_every_name_has_a_class():
     assert tuple(TRANSPORTS) == plan_transport.TRANSPORTS == tuple(working("transport"))
 
 
-# -- the same everywhere -----------------------------------------------------------------------------------------------
-
-
 def landed(transport: GroupTransport, like: torch.Tensor, count: int, *, kept: bool) -> torch.Tensor:
     return transport.acquire(count * like.itemsize, CPU, kept=kept).view(like.dtype)
 
@@ -160,9 +157,6 @@ def test_rejects_the_hosts_of_other_ranks():
     run_ranks(rank_main, 2)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_memory_is_the_groups_unless_it_is_kept(name: str):
     def rank_main(group: RankGroup) -> None:
@@ -178,9 +172,6 @@ def test_memory_is_the_groups_unless_it_is_kept(name: str):
         assert bool((kept == 7).all())
 
     run_ranks(rank_main, 2)
-
-
-# -- as many operations on every rank ----------------------------------------------------------------------------------
 
 
 class Numbered(CountingGroup):

@@ -47,9 +47,6 @@ def ranks(layout):
     return range(layout.cp_size)
 
 
-# -- who holds what --------------------------------------------------------------------------------------------------
-
-
 @ragged
 @given(layout=layouts())
 def test_every_token_is_held_once_in_an_order_that_can_be_undone(layout):
@@ -147,9 +144,6 @@ def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp
         assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
 
 
-# -- the value of a layout -------------------------------------------------------------------------------------------
-
-
 @ragged
 @given(layout=layouts(aligns=(1, 4)))
 def test_fragments_make_an_equal_layout_and_positions_travel_with_tokens(layout):
@@ -215,9 +209,6 @@ def test_is_immutable_and_so_is_what_it_derives(name):
         getattr(Layout.zigzag(Packing([5, 3]), 2), name)[0] = 7
 
 
-# -- align -----------------------------------------------------------------------------------------------------------
-
-
 @ragged
 @given(layout=layouts(aligns=(2, 3, 16)))
 def test_align_makes_rows_the_least_multiple_that_is_not_empty(layout):
@@ -234,9 +225,6 @@ def test_pad_rows_belong_to_no_document(layout):
         labels, mask = layout.labels(stream, rank, ignore_index=-9)
         for rows, fill in ((layout.positions(rank), 0), (layout.document_ids(rank), -1), (labels, -9), (mask, False)):
             assert rows[pad].tolist() == [fill] * layout.pad_rows[rank]
-
-
-# -- shard and unshard -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 1)], ids=str)
@@ -270,9 +258,6 @@ def test_a_shard_is_a_copy_through_which_gradients_flow():
     assert stream.grad.tolist() == torch.ones(8, 2).tolist()
 
 
-# -- labels ----------------------------------------------------------------------------------------------------------
-
-
 def sources_by_loop(packing, shift):
     """Returns for each token of the stream the token that is its label, None if its document ends first."""
     return [
@@ -300,9 +285,6 @@ def test_an_empty_stream_has_pad_rows_and_ignored_labels():
     assert labels.tolist() == [-100, -100]
     assert mask.tolist() == [False, False]
     assert Layout.zigzag(Packing([0]), 2, align=4).shard(np.arange(0), 0, pad_value=7).tolist() == [7] * 4
-
-
-# -- cost ------------------------------------------------------------------------------------------------------------
 
 
 def test_ten_thousand_documents_over_64_ranks_take_under_50_ms():
@@ -336,9 +318,6 @@ Route.between(layout, Layout.contiguous(layout.packing, 3), 1)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 EIGHT = Packing([8])

@@ -19,9 +19,6 @@ SPELLED = ["causal", "full", "window:3,0", "window:-1,2", "window:2,-1", "prefix
            *TABLES, *WITH_BLOCKS]  # fmt: skip
 
 
-# -- random ragged cases: a mask and its pairs ------------------------------------------------------------------------
-
-
 def lengths(rng, documents):
     return rng.choice([0, 0, 1, 1, 2, 3, 5, 7, 11], documents)
 
@@ -170,9 +167,6 @@ def test_what_was_cut_needlessly_is_joined():
     assert len(Mask.shared_question(documents, [[10, 20, 10], [13]]).bands) == 4
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 def test_masks_are_compared_by_bands_and_packings():
     p = Packing([5, 1, 0, 3])
     assert Mask.causal(p) == Mask.window(p, -1, 0) == Mask.window(p, 9) == Mask.prefix(p, 1) == Mask.chunk(p, 5)
@@ -262,8 +256,6 @@ def test_pads_behind_documents_see_nothing_and_nobody_sees_them(spec):
     # Ranks that compare their plans tell pads apart.
     assert len({one.describe() for one in (mask, padded, mask.unpadded([4, 3, 0, 0, 3]))}) == 3
 
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
 
 P = Packing([5, 2])
 NAMES = "causal | full | window:LEFT,RIGHT | prefix:N | chunk:N | first:N+window:LEFT,RIGHT | " + " | ".join(

@@ -77,9 +77,6 @@ def test_nothing_overflows_on_the_way(name: str, dtype: torch.dtype):
     assert x.grad.isfinite().all()
 
 
-# -- a head's bits do not depend on the heads beside it --------------------------------------------------------------
-
-
 def with_gradient(function: Function) -> Function:
     """The gradient, where the gradient from above is not one everywhere."""
 

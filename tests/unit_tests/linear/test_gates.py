@@ -71,9 +71,6 @@ def with_gradients(function: Callable[..., Any], *inputs: Tensor | None) -> list
     return [*outputs, *torch.autograd.grad(outputs, given, gradients, materialize_grads=True)]
 
 
-# -- the bits of torch's autograd ------------------------------------------------------------------------------------
-
-
 class Sigmoid(torch.autograd.Function):
     """Ours, which overflows to the right limits, and its gradient."""
 
@@ -214,8 +211,6 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
     assert dense((rates,), (1,))[0] is rates
     assert dense((rates[::2],), (1,))[0].stride() == (1,)
 
-
-# -- the kernels -----------------------------------------------------------------------------------------------------
 
 CHECKS = ["delta_rules", "alone", "extremes", "steps_and_norms"]
 EVERY = {"delta_rules": 5, "steps_and_norms": 5}  # of their cases, in `make test`

@@ -55,9 +55,6 @@ def next_tokens(tokens, packing):
     return labels, learnt
 
 
-# -- what the ranks are given ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "random"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
 def test_the_ranks_are_given_the_stream(name, cp_size):
@@ -105,9 +102,6 @@ def test_a_rank_without_tokens_is_given_pad_rows():
     batches = sharded(Layout.zigzag(Packing([7, 1, 2]), 3, align=4))
     assert [batch.tokens.shape[1] for batch in batches] == [4, 4, 4]
     assert {batch.pad_rows for batch in batches} == {2}
-
-
-# -- plans and Megatron's fields -------------------------------------------------------------------------------------
 
 
 def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
@@ -217,9 +211,6 @@ def test_parameters_of_two_microbatches_share_nothing():
     assert {field.name for field in dataclasses.fields(PackedSeqParams)} < {
         field.name for field in dataclasses.fields(PlannedSeqParams)
     }
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def disagreement(group, layouts, slots, agree=True):

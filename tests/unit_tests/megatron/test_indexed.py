@@ -107,8 +107,6 @@ def test_rejects_truncated_tokens(kept, prefix):
     assert f"{prefix}.bin has {kept} bytes and should have 48" in found or kept == 0
 
 
-# -- an index that is damaged where no size shows it ----------------------------------------------------------------
-
 # Of two documents of 5 and 7 tokens in 4 bytes each.
 SOUND = {"lengths": [5, 7], "pointers": [0, 20], "documents": [0, 1, 2], "code": 4}
 

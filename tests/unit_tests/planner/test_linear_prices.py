@@ -196,8 +196,6 @@ def test_contiguous_rows_keep_the_rest_of_a_layout():
     assert contiguous_like(layout) is contiguous_like(layout)
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------
-
 GDN = LinearSpec("gdn", 32, 16, 128, 128)
 MAMBA = LinearSpec("mamba", 8, 1, 16, 16)  # so small that a redistribution of hidden states never pays for it alone
 
@@ -239,9 +237,6 @@ def test_counts_and_other_kinds_decide(monkeypatch):
     for run, redistributed in (((GDN, MAMBA), True), ((GDN, MAMBA, MAMBA), False), ((GDN, GDN, MAMBA, MAMBA), True)):
         for slot in (GDN, MAMBA):
             assert (in_run(slot, *run).plan(layout).redistribution is not None) == redistributed, (run, slot.kind)
-
-
-# -- values and refusals ---------------------------------------------------------------------------------------------
 
 
 def test_descriptions_differ_where_plans_do_and_not_where_prices_do():

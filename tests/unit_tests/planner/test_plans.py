@@ -27,8 +27,6 @@ from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
-# -- the plans -------------------------------------------------------------------------------------------------------
-
 
 def sections_of(step):
     return [(block.name, block.num_heads, block.head_dim) for block in step.exchange.sections.blocks]
@@ -105,9 +103,6 @@ def test_backward_runs_the_adjoints_and_work_is_that_of_the_busiest(plan):
     assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
-# -- what it costs ---------------------------------------------------------------------------------------------------
-
-
 def bytes_by_loop(plan, item_size, *, forward, alignment):
     """Adds up each rank's bytes to others over pairs of ranks and sections: the token's holder, the head's owner."""
     sent = [0] * plan.cp_size
@@ -158,9 +153,6 @@ def test_explain_says_what_is_sent_and_what_is_empty():
     assert plan.work_imbalance == 1.0
     assert plan_attention(PACKING, LAYOUT, heads=5, head_dim=8).work_imbalance == 2 / (5 / 3)
     assert plan_attention(PACKING, LAYOUT, heads=6, head_dim=8).work_imbalance == 1.0
-
-
-# -- the value of a plan ---------------------------------------------------------------------------------------------
 
 
 def other_batch(packing, partition=Layout.zigzag, **options):
@@ -229,9 +221,6 @@ def test_fingerprints_see_which_heads_each_rank_computes():
     assert len(fingerprints) == 2
 
 
-# -- explain ---------------------------------------------------------------------------------------------------------
-
-
 def rows_of(text):
     """The table of `explain`: for each rank its tokens, pad rows and fragments."""
     return [tuple(map(int, found)) for found in re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)]
@@ -258,9 +247,6 @@ def test_explain_says_where_nothing_moves(cp_size):
     assert text.count("one collective") == (0 if cp_size == 1 else 2)
 
 
-# -- warnings and notes ----------------------------------------------------------------------------------------------
-
-
 @PLANNERS
 def test_warns_the_caller_of_idle_ranks(planner, arguments):
     scheme = {"scheme": "a2a"} if planner is plan_attention else {"mode": "headwise"}
@@ -278,9 +264,6 @@ def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
     plan = planner(**{**arguments, **shared, **scheme})
     assert [note for note in plan.notes if "sent to each of them and its gradient is summed" in note] == [*plan.notes]
     assert len(plan.notes) == notes
-
-
-# -- no torch --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -302,9 +285,6 @@ for plan in (
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# -- what a plan's numbers take ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])

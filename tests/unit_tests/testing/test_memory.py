@@ -187,9 +187,6 @@ def test_one_rank_allocates_what_it_returns_and_saves():
     assert peak_bytes(plan, 0, 4, forward=True) == tokens * heads * (16 + 1) * 4
 
 
-# -- the measure -------------------------------------------------------------------------------------------------------
-
-
 def test_freed_tensors_leave_the_peak_and_not_the_count():
     memory = PeakMemory()
     with memory:

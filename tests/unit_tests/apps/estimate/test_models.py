@@ -36,8 +36,6 @@ def model_of(*blocks, tied=True):
     return ModelSpec("small", 64, 100, tied, blocks)
 
 
-# -- presets -----------------------------------------------------------------------------------------------------------
-
 # Of the published checkpoints, multi-token prediction left out, and without the embedding as their names say it.
 PUBLISHED = {
     "llama3-8b": (8_030_261_248, 8.03e9), "llama3-70b": (70_553_706_496, 70.6e9), "qwen3-8b": (8_190_735_360, 8.19e9),
@@ -93,9 +91,6 @@ def test_shapes_of_single_layers_are_those_of_the_presets():
     }
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
 def test_slots_are_in_order_and_know_their_runs():
     slots = PRESETS["qwen3-next"].slots()
     linear = LinearSpec("gdn", 32, 16, 128, 128)
@@ -138,9 +133,6 @@ def test_choices_and_masks_are_those_of_their_slots():
     rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
 
 
-# -- products and parameters -------------------------------------------------------------------------------------------
-
-
 def test_products_and_parameters_are_those_that_a_token_meets():
     assert PRESETS["llama3-8b"].gemms == (
         (32, 4096, 6144), (32, 4096, 4096), (32, 4096, 28672), (32, 14336, 4096), (1, 4096, 128256),
@@ -179,9 +171,6 @@ def test_products_and_parameters_are_those_that_a_token_meets():
 )
 def test_projections_are_as_wide_as_what_they_make(mixer, gemms):
     assert mixer.gemms(64) == tuple((1, *shape) for shape in gemms)
-
-
-# -- activations -------------------------------------------------------------------------------------------------------
 
 
 class SwiGLU(torch.autograd.Function):
@@ -308,9 +297,6 @@ def test_rejects_another_word_for_recomputation():
     for ask in (PRESETS["tiny"].activation_bytes, PRESETS["tiny"].recomputed_bytes):
         for word in ("all", None, ["full"]):
             rejects(r"recompute: got .*; allowed: none or selective or full", ask, word)
-
-
-# -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,6 @@ def test_layers_choose_for_the_hosts_that_there_are():
     assert far.step <= 1.05 * fixed
 
 
-# -- one set of flags for layers of several kinds ----------------------------------------------------------------------
-
-
 def alternating(*mixers, blocks=4):
     return ModelSpec("mixed", 4096, 1000, True, tuple(Block(mixers[n % len(mixers)], MLP(1024)) for n in range(blocks)))
 

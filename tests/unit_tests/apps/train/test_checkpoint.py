@@ -137,9 +137,6 @@ def test_a_checkpoint_is_replaced_unless_it_is_the_one_to_resume_from(tmp_path):
     assert not (tmp_path / "iter_0000010.new").exists()
 
 
-# -- gradients -------------------------------------------------------------------------------------------------------
-
-
 def compared(tmp_path, *ranks):
     """The difference of runs whose gradients on each rank are a pair of dictionaries of lists."""
     paths = [], []

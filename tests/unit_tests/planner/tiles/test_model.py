@@ -184,8 +184,6 @@ def test_keys_of_their_own_and_nothing_visible():
     assert len(bands_by_rank(cp.Mask.from_slices(packing, []), problem, found.ranks)[0]) == 0
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
 PACKING = cp.Packing([64])
 LAYOUT = cp.Layout.contiguous(PACKING, 4)
 MASK = cp.Mask.causal(PACKING)

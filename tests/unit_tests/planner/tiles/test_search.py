@@ -209,8 +209,6 @@ def test_seconds_are_bounded_by_work_and_by_transfers():
                 lower_bound_of_seconds(problem, **{"pairs_per_second": 1.0, "bytes_per_second": 1.0} | {name: value})
 
 
-# -- six masks ---------------------------------------------------------------------------------------------------------
-
 # What CP-SAT proves best of the blocks of UltraAttn's tables on 8 ranks, or the best that is known of (backward of
 # causal, strided and global_local: benchmarks/results/tiles_planner.md).
 OPTIMA = {
@@ -258,8 +256,6 @@ def test_a_pack_of_documents_on_many_hosts():
     assert found.bound <= cost(problem, found.ranks)
     assert cost(problem, found.ranks) < cost(problem, problem.rows.owners[problem.tile_rows])
 
-
-# -- the same everywhere -----------------------------------------------------------------------------------------------
 
 PRINTS_HASHES = """
 import hashlib
@@ -334,9 +330,6 @@ def test_rejects_load_caps_and_caches_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
         rejects(r"^cache:", solve, drawn(1), cache=cache)
-
-
-# -- answers on disk ---------------------------------------------------------------------------------------------------
 
 
 def kept(directory):

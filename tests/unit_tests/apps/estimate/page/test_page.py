@@ -62,9 +62,6 @@ def unpacked(column):
     return np.frombuffer(base64.b64decode(text), TYPES[name]).tolist()
 
 
-# -- what it holds -----------------------------------------------------------------------------------------------------
-
-
 def test_candidates_are_led_by_the_chosen_one_and_a_kind_is_kept():
     candidates = shown(page_of(REPORT))["candidates"]
     assert [candidate["kind"] for candidate in candidates] == ["taken", "quick", "slow", "unknown"]
@@ -149,8 +146,6 @@ def test_numpy_is_taken_as_lists_are_and_lists_may_be_empty():
     assert unpacked(shown(page_of(report))["timeline"]["start"]) == []
 
 
-# -- one file, and nothing of a user's is taken for HTML ---------------------------------------------------------------
-
 EVIL = "<script>alert(1)</script><!-- </script> &amp; \" ' ${x} $title \u2028 \ud800"
 
 
@@ -195,9 +190,6 @@ def test_the_page_asks_for_nothing_outside_itself():
     assert "default-src 'none'" in policy
     assert f"style-src 'sha256-{module._hash(style)}'" in policy
     assert f"script-src 'sha256-{module._hash(script)}'" in policy
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -257,9 +249,6 @@ def test_1024_ranks_are_below_15_megabytes():
         },
     }  # fmt: skip
     assert len(page_of(report)) < 15e6
-
-
-# -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
 def changed(path, value):
@@ -361,9 +350,6 @@ def test_rejects_a_file_that_cannot_be_written(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="file names may be longer there")
 def test_rejects_a_name_that_the_system_refuses(tmp_path):
     rejects("can be written", save_page, REPORT, tmp_path / f"{'a' * 300}.html")
-
-
-# -- a sample of real plans --------------------------------------------------------------------------------------------
 
 
 def test_a_sample_has_every_part(tmp_path):
