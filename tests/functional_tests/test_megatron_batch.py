@@ -324,13 +324,10 @@ def build_without_l2norm():
 
 UNTOLD = ("gpt", "hybrid", "hybrid_mamba", "mla")
 OTHER_ROWS = {
-    "gpt, 4 fewer": (("gpt", -4), {}),
-    "gdn, 4 fewer": (("hybrid", -4), {}),
-    "gdn, 4 more": (("hybrid", 4), {}),
-    "mamba, 4 more": (("hybrid_mamba", 4), {}),
-    "mla, 4 fewer": (("mla", -4), {}),
+    "gpt, 4 fewer": (("gpt", -4), {}), "gdn, 4 fewer": (("hybrid", -4), {}), "gdn, 4 more": (("hybrid", 4), {}),
+    "mamba, 4 more": (("hybrid_mamba", 4), {}), "mla, 4 fewer": (("mla", -4), {}),
     "redistributed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "redistribute"}),
-}
+}  # fmt: skip
 ATTEMPTS = {
     "no scheme": lambda: tiny.build("gpt", cp_comm_type="tiles"),
     "no scheme in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiles"]),

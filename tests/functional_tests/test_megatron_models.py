@@ -189,21 +189,15 @@ def latent_at(place):
 
 
 LATENT_TWO = [
-    *latent("a2a", "p2p", features=YARN),
-    *latent("exact", features=UNRANKED),
-    *latent("exact", features=(*FEATURES, *YARN), layout="random"),
-    *latent("p2p", batches="tiny"),
-    *latent("a2a", "p2p", batches="aligned", how="megatron"),
-    *latent("a2a", batches="packs", how="pack"),
+    *latent("a2a", "p2p", features=YARN), *latent("exact", features=UNRANKED),
+    *latent("exact", features=(*FEATURES, *YARN), layout="random"), *latent("p2p", batches="tiny"),
+    *latent("a2a", "p2p", batches="aligned", how="megatron"), *latent("a2a", batches="packs", how="pack"),
     *latent("a2a", "p2p", batches="even", how="unpacked"),
     *latent("p2p", features=YARN, batches="aligned", how="megatron"),
-    *latent("p2p", features=YARN, batches="even", how="unpacked"),
-    Case("mla", dtype="float32"),
-    Case("fused_mla", "random"),
-    Case("hybrid_mla", "random"),
-    Case("hybrid_mla", changes=(("cp_comm_type", "exact"),)),
+    *latent("p2p", features=YARN, batches="even", how="unpacked"), Case("mla", dtype="float32"),
+    Case("fused_mla", "random"), Case("hybrid_mla", "random"), Case("hybrid_mla", changes=(("cp_comm_type", "exact"),)),
     Case("hybrid_mla", batches="aligned", how="megatron"),
-]
+]  # fmt: skip
 RECOMPUTED = [
     Case(kind, recompute=what)
     for kind, what in (

@@ -18,13 +18,10 @@ pytestmark = pytest.mark.timeout(600)
 
 # The trainer, an adapter in place of a reference model, and other arguments.
 KINDS = {
-    "DPO": ("DPO", False, {}),
-    "DPO, adapter": ("DPO", True, {}),
-    "DPO, bf16": ("DPO", False, {"bf16": True}),
+    "DPO": ("DPO", False, {}), "DPO, adapter": ("DPO", True, {}), "DPO, bf16": ("DPO", False, {"bf16": True}),
     "DPO, accumulation": ("DPO", False, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
-    "KTO": ("KTO", False, {}),
-    "KTO, adapter": ("KTO", True, {}),
-}
+    "KTO": ("KTO", False, {}), "KTO, adapter": ("KTO", True, {}),
+}  # fmt: skip
 
 
 def prepare():

@@ -53,14 +53,11 @@ def without_flash(rank, ranks):
 @pytest.mark.parametrize(
     ("compare", "name", "words"),
     [
-        (shared, "right", ""),
-        (wrong, "wrong without a word", ""),
-        (wrong_gradient, "wrong without a word", ""),
-        (refusing, "refused", "ValueError: 4 heads on 3 ranks"),
-        (hanging, "hung", "had not answered"),
+        (shared, "right", ""), (wrong, "wrong without a word", ""), (wrong_gradient, "wrong without a word", ""),
+        (refusing, "refused", "ValueError: 4 heads on 3 ranks"), (hanging, "hung", "had not answered"),
         (without_flash, "not runnable", "ImportError: flash_attn is not installed"),
     ],
-)
+)  # fmt: skip
 def test_cells_are_judged(compare, name, words):
     outcome = run_cell(compare, 2, 5.0)
     assert outcome.name == name

@@ -48,18 +48,14 @@ def test_tab_completion_knows_them_and_modules_are_imported_without_a_hint(monke
     [
         ("megatron_cp", "atention", ". Did you mean attention?"),
         ("megatron_cp", "ShardBatch", ". Did you mean shard_batch?"),
-        ("megatron_cp", "packing", ". Did you mean Packing?"),
-        ("megatron_cp", "shard", ". Did you mean shard_batch?"),
+        ("megatron_cp", "packing", ". Did you mean Packing?"), ("megatron_cp", "shard", ". Did you mean shard_batch?"),
         ("megatron_cp", "loss", ". Did you mean token_loss?"),
-        ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"),
-        ("megatron_cp", "net", ""),
-        ("megatron_cp", "delta", ""),
-        ("megatron_cp", "frobnicate", ""),
-        ("megatron_cp", "__wrapped__", ""),
+        ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"), ("megatron_cp", "net", ""),
+        ("megatron_cp", "delta", ""), ("megatron_cp", "frobnicate", ""), ("megatron_cp", "__wrapped__", ""),
         ("megatron_cp.planner", "PackCosts", ". Did you mean PackCost?"),
         ("megatron_cp.transformers", "enable_contextparallel", ". Did you mean enable_context_parallel?"),
     ],
-)
+)  # fmt: skip
 def test_rejects_a_misspelt_name_with_a_hint(package, name, hint):
     with pytest.raises(AttributeError) as error:
         getattr(importlib.import_module(package), name)

@@ -162,15 +162,12 @@ def assert_equal(found, expected):
 
 RAGGED = (7, 1, 23, 0, 2, 13)
 CASES = {
-    "labels of its own": Case((RAGGED,)),
-    "given labels": Case((RAGGED,), layout="contiguous", labels=True),
+    "labels of its own": Case((RAGGED,)), "given labels": Case((RAGGED,), layout="contiguous", labels=True),
     "a mask": Case((RAGGED,), layout="balanced", mask=True),
     "given labels and a mask": Case((RAGGED,), layout="random", labels=True, mask=True),
-    "pad rows": Case((RAGGED,), align=4, mask=True),
-    "microbatches": Case((RAGGED, (3,), (1, 1, 30)), mask=True),
-    "documents of one token": Case(((1, 1, 2, 1),)),
-    "nothing to learn": Case(((1, 1, 1),)),
-}
+    "pad rows": Case((RAGGED,), align=4, mask=True), "microbatches": Case((RAGGED, (3,), (1, 1, 30)), mask=True),
+    "documents of one token": Case(((1, 1, 2, 1),)), "nothing to learn": Case(((1, 1, 1),)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 5])

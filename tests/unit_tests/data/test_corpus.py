@@ -212,18 +212,14 @@ def test_rejects_folders_and_files_without_a_document(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"plain text", "Line 3 is b'plain text': Expecting value."),
-        (b'{"text": "a"', "Expecting ',' delimiter."),
+        (b"plain text", "Line 3 is b'plain text': Expecting value."), (b'{"text": "a"', "Expecting ',' delimiter."),
         (b'["text"]', 'no object with "text", with "prompt" and "answer", or with "messages".'),
-        (b'"text"', 'no object with "text", '),
-        (b'{"txt": "a"}', 'no object with "text", '),
-        (b'{"text": null}', '"text" is no string.'),
-        (b'{"text": 7}', '"text" is no string.'),
-        (b'{"text": "caf\xe9"}', "utf-8"),
-        (b"[" * 100_000, "recursion"),
+        (b'"text"', 'no object with "text", '), (b'{"txt": "a"}', 'no object with "text", '),
+        (b'{"text": null}', '"text" is no string.'), (b'{"text": 7}', '"text" is no string.'),
+        (b'{"text": "caf\xe9"}', "utf-8"), (b"[" * 100_000, "recursion"),
     ],
     ids=["text", "cut", "list", "string", "other key", "null", "number", "latin-1", "nested"],
-)
+)  # fmt: skip
 def test_rejects_a_line_that_is_no_document(tmp_path, line, said):
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):

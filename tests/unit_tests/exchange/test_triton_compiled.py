@@ -38,24 +38,16 @@ PLAIN = ("copy_to", "copy_from", "gather", "copy_to_eight", "copy_from_eight")
 # By case: (registers of a thread, instructions) on sm_80, sm_90 and sm_100 as Triton 3.6.0 compiles them, and the
 # accesses of 128 and of 64 bits, which are the same on all three. FP8 is left to torch on sm_80.
 MEASURED = {
-    "copy_to": ((48, 187), (48, 192), (48, 192)),
-    "copy_from": ((48, 207), (48, 213), (48, 212)),
-    "gather": ((48, 247), (48, 255), (48, 254)),
-    "copy_to_eight": ((48, 225), (48, 227), (48, 227)),
-    "copy_from_eight": ((48, 272), (48, 274), (48, 273)),
-    "copy_to_ragged": ((48, 669), (48, 688), (48, 692)),
-    "copy_from_ragged": ((48, 767), (48, 788), (48, 783)),
-    "sum": ((54, 312), (50, 324), (56, 342)),
-    "sum_ragged": ((64, 1479), (56, 1534), (56, 1547)),
-    "encode": (None, (80, 667), (79, 670)),
-    "decode": (None, (64, 399), (63, 391)),
-    "encode_e5m2": (None, (80, 667), (79, 670)),
-    "decode_e5m2": (None, (64, 399), (63, 391)),
-    "encode_int8": ((80, 728), (80, 731), (80, 712)),
-    "decode_int8": ((64, 400), (64, 406), (64, 396)),
-    "encode_gather_int8": ((78, 738), (80, 742), (80, 721)),
+    "copy_to": ((48, 187), (48, 192), (48, 192)), "copy_from": ((48, 207), (48, 213), (48, 212)),
+    "gather": ((48, 247), (48, 255), (48, 254)), "copy_to_eight": ((48, 225), (48, 227), (48, 227)),
+    "copy_from_eight": ((48, 272), (48, 274), (48, 273)), "copy_to_ragged": ((48, 669), (48, 688), (48, 692)),
+    "copy_from_ragged": ((48, 767), (48, 788), (48, 783)), "sum": ((54, 312), (50, 324), (56, 342)),
+    "sum_ragged": ((64, 1479), (56, 1534), (56, 1547)), "encode": (None, (80, 667), (79, 670)),
+    "decode": (None, (64, 399), (63, 391)), "encode_e5m2": (None, (80, 667), (79, 670)),
+    "decode_e5m2": (None, (64, 399), (63, 391)), "encode_int8": ((80, 728), (80, 731), (80, 712)),
+    "decode_int8": ((64, 400), (64, 406), (64, 396)), "encode_gather_int8": ((78, 738), (80, 742), (80, 721)),
     "decode_gather_int8": ((72, 404), (64, 415), (70, 405)),
-}
+}  # fmt: skip
 WIDE = {
     "copy_to": {"LDG.128": 8, "STG.128": 8, "LDG.64": 0, "STG.64": 0},
     "copy_from": {"LDG.128": 8, "STG.128": 8, "LDG.64": 0, "STG.64": 0},
@@ -299,24 +291,17 @@ def compile_cases(architecture: int, last: list[Any], folder: Path) -> tuple[dic
     summed = [ragged, *(Piece(0, 64, 72, start, size, 64) for start in (0, size))]  # and sums in two widths
     index = torch.arange(rows)
     calls = {
-        "copy_to": ([copied], False, {}),
-        "copy_from": ([copied], True, {}),
-        "gather": ([copied], False, {"index": index}),
-        "copy_to_eight": (to_one, False, {}),
-        "copy_from_eight": (eight, True, {}),
-        "copy_to_ragged": ([ragged], False, {}),
-        "copy_from_ragged": ([ragged], True, {}),
-        "sum": ([copied, other], True, {}),
-        "sum_ragged": (summed, True, {}),
+        "copy_to": ([copied], False, {}), "copy_from": ([copied], True, {}),
+        "gather": ([copied], False, {"index": index}), "copy_to_eight": (to_one, False, {}),
+        "copy_from_eight": (eight, True, {}), "copy_to_ragged": ([ragged], False, {}),
+        "copy_from_ragged": ([ragged], True, {}), "sum": ([copied, other], True, {}), "sum_ragged": (summed, True, {}),
         "encode": ([coded], False, {"coding": E4M3}),
         "decode": ([coded, coded._replace(start=size)], True, {"coding": E4M3}),
-        "encode_e5m2": ([coded], False, {"coding": E5M2}),
-        "decode_e5m2": ([coded], True, {"coding": E5M2}),
-        "encode_int8": ([coded], False, {"coding": INT8}),
-        "decode_int8": ([coded], True, {"coding": INT8}),
+        "encode_e5m2": ([coded], False, {"coding": E5M2}), "decode_e5m2": ([coded], True, {"coding": E5M2}),
+        "encode_int8": ([coded], False, {"coding": INT8}), "decode_int8": ([coded], True, {"coding": INT8}),
         "encode_gather_int8": ([coded], False, {"coding": INT8, "index": index}),
         "decode_gather_int8": ([coded], True, {"coding": INT8, "index": index}),
-    }
+    }  # fmt: skip
     found, refused = {}, {}
     for name, (pieces, back, more) in calls.items():
         if more.get("coding") == E5M2 and architecture < SM_90:

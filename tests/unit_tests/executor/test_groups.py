@@ -129,17 +129,12 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "place": (type(group).__name__, group.rank, group.size),
         "all_to_all": [_all_to_all(group, dtype) for dtype in DTYPES],
         "all_gather": [_all_gather(group, dtype, count=2) for dtype in DTYPES],
-        "all_gather of nothing": _all_gather(group, torch.float32, count=0),
-        "messages": _messages(group),
-        "messages by the host": _by_host(group),
-        "messages together": _together(group),
-        "no messages": _no_messages(group),
-        "one way": _one_way(group),
-        "meta": _under_another_default_device(group),
-        "barrier": _barrier(group),
-        "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
+        "all_gather of nothing": _all_gather(group, torch.float32, count=0), "messages": _messages(group),
+        "messages by the host": _by_host(group), "messages together": _together(group),
+        "no messages": _no_messages(group), "one way": _one_way(group), "meta": _under_another_default_device(group),
+        "barrier": _barrier(group), "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
         "objects": group.all_gather_object({"rank": group.rank, "text": "é" * 50 * group.rank}),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RANK_KINDS)

@@ -324,13 +324,10 @@ EIGHT = Packing([8])
 HALVES = Layout.zigzag(EIGHT, 2)
 FRAGMENTS = [
     ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
-    ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"),
-    ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
-    ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"),
-    ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
-    ([[(0, 8)], [(5, 3)]], "(5, 3)"),
-    ([[(0, 8)], *[[]] * 1024], "'those of 1025 ranks'"),
-]
+    ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"), ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
+    ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"), ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
+    ([[(0, 8)], [(5, 3)]], "(5, 3)"), ([[(0, 8)], *[[]] * 1024], "'those of 1025 ranks'"),
+]  # fmt: skip
 REFUSED = [
     *(("cp_size", repr(size), partial(partition, EIGHT, size))
       for size in (0, -1, 1025, 2.0, "4") for partition in (Layout.contiguous, Layout.zigzag)),

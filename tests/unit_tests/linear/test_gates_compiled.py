@@ -114,15 +114,12 @@ def norm_call(group: int, tokens: int = 256) -> None:
 
 
 CALLS = {
-    "gdn": lambda: delta_call(4),
-    "kda": lambda: delta_call(4, channels=128),
+    "gdn": lambda: delta_call(4), "kda": lambda: delta_call(4, channels=128),
     "bounded": lambda: delta_call(4, channels=128, lower_bound=-5.0),
-    "norms": lambda: run(delta._FusedNorms, [rows(256, 4, 128), rows(256, 4, 128)]),
-    "mamba": lambda: step_call(4),
-    "clamped": lambda: step_call(4, limit=(0.0, 1.0)),
-    "group of 1024": lambda: norm_call(1024),
+    "norms": lambda: run(delta._FusedNorms, [rows(256, 4, 128), rows(256, 4, 128)]), "mamba": lambda: step_call(4),
+    "clamped": lambda: step_call(4, limit=(0.0, 1.0)), "group of 1024": lambda: norm_call(1024),
     "group of 8192": lambda: norm_call(8192),
-}
+}  # fmt: skip
 
 
 def drawn_calls(compiled: list[Any]) -> dict[str, int]:

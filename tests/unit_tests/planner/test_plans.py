@@ -161,16 +161,12 @@ def other_batch(packing, partition=Layout.zigzag, **options):
 
 SINGLES = np.stack([np.arange(PACKING.total), np.arange(PACKING.total) + 1], axis=-1)
 DIFFERENT = {
-    "lengths": other_batch(Packing([7, 1, 0, 131, 1])),
-    "an empty document": other_batch(Packing([7, 1, 0, 130, 2, 0])),
+    "lengths": other_batch(Packing([7, 1, 0, 131, 1])), "an empty document": other_batch(Packing([7, 1, 0, 130, 2, 0])),
     "layout": other_batch(PACKING, Layout.contiguous),
     "fragments": {"layout": Layout.from_fragments(PACKING, np.split(SINGLES, np.cumsum(LAYOUT.token_counts)[:-1]))},
-    "align": other_batch(PACKING, align=4),
-    "cp_size": {"layout": Layout.zigzag(PACKING, 5)},
-    "heads": {"heads": 12},
-    "head_dim": {"head_dim": 16},
-    "value_head_dim": {"value_head_dim": 16},
-}
+    "align": other_batch(PACKING, align=4), "cp_size": {"layout": Layout.zigzag(PACKING, 5)}, "heads": {"heads": 12},
+    "head_dim": {"head_dim": 16}, "value_head_dim": {"value_head_dim": 16},
+}  # fmt: skip
 DIFFERENT_LONG = {
     "a late length": ([3] * 20 + [5, 7], [3] * 20 + [7, 5]),
     "the last document": ([3] * 20 + [8], [3] * 20 + [7, 1]),

@@ -45,16 +45,12 @@ def test_pad_rows_are_zero_and_pass_no_gradient():
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("q", lambda q, k, v: (q[:-1], k, v)),
-        ("q", lambda q, k, v: (q.flatten(1), k, v)),
-        ("k", lambda q, k, v: (q, k[:, :1], v)),
-        ("k", lambda q, k, v: (q, k.float(), v)),
-        ("v", lambda q, k, v: (q, k, v[..., :4])),
-        ("v", lambda q, k, v: (q, k, v[:, None])),
-        ("k", lambda q, k, v: (q, k.to("meta"), v)),
-        ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
+        ("q", lambda q, k, v: (q[:-1], k, v)), ("q", lambda q, k, v: (q.flatten(1), k, v)),
+        ("k", lambda q, k, v: (q, k[:, :1], v)), ("k", lambda q, k, v: (q, k.float(), v)),
+        ("v", lambda q, k, v: (q, k, v[..., :4])), ("v", lambda q, k, v: (q, k, v[:, None])),
+        ("k", lambda q, k, v: (q, k.to("meta"), v)), ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
     ],
-)
+)  # fmt: skip
 def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
     rejects(f"^{argument}: got ", cp.attention, *change(*tensors()), plan_for())
 

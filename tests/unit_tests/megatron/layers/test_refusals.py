@@ -185,18 +185,14 @@ def test_rejects_a_mean_of_the_ranks_means():
 @pytest.mark.parametrize(
     ("flags", "align"),
     [
-        ({}, 1),
-        ({"tensor_model_parallel_size": 2}, 1),
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
-        ({"fp8": "e4m3"}, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
-        ({"fp8": "hybrid", "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64),
-        ({"fp4": "e2m1"}, 128),
+        ({}, 1), ({"tensor_model_parallel_size": 2}, 1),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2), ({"fp8": "e4m3"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16), ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp8": "hybrid", "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64), ({"fp4": "e2m1"}, 128),
         ({"fp8_recipe": "mxfp8", "fp4_recipe": "nvfp4"}, 1),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rows_are_aligned_by_the_flags(flags, align):
     config = configure(**flags)
     assert layout_options(config) == {"align": align, "min_rows": 1}

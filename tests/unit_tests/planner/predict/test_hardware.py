@@ -88,15 +88,12 @@ def test_rejects_malformed_files(change, says, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("hosts", lambda: machine().topology(4, 5)),
-        ("hosts", lambda: machine().topology(4, [0, 0, 1])),
-        ("ranks", lambda: machine().topology(0)),
-        ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
-        ("bandwidth", lambda: Link(0.0, 0.0, 0.0)),
-        ("latency", lambda: Link(-1.0, 0.0, 1.0)),
+        ("hosts", lambda: machine().topology(4, 5)), ("hosts", lambda: machine().topology(4, [0, 0, 1])),
+        ("ranks", lambda: machine().topology(0)), ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
+        ("bandwidth", lambda: Link(0.0, 0.0, 0.0)), ("latency", lambda: Link(-1.0, 0.0, 1.0)),
         ("shares_cores", lambda: Topology((0, 1), Link(0, 0, 1), Link(0, 0, 1), shares_cores=1)),
     ],
-)
+)  # fmt: skip
 def test_rejects_impossible_places(argument, call):
     rejects(f"^{argument}: got ", call)
 
