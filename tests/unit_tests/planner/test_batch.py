@@ -89,9 +89,6 @@ def test_layers_of_equal_slots_share_a_plan(monkeypatch):
     assert plans.plan(dataclasses.replace(ATTENTION)) is plans.plan(ATTENTION)
     assert plans.plan(ATTENTION) is plans.plans[0]
     assert plans.plan(LINEAR) is plans.plans[1]
-    plans = BatchPlan(LAYOUT, [ATTENTION])
-    monkeypatch.setattr(AttentionSpec, "plan", None)
-    assert plans.plan(ATTENTION).layout is LAYOUT
     assert BatchPlan(LAYOUT).cp_size == 3
     assert BatchPlan(LAYOUT).plans == []
     one = BatchPlan(LAYOUT, [ATTENTION, LINEAR])
@@ -99,6 +96,9 @@ def test_layers_of_equal_slots_share_a_plan(monkeypatch):
     assert len(one.fingerprint()) == 16
     assert one.fingerprint() == other.fingerprint()
     assert one.describe() == other.describe()
+    plans = BatchPlan(LAYOUT, [ATTENTION])
+    monkeypatch.setattr(AttentionSpec, "plan", None)
+    assert plans.plan(ATTENTION).layout is LAYOUT
 
 
 def test_a_kind_that_was_not_named_is_planned_once_when_its_first_layer_asks(monkeypatch):
