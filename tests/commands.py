@@ -1,6 +1,7 @@
-"""`megatron-cp` commands in processes of their own, and the JSON that they end with."""
+"""`megatron-cp` commands and modules of tests in processes of their own, and the JSON that they end with."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,11 @@ def command(*arguments, ranks=None, seconds=120, status=0):
     )  # fmt: skip
     assert run.returncode == status, run.stderr
     return run
+
+
+def run_module(module, *arguments, **environment):
+    """Runs a module of the tests and returns what it prints; pytest shows its standard error if it fails."""
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE, text=True, timeout=240, cwd=ROOT, env={**os.environ, **environment}, check=True,
+    ).stdout  # fmt: skip

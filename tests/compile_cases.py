@@ -20,32 +20,21 @@ PACKS = ((7, 1, 40, 16), (5, 50, 1, 3), (33, 2, 2, 40), (64,), (9, 9, 70, 1))
 VALUES, KEYS = HEADS * DIM, GROUPS * DIM
 OPERATIONS = {
     "attention": ("a2a", "a2a, 2 chunks", "p2p", "all_gather", "exact"),
-    "projected_attention": ("a2a, 2 chunks", "p2p"),
-    "gated_delta_rule": ("headwise", "chunkwise"),
-    "gated_delta_net": ("headwise", "chunkwise"),
-    "kda": ("headwise", "chunkwise"),
-    "kda_mixer": ("headwise", "chunkwise"),
-    "mamba2": ("headwise", "chunkwise"),
-    "mamba2_mixer": ("headwise", "chunkwise"),
-    "causal_conv1d": ("headwise", "chunkwise"),
-    "gather": ("",),
+    "projected_attention": ("a2a, 2 chunks", "p2p"), "gated_delta_rule": ("headwise", "chunkwise"),
+    "gated_delta_net": ("headwise", "chunkwise"), "kda": ("headwise", "chunkwise"),
+    "kda_mixer": ("headwise", "chunkwise"), "mamba2": ("headwise", "chunkwise"),
+    "mamba2_mixer": ("headwise", "chunkwise"), "causal_conv1d": ("headwise", "chunkwise"), "gather": ("",),
     "relayout": ("",),
-}
+}  # fmt: skip
 _KINDS = {"gated": "gdn", "kda": "kda", "mamba2": "mamba", "causal": "conv1d"}
 # Features of each tensor that an operation takes.
 _INPUTS = {
-    "attention": (VALUES, KEYS, KEYS),
-    "projected_attention": (HIDDEN,),
-    "gated_delta_rule": (KEYS, KEYS, VALUES, HEADS, HEADS),
-    "gated_delta_net": (2 * KEYS + VALUES, HEADS, HEADS),
-    "kda": (KEYS, KEYS, VALUES, VALUES, HEADS),
-    "kda_mixer": (2 * KEYS + VALUES, VALUES, HEADS),
-    "mamba2": (VALUES, HEADS, KEYS, KEYS),
-    "mamba2_mixer": (VALUES + 2 * KEYS, HEADS),
-    "causal_conv1d": (VALUES,),
-    "gather": (VALUES,),
-    "relayout": (VALUES,),
-}
+    "attention": (VALUES, KEYS, KEYS), "projected_attention": (HIDDEN,),
+    "gated_delta_rule": (KEYS, KEYS, VALUES, HEADS, HEADS), "gated_delta_net": (2 * KEYS + VALUES, HEADS, HEADS),
+    "kda": (KEYS, KEYS, VALUES, VALUES, HEADS), "kda_mixer": (2 * KEYS + VALUES, VALUES, HEADS),
+    "mamba2": (VALUES, HEADS, KEYS, KEYS), "mamba2_mixer": (VALUES + 2 * KEYS, HEADS), "causal_conv1d": (VALUES,),
+    "gather": (VALUES,), "relayout": (VALUES,),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

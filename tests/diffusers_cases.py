@@ -14,13 +14,10 @@ def flux(text=7, batch=1):
         joint_attention_dim=12, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     return model, {
-        "hidden_states": torch.randn(batch, 37, 4),
-        "encoder_hidden_states": torch.randn(batch, text, 12),
-        "pooled_projections": torch.randn(batch, 8),
-        "timestep": torch.full((batch,), 0.3),
-        "img_ids": torch.randn(37, 3),
-        "txt_ids": torch.zeros(text, 3),
-    }
+        "hidden_states": torch.randn(batch, 37, 4), "encoder_hidden_states": torch.randn(batch, text, 12),
+        "pooled_projections": torch.randn(batch, 8), "timestep": torch.full((batch,), 0.3),
+        "img_ids": torch.randn(37, 3), "txt_ids": torch.zeros(text, 3),
+    }  # fmt: skip
 
 
 def wan(text=7, batch=1):
@@ -43,12 +40,9 @@ def qwen(text=7, batch=2):
     mask = torch.ones(batch, text, dtype=torch.long)
     mask[1, 4:] = mask[0, 2] = 0  # the model takes holes
     return model, {
-        "hidden_states": torch.randn(batch, 25, 16),
-        "encoder_hidden_states": torch.randn(batch, text, 16),
-        "encoder_hidden_states_mask": mask,
-        "timestep": torch.full((batch,), 0.4),
-        "img_shapes": [(1, 5, 5)] * batch,
-    }
+        "hidden_states": torch.randn(batch, 25, 16), "encoder_hidden_states": torch.randn(batch, text, 16),
+        "encoder_hidden_states_mask": mask, "timestep": torch.full((batch,), 0.4), "img_shapes": [(1, 5, 5)] * batch,
+    }  # fmt: skip
 
 
 def ltx(text=7, batch=2):
@@ -78,13 +72,10 @@ def hunyuan(text=7, batch=2, **settings):
     mask = torch.ones(batch, text, dtype=torch.long)
     mask[1, 4:] = 0
     return model, {
-        "hidden_states": torch.randn(batch, 4, 3, 6, 10),
-        "encoder_hidden_states": torch.randn(batch, text, 16),
-        "encoder_attention_mask": mask,
-        "pooled_projections": torch.randn(batch, 8),
-        "timestep": torch.full((batch,), 300),
-        "guidance": torch.full((batch,), 1.0),
-    }
+        "hidden_states": torch.randn(batch, 4, 3, 6, 10), "encoder_hidden_states": torch.randn(batch, text, 16),
+        "encoder_attention_mask": mask, "pooled_projections": torch.randn(batch, 8),
+        "timestep": torch.full((batch,), 300), "guidance": torch.full((batch,), 1.0),
+    }  # fmt: skip
 
 
 def cogvideox(text=7, batch=2):

@@ -20,36 +20,18 @@ from megatron_cp.executor import launch
 
 _ROOT = Path(__file__).parents[1]
 _PRELOADED = (
-    "hypothesis",
-    "matplotlib.figure",
-    "megatron.core.distributed",
-    "megatron.core.models.gpt",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.ssm.gated_delta_net.common",
-    "megatron.training",
-    "megatron_cp.cli.main",
-    "megatron_cp.executor.launch",
-    "megatron_cp.megatron.specs",
-    "megatron_cp.apps.train.loop",
-    "megatron_cp.testing.parity",
-    "numpy",
-    "pytest",
-    "torch.distributed",
-    "tests.frozen",
-)
+    "hypothesis", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
+    "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",
+    "megatron.core.ssm.gated_delta_net.common", "megatron.training", "megatron_cp.cli.main",
+    "megatron_cp.executor.launch", "megatron_cp.megatron.specs", "megatron_cp.apps.train.loop",
+    "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed", "tests.frozen",
+)  # fmt: skip
 # Tests of the emulated device need no Megatron, whose import takes its time there.
 _PRELOADED_FOR_CUDA = (
-    "hypothesis",
-    "megatron_cp.executor.launch",
-    "megatron_cp.exchange.kernels.triton",
-    "megatron_cp.linear.gates.triton_kernels",
-    "megatron_cp.testing.parity",
-    "numpy",
-    "pytest",
-    "torch.distributed",
+    "hypothesis", "megatron_cp.executor.launch", "megatron_cp.exchange.kernels.triton",
+    "megatron_cp.linear.gates.triton_kernels", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
     "tests.frozen",
-)
+)  # fmt: skip
 
 
 def forking_context():

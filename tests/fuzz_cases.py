@@ -13,14 +13,9 @@ from megatron_cp.planner.layouts import layout_by_name
 from tests import mask_oracle
 
 KINDS = {
-    "gated_delta_rule": "gdn",
-    "gated_delta_net": "gdn",
-    "kda": "kda",
-    "kda_mixer": "kda",
-    "mamba2": "mamba",
-    "mamba2_mixer": "mamba",
-    "causal_conv1d": "conv1d",
-}
+    "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "mamba2": "mamba",
+    "mamba2_mixer": "mamba", "causal_conv1d": "conv1d",
+}  # fmt: skip
 ATTENTIONS = ("attention", "projected_attention")
 OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
 
@@ -172,8 +167,6 @@ def _frozen(value):
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
 
 
-# -- who holds which tokens ------------------------------------------------------------------------------------------
-
 LAYOUTS = (
     "contiguous", "zigzag", "balanced", "random", "edges", "stripes", "one", "pack", "within", "turned", "singles",
 )  # fmt: skip
@@ -226,9 +219,6 @@ def _parts(random, start, end):
     cuts = np.unique([start, end, *random.integers(start, end + 1, size=3)])
     pieces = list(itertools.pairwise(cuts.tolist()))
     return [pieces[number] for number in random.permutation(len(pieces)).tolist()]
-
-
-# -- a failing case made smaller -------------------------------------------------------------------------------------
 
 
 def simpler(case):

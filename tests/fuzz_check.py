@@ -84,9 +84,6 @@ def layouts_of(call, plan):
     return hidden_layout, (plan.kv_layout if call.operation in ATTENTIONS else hidden_layout), hidden_layout
 
 
-# -- one rank --------------------------------------------------------------------------------------------------------
-
-
 def run_rank(group, case, plans, problems):
     """Returns this rank's results after all calls: for each the output and the gradients by name."""
     plans = [plan_of(call, case.cp_size) for call in case.calls] if case.own_plans else plans
@@ -230,9 +227,6 @@ def _linear_options(call):
 
 def _sharded(call):
     return {"q", "k", "v", "qkv", "xBC", "x", "dt", "B", "C", "alpha", "beta", "g"}
-
-
-# -- what must hold --------------------------------------------------------------------------------------------------
 
 
 def _compare(call, plan, problem, ranks):

@@ -183,14 +183,10 @@ def _linear(r, call, cp_size):
     if exchanges and kind != "conv1d" and r.random() < 0.3:
         codec = r.choice(("fp8", "fp8_e5m2", "int8"))
     choices = {
-        "gated_delta_rule": ["norm"],
-        "kda": ["norm"],
-        "mamba2": ["softplus", "limit", "skip", "skips", "bias"],
-        "gated_delta_net": ["bias", "three"],
-        "kda_mixer": ["bias", "three", "bound"],
-        "mamba2_mixer": ["bias", "three", "limit", "skip", "skips"],
-        "causal_conv1d": ["bias", "three", "silu"],
-    }[call.operation]
+        "gated_delta_rule": ["norm"], "kda": ["norm"], "mamba2": ["softplus", "limit", "skip", "skips", "bias"],
+        "gated_delta_net": ["bias", "three"], "kda_mixer": ["bias", "three", "bound"],
+        "mamba2_mixer": ["bias", "three", "limit", "skip", "skips"], "causal_conv1d": ["bias", "three", "silu"],
+    }[call.operation]  # fmt: skip
     options = tuple(name for name in choices if r.random() < 0.4)
     if "skips" in options:
         options = tuple(name for name in options if name != "skip")

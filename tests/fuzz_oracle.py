@@ -28,9 +28,6 @@ def evaluate(call, plan, leaves):
     return tensors["x"] * 1
 
 
-# -- codecs ----------------------------------------------------------------------------------------------------------
-
-
 class _Coded(torch.autograd.Function):
     """`[..., d]` coded and decoded, with a scale for each row; its gradient likewise, in another format."""
 
@@ -75,9 +72,6 @@ def _is_coded(call, plan):
 def _sent(call, plan, x):
     """Returns `[..., heads, d]` after coding and decoding for the wire."""
     return _Coded.apply(x, *FORMATS[call.codec]) if _is_coded(call, plan) else x
-
-
-# -- softmax attention -----------------------------------------------------------------------------------------------
 
 
 def _attention(call, plan, tensors):
@@ -140,9 +134,6 @@ def _kept(shape, head, seed, dropout):
                 stream = (stream ^ (stream >> np.uint64(shift))) * np.uint64(factor)
             stream = stream ^ (stream >> np.uint64(31))
         return stream.view(np.int64) >= int(dropout * 2**64) - 2**63
-
-
-# -- linear layers ---------------------------------------------------------------------------------------------------
 
 
 def _recurrence(call, plan, tensors):

@@ -82,30 +82,23 @@ def candidates_about(cp_size, draw):
         for kind, factor in KINDS.items():
             share = 16 / size
             parts = {
-                "attention": 31.0 * share * factor,
-                "linear": 20.1 * share * draw.uniform(0.95, 1.1),
-                "products": 44.0 * share,
-                "exposed transfers": 3.1 * factor**4,
-                "waits": 2.0 * draw.uniform(0.5, 2),
-            }
+                "attention": 31.0 * share * factor, "linear": 20.1 * share * draw.uniform(0.95, 1.1),
+                "products": 44.0 * share, "exposed transfers": 3.1 * factor**4, "waits": 2.0 * draw.uniform(0.5, 2),
+            }  # fmt: skip
             step = sum(parts.values())
             is_chosen = size == cp_size and factor == 1.0
             memory = {"parameters": 1.0e10, "optimizer": 2e10, "activations": 3.5e10 * cp_size / size, "buffers": 1e9}
             over = sum(memory.values()) > 8e10
             found.append(
                 {
-                    "name": f"cp {size}, {kind}",
-                    "cp": size,
+                    "name": f"cp {size}, {kind}", "cp": size,
                     "flags": f"--context-parallel-size {size} --cp-comm-type {kind.split(',')[0]}",
-                    "milliseconds": {**parts, "step": step},
-                    "tokens_per_second_per_gpu": 131072 / step * 1e3 / size,
-                    "mfu": min(1.0, 0.41 / factor * 60 / (step * size / 16)),
-                    "bytes": memory,
-                    "limit_bytes": 8.0e10,
+                    "milliseconds": {**parts, "step": step}, "tokens_per_second_per_gpu": 131072 / step * 1e3 / size,
+                    "mfu": min(1.0, 0.41 / factor * 60 / (step * size / 16)), "bytes": memory, "limit_bytes": 8.0e10,
                     "chosen": is_chosen,
                     "why_not": "" if is_chosen else "does not fit in memory" if over else f"{step:.1f} ms a step",
                 }
-            )
+            )  # fmt: skip
     return found
 
 

@@ -90,8 +90,6 @@ def check_results(case, actual):
             assert error <= TOLERANCE, (name, float(error))
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
-
 LENGTHS = st.integers(0, 1) | st.integers(2, 19)
 EVERY_HEADS = ((6, 2), (7, 7), (7, 1), (4, 4), (1, 1), (12, 3))
 SIZES = ((8, 8), (24, 16), (5, 3), (2, 9))

@@ -20,13 +20,9 @@ from tests.commands import command, last_json
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
 RATIOS = (
-    "compute_over_ideal",
-    "outside_kernel_share",
-    "peak_over_formula",
-    "peak_with_kernel_over_formula",
-    "buffers_over_formula",
-    "wait_share",
-)
+    "compute_over_ideal", "outside_kernel_share", "peak_over_formula", "peak_with_kernel_over_formula",
+    "buffers_over_formula", "wait_share",
+)  # fmt: skip
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
 SCHEMES = [name for name, scheme in schemes.SCHEMES.items() if not scheme.is_product]
 PRODUCTS = [name for name, scheme in schemes.SCHEMES.items() if scheme.is_product]
@@ -89,10 +85,13 @@ def test_torchrun_brings_its_ranks():
     assert run.stdout.count("peak_bytes") == 1  # one rank prints
 
 
-def test_rejects_a_benchmark_that_there_is_not(capsys):
+def test_rejects_benchmarks_and_devices_that_there_are_not(capsys, monkeypatch):
     assert main(["bench", "planets"]) == 2
     known = "attention or linear or exchange or layer or wire or packs or planner"
     assert f"benchmark: got 'planets'; allowed: {known}" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "attention", "--device", "cuda"]) == 2
+    assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -164,12 +163,6 @@ def test_planner_rejects(arguments, says, capsys):
 def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
     assert main(["bench", *arguments, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_rejects_a_device_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["bench", "attention", "--device", "cuda"]) == 2
-    assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["attention", "--repeats", "0"], ["attention", "--cp", "2,3"]])

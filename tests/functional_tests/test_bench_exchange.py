@@ -45,9 +45,6 @@ def is_spread(value):
     return 0 < value["low"] <= value["median"] <= value["high"]
 
 
-# -- what is reported --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 def test_ratios_come_first_and_every_cell_is_printed(printed, report):
     assert list(report)[:4] == list(RATIOS)
@@ -114,9 +111,6 @@ def test_counts_are_what_is_claimed(report):
     assert sum(report["megatron_host_syncs_in_checks"].values()) == 7
 
 
-# -- without Megatron --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options",
     [[], ["--transport", "pairwise", "--head-chunks", "2", "--codec", "fp8"]],
@@ -148,9 +142,6 @@ def test_torchrun_brings_its_ranks():
     assert is_spread(report["cells"][0]["megatron_over_ours"]["inbound, zigzag, with the gate"]["both"])
     assert report["cp"] == 2
     assert run.stdout.count('"pack_over_copy"') == 1  # one rank prints
-
-
-# -- what is timed is what it should be --------------------------------------------------------------------------------
 
 
 def check_all(group, case):
@@ -187,16 +178,14 @@ def test_sees_a_local_part_that_delivers_something_else(name, monkeypatch):
         check_locally(CASE)
 
 
-def test_sees_a_message_of_gradients_in_place_that_is_another(monkeypatch):
-    monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
-    with pytest.raises(RuntimeError, match="gradients in place make another message"):
-        local_work(Batch(CASE), "zigzag", "without the gate", SENT)
-
-
-def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
+def test_sees_what_delivers_something_else(monkeypatch):
     monkeypatch.setattr(contenders.ToHeadsInParts, "finish", shifted(contenders.ToHeadsInParts.finish))
     with pytest.raises(RankError, match="with the gate, inbound returns other data than was sent"):
         run_ranks(check_all, 2, CASE)
+    monkeypatch.undo()
+    monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
+    with pytest.raises(RuntimeError, match="gradients in place make another message"):
+        local_work(Batch(CASE), "zigzag", "without the gate", SENT)
 
 
 def test_sees_a_peer_that_delivers_something_else(monkeypatch):

@@ -100,9 +100,6 @@ def test_needs_megatron_and_says_what_does_not(capsys, monkeypatch):
     assert "bench linear measures mixers without it" in error
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
-
-
 def compare(group, factor):
     case, rows = Case("gdn", 2, (8,), dtype=torch.float32), torch.arange(1.0, 9.0)
     # Of a parameter, ranks have shares that only together are the same.
@@ -116,9 +113,6 @@ def test_sides_that_compute_the_same_are_told_from_others():
         assert errors == {"out": 0.0, "gradients": 0.0}
     with pytest.raises(RankError, match="they do not compute the same"):
         run_ranks(compare, 2, 1.01, kind="processes")
-
-
-# -- what is timed as alike --------------------------------------------------------------------------------------------
 
 
 def spin(seconds):

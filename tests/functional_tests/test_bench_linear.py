@@ -24,14 +24,9 @@ HEADS = {
     "conv1d": ["--heads", "3", "--head-dim", "16"],
 }
 RATIOS = (
-    "chunkwise_over_plain",
-    "target",
-    "megatron_over_ours",
-    "headwise_over_chunkwise",
-    "headwise_over_chunkwise_local",
-    "wait_share",
-    "saved_headwise_over_chunkwise",
-)
+    "chunkwise_over_plain", "target", "megatron_over_ours", "headwise_over_chunkwise", "headwise_over_chunkwise_local",
+    "wait_share", "saved_headwise_over_chunkwise",
+)  # fmt: skip
 ABSOLUTE = ("local_ms", "busy_ms", "transfer_ms", "wall_ms", "bytes_sent_per_rank", "bytes_planned_per_rank")
 WAYS = ["forward", "backward", "both"]
 
@@ -40,16 +35,8 @@ def check_report(report):
     names = list(report)
     assert names[: len(RATIOS)] == list(RATIOS)  # ratios first
     assert set(names) >= {
-        *ABSOLUTE,
-        "cp",
-        "layer",
-        "lengths",
-        "repeats",
-        "device",
-        "kernel",
-        "megatron_core",
-        "not_run",
-    }
+        *ABSOLUTE, "cp", "layer", "lengths", "repeats", "device", "kernel", "megatron_core", "not_run",
+    }  # fmt: skip
     assert list(report["chunkwise_over_plain"]) == list(PLACES)
     for ratios in (
         *report["chunkwise_over_plain"].values(),
@@ -115,21 +102,15 @@ def test_a_middle_segment_costs_little_more_than_a_document(capsys):
     assert report["target"] == {"middle_both_at_most": 1.35, "met": middle <= 1.35}
 
 
-def test_runs_without_megatron(capsys, monkeypatch):
+def test_runs_without_megatron_and_says_where_its_rule_differs(capsys, monkeypatch):
+    monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
+    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
+    assert "megatron-core's rule differs from ours by" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "megatron_cp.apps.bench.peers.delta_rule", None)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
     assert report["megatron_over_ours"] is None
     assert list(report["not_run"]) == ["megatron-core"]
-
-
-def test_a_peer_that_computes_something_else_is_no_peer(capsys, monkeypatch):
-    monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
-    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
-    assert "megatron-core's rule differs from ours by" in capsys.readouterr().err
-
-
-# -- what layers save --------------------------------------------------------------------------------------------------
 
 
 def saved_on(group, case):
@@ -188,18 +169,11 @@ def test_what_is_saved_is_told_apart(forward, numbers, indices, tables):
     assert (saved.numbers, saved.indices, saved.tables) == (numbers, indices, tables)
 
 
-# -- a rank's own tokens -----------------------------------------------------------------------------------------------
-
-
 # Whether the rank that stands there sends anything to others, forward and backward.
 SENDS = {
-    "plain": [False, False],
-    "few plain": [False, False],
-    "first": [True, False],
-    "middle": [True, True],
-    "last": [False, True],
-    "few": [True, True],
-}
+    "plain": [False, False], "few plain": [False, False], "first": [True, False], "middle": [True, True],
+    "last": [False, True], "few": [True, True],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [3, 150])
@@ -220,9 +194,6 @@ def test_segments_stand_where_they_should_and_compute_what_whole_documents_do(la
         torch.testing.assert_close(results[name, "backward"], results[plain, "backward"])
     assert not torch.allclose(results["plain", "forward"], results["few plain", "forward"])
     assert sends == SENDS
-
-
-# -- the pieces --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 40, 2048])

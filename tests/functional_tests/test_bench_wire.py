@@ -26,12 +26,9 @@ CLUSTER = ROOT / "tools" / "cluster"
 TINY = ["--device", "cpu", "--tokens-per-rank", "40", "--head-dim", "16", "--repeats", "2", "--json"]
 EVERY = [*TRANSPORTS, "naive loop", "all at once"]
 OF_TRANSPORTS = (
-    "collective_over_pairwise",
-    "naive_over_pairwise",
-    "at_once_over_pairwise",
-    "flat_over_hierarchical",
+    "collective_over_pairwise", "naive_over_pairwise", "at_once_over_pairwise", "flat_over_hierarchical",
     "gather_flat_over_hierarchical",
-)
+)  # fmt: skip
 OF_CODECS = tuple(f"{codec}_{name}" for codec in ("fp8", "int8") for name in ("over_none_speedup", "byte_ratio"))
 OF_OVERLAP = ("hidden_share", "one_chunk_over_chunked", "transfer_ms", "compute_ms", "together_ms")
 
@@ -96,11 +93,8 @@ def test_everything_is_measured_between_threads(capsys):
     check_codecs(report, ["1", "4"])
     check_overlap(report, ["attention", "gdn"], ["1", "2", "4"])
     assert (report["cp"], report["hosts"], report["dtype"], report["transport"]) == (
-        3,
-        [0, 0, 1],
-        "bfloat16",
-        "collective",
-    )
+        3, [0, 0, 1], "bfloat16", "collective",
+    )  # fmt: skip
     assert "| 3 | all-to-all | pairwise, 3 |" in text
     assert "| gdn | 4 | both |" in text
 
@@ -129,18 +123,8 @@ def test_parts_by_another_transport_with_other_options(capsys):
 
 def test_heads_of_128_go_in_half_the_bytes(capsys):
     options = [
-        "--only",
-        "codecs",
-        "--cp",
-        "2",
-        "--tokens-per-rank",
-        "16",
-        "--repeats",
-        "1",
-        "--device",
-        "cpu",
-        "--json",
-    ]
+        "--only", "codecs", "--cp", "2", "--tokens-per-rank", "16", "--repeats", "1", "--device", "cpu", "--json",
+    ]  # fmt: skip
     assert main(["bench", "wire", "--ranks", "threads", *options]) == 0
     report = last_json(capsys.readouterr().out)
     assert report["fp8_byte_ratio"]["1"] == pytest.approx(256 / 132, rel=0.001)
@@ -173,9 +157,6 @@ def test_hosts_are_those_of_the_cluster():
     report = last_json(run.stdout)
     check_transports(report, ["3"])
     assert report["hosts"] == [0, 0, 1]
-
-
-# -- the pieces --------------------------------------------------------------------------------------------------------
 
 
 def test_traffic_between_hosts_is_what_the_plan_sends_there():

@@ -18,12 +18,9 @@ from tests.commands import command, last_json
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
-    "attention": ["--kv-heads", "2"],
-    "gdn": ["--key-heads", "2"],
-    "kda": ["--key-heads", "2"],
-    "mamba": ["--groups", "2", "--state", "8"],
-    "conv1d": [],
-}
+    "attention": ["--kv-heads", "2"], "gdn": ["--key-heads", "2"], "kda": ["--key-heads", "2"],
+    "mamba": ["--groups", "2", "--state", "8"], "conv1d": [],
+}  # fmt: skip
 GRADIENTS = {
     "attention": {"d_q", "d_k", "d_v"},
     "kda": {"d_qkv", "d_g", "d_beta", "d_conv", "d_conv_bias", "d_A_log", "d_dt_bias"},
@@ -86,11 +83,13 @@ def test_check_all_varies_what_is_not_given(capsys):
     assert f"ok     cp=4 a2a+exact         {len(MASKS):2} cases" in out
 
 
-def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
+def test_check_runs_every_mode_of_a_linear_layer_and_draws_documents(capsys):
     assert main(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12", "--json"]) == 0
     out = everything(capsys)
     assert last_json(out)["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
+    assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["cases"] == 1
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
@@ -108,7 +107,9 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     assert report["predicted_for"].startswith("h100: NVIDIA H100 SXM5 80 GB")
 
 
-def test_one_long_document_costs_less_than_its_activations(capsys):
+def test_plan_counts_pad_tokens_and_bytes(capsys):
+    assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
     assert main(["plan", *shape, "--lengths", str(8 * 32768), "--json"]) == 0
     sent = last_json(capsys.readouterr().out)["bytes_sent_per_rank"]
@@ -155,17 +156,14 @@ def test_plan_names_a_layout_that_is_much_faster(capsys):
     assert faster["predicted_ms"] == pytest.approx(sum(found["contiguous"]["predicted_ms"].values()))
 
 
-def test_check_fails_with_status_1(capsys, monkeypatch):
+def test_check_fails_where_one_of_the_sizes_fails(capsys, monkeypatch):
     from megatron_cp.testing import parity
 
     monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
     assert main(["check", "--cp", "2", "--lengths", "3", "--json"]) == 1
     assert last_json(capsys.readouterr().out)["pass"] is False
-
-
-def test_check_draws_documents(capsys):
-    assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["cases"] == 1
+    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
+    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_plan_reports_every_key(capsys, tmp_path):
@@ -202,11 +200,6 @@ def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_in_the_layers(c
     assert drawn == [Layout.zigzag(packing, 3)]
 
 
-def test_plan_counts_pad_tokens(capsys):
-    assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
-
-
 WIRE = ["--codec", "int8", "--head-chunks", "2", "--transport", "hierarchical"]
 
 
@@ -237,14 +230,8 @@ def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
     out = everything(capsys)
     chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
     assert chunks == {
-        "a2a": 1,
-        "p2p": 1,
-        "all_gather": 3,
-        "exact": 3,
-        "a2a+p2p": 2,
-        "a2a+all_gather": 2,
-        "a2a+exact": 2,
-    }
+        "a2a": 1, "p2p": 1, "all_gather": 3, "exact": 3, "a2a+p2p": 2, "a2a+all_gather": 2, "a2a+exact": 2,
+    }  # fmt: skip
     assert "a2a has 1 head chunk; p2p has 1 head chunk; a2a+p2p has 2 head chunks; a2a+all_gather has 2" in out
 
 
@@ -460,14 +447,6 @@ def test_rejects_a_check_of_which_no_size_fits(capsys):
     assert printed.out == ""
 
 
-def test_check_fails_where_one_of_the_sizes_that_fit_fails(capsys, monkeypatch):
-    from megatron_cp.testing import parity
-
-    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
-    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
-    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
-
-
 def test_check_runs_on_processes(capsys):
     assert main(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes", "--json"]) == 0
     out, text = capsys.readouterr()
@@ -485,18 +464,9 @@ def test_check_says_first_where_it_ran(every, capsys):
 
 def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
     run = command(
-        "check",
-        "--kernel",
-        "reference",
-        "--cp",
-        "2",
-        "--lengths",
-        "4000,4000",
-        "--timeout",
-        "0.2",
-        seconds=60,
+        "check", "--kernel", "reference", "--cp", "2", "--lengths", "4000,4000", "--timeout", "0.2", seconds=60,
         status=1,
-    )
+    )  # fmt: skip
     assert "did not finish in 0.2 s" in run.stderr
     assert "run_layer" in run.stderr
 

@@ -101,9 +101,6 @@ def test_packs_of_any_lengths_compile_twice_at_most():
             assert found.graphs[1:] == (4, 4, 4, 4)
 
 
-# -- more than a forward and its backward ------------------------------------------------------------------------------
-
-
 def checkpointed(group, operation, mode):
     """Largest difference of a compiled operation that is computed again in backward, over several packs."""
     function, layer, found = FUNCTIONS[operation], Layer(operation), []

@@ -62,9 +62,6 @@ KERNELS = {
 OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 def layer_on_device(group, case, poison):
     problem = on(DEVICE, draw(case))
     if not poison:
@@ -117,9 +114,6 @@ def test_scheme_equals_float64(scheme, mask):
     assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
 
 
-# -- autocast ----------------------------------------------------------------------------------------------------------
-
-
 # An emulated device takes minutes for KDA's kernels, and asks nothing else of autocast than Gated DeltaNet's.
 @pytest.mark.parametrize("name", [name for name in test_autocast.ALL if "kda" not in name])
 def test_autocast_casts_as_on_a_cpu(name):
@@ -127,9 +121,6 @@ def test_autocast_casts_as_on_a_cpu(name):
         test_autocast.test_inputs_of_recurrences_are_cast_to_the_widest(name, "mixed", "auto")
     else:
         test_autocast.test_lowered_inputs_are_cast_and_nothing_else_is(name, "mixed", torch.bfloat16, "auto")
-
-
-# -- the exchange ------------------------------------------------------------------------------------------------------
 
 
 def exchange_over(layout):
@@ -211,9 +202,6 @@ def test_transports_and_chunks_change_no_bit(how):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-# -- waits of the host -------------------------------------------------------------------------------------------------
-
-
 def steps_of(what):
     """Forward and backward on one rank whose rows are shuffled, so that nothing is skipped."""
     if what == "exchange":
@@ -261,9 +249,6 @@ def test_host_never_waits(what, monkeypatch):
     assert counters.copied or launches
     assert set(launches) in (set(), {"to_message_kernel", "from_message_kernel"})
     assert counters.host_syncs == {}
-
-
-# -- gates -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", test_gates.CHECKS)

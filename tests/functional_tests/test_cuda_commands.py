@@ -60,13 +60,9 @@ def test_gpu_check_runs_dry(step, tmp_path):
     options = ["--dry-run", "--repeats", "1", "--workers", "1", "--require", "varlen of attention"]
     done = subprocess.run(
         ["bash", "tools/gpu_check.sh", "--only", step, *options],
-        env=os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+        env=os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}, cwd=ROOT, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     left = json.loads((tmp_path / f"gpu_{step}.json").read_text())
     assert left["failed"] == []

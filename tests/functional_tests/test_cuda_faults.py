@@ -48,9 +48,6 @@ def on_one_rank(what="varlen"):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# -- the faults: each changes the library, and gives what runs and what is seen -------------------------------------
-
-
 def a_table_on_the_host(patch):
     make = device_module.on_device
     patch.setattr(halo, "on_device", lambda table, device, *rest: make(table, torch.device("cpu"), *rest))

@@ -30,13 +30,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PACKING = Packing([7, 1, 300, 64, 2, 200])  # the third has whole blocks of 128, and none begins with a document
 TOTAL = PACKING.total
 MASKS = {
-    "causal": Mask.causal(PACKING),
-    "full": Mask.full(PACKING),
-    "window": Mask.window(PACKING, 40, 3),
-    "first+window": Mask.window(PACKING, 30, 0, first=4),
-    "prefix": Mask.prefix(PACKING, 20),
+    "causal": Mask.causal(PACKING), "full": Mask.full(PACKING), "window": Mask.window(PACKING, 40, 3),
+    "first+window": Mask.window(PACKING, 30, 0, first=4), "prefix": Mask.prefix(PACKING, 20),
     "blind queries": Mask.from_slices(PACKING, [(8, 100, 8, 60, "causal"), (320, 400, 310, 400, "full")]),
-}
+}  # fmt: skip
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 NAMES = ("out", "lse", "dq", "dk", "dv")
 LAYER = Case("attention", 3, (7, 1, 130, 64, 2), head_dim=32, value_head_dim=48, dtype=torch.float32, kernel="flex")

@@ -21,6 +21,7 @@ from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls
 from megatron_cp.softmax.on_rank import attention_call
+from tests.refusals import rejects
 from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
 
@@ -174,9 +175,6 @@ def test_padded_tables_give_one_ranks_numbers(size):
         assert not any(x[filled:].count_nonzero() for x in of_attention)  # not even NaN of memory that nobody wrote
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def test_rejects_capturing_before_the_first_eager_call():
     step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4))
     batch = step.shard(PACKS[0])
@@ -224,8 +222,7 @@ def test_a_graph_is_replayed_for_the_pack_that_was_loaded_last():
     slots.check_loaded(first.plans)
     second = step.shard(PACKS[1])
     slots.check_loaded(second.plans)
-    with pytest.raises(cp.ArgumentError, match=r"those of another pack"):
-        slots.check_loaded(first.plans)
+    rejects(r"those of another pack", slots.check_loaded, first.plans)
 
 
 def test_rejects_tensors_on_another_device_than_the_tables():
@@ -233,8 +230,7 @@ def test_rejects_tensors_on_another_device_than_the_tables():
     plans = cp.BatchPlan(slots.layout(PACKS[0]), [KINDS["a2a"]])
     slots.load(plans, 0, DEVICE)
     q, k, v = (torch.randn(CAPACITY // 2, heads, 16) for heads in (6, 2, 2))
-    with pytest.raises(cp.ArgumentError, match="q: got 'a tensor on cpu'; allowed: one on cuda:0"):
-        cp.attention(q, k, v, plans.plans[0], StillGroup(0, 2))
+    rejects("q: got 'a tensor on cpu'; allowed: one on cuda:0", cp.attention, q, k, v, plans.plans[0], StillGroup(0, 2))
 
 
 def test_plans_that_layers_have_run_with_may_be_loaded():

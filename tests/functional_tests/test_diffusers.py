@@ -19,6 +19,7 @@ from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
 
@@ -84,14 +85,11 @@ def test_a_model_equals_one_rank_on_any_number(name, text, ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        {"scheme": "p2p"},
-        {"scheme": "exact"},
-        {"scheme": "a2a", "head_chunks": 2},
-        {"transport": "pairwise"},
+        {"scheme": "p2p"}, {"scheme": "exact"}, {"scheme": "a2a", "head_chunks": 2}, {"transport": "pairwise"},
         {"text": "held", "transport": "pairwise"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options_are_those_of_plans(options):
     check("qwen", 2, **options)
 
@@ -193,7 +191,8 @@ def own_losses_on_rank(group):
     return max(error(x.grad, gradient) for x, gradient in zip(parameters, expected, strict=True))
 
 
-def test_losses_of_the_ranks_own():
+def test_text_that_a_single_rank_holds_and_losses_of_the_ranks_own():
+    check("qwen", 1, text="held")
     assert max(run_ranks(own_losses_on_rank, 2)) <= 1e-6
 
 
@@ -221,10 +220,6 @@ def test_layers_of_a_second_pass_make_no_plans_and_no_indices(text, monkeypatch)
     for out, first, both in run_ranks(tables_on_rank, 2, text, made):
         assert error(out, expected) <= 1e-12
         assert both == first > 0
-
-
-def test_text_that_a_single_rank_holds():
-    check("qwen", 1, text="held")
 
 
 def lora_on_rank(group):
@@ -273,9 +268,6 @@ def test_compiled_models():
     assert max(run_ranks(compiled_on_rank, 2, kind="processes", timeout=250)) <= 1e-12
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def enabled(name="flux", group=None, settings=None, **options):
     model, inputs = MODELS[name](**(settings or {}))
     enable_context_parallel(model, group, **options)
@@ -296,8 +288,7 @@ def enabled(name="flux", group=None, settings=None, **options):
 )
 def test_inputs_that_are_refused(name, arguments, message):
     model, inputs = enabled(name)
-    with pytest.raises(ArgumentError, match=message):
-        model(**inputs | arguments)
+    rejects(message, model, **inputs | arguments)
 
 
 def test_models_that_are_refused():
@@ -310,11 +301,9 @@ def test_models_that_are_refused():
         )
     with pytest.raises(ArgumentError, match="image_condition_type: got 'token_replace'"):
         enabled("hunyuan", settings={"image_condition_type": "token_replace"})
-    with pytest.raises(ArgumentError, match="model: got 'Linear'"):
-        enable_context_parallel(torch.nn.Linear(1, 1), None)
+    rejects("model: got 'Linear'", enable_context_parallel, torch.nn.Linear(1, 1), None)
     model, _ = enabled()
-    with pytest.raises(ArgumentError, match="one that runs over a group already"):
-        enable_context_parallel(model, None)
+    rejects("one that runs over a group already", enable_context_parallel, model, None)
 
 
 @pytest.mark.parametrize(
@@ -327,15 +316,13 @@ def test_models_that_are_refused():
     ],
 )
 def test_options_that_are_refused(options, message):
-    with pytest.raises(ArgumentError, match=message):
-        enabled(**options)
+    rejects(message, enabled, **options)
 
 
 def test_processors_that_are_set_later_are_noticed():
     model, inputs = enabled()
     model.set_attn_processor(copy.copy(diffusers.models.transformers.transformer_flux.FluxAttnProcessor()))
-    with pytest.raises(ArgumentError, match="0 attention layers that ran over the group"):
-        model(**inputs)
+    rejects("0 attention layers that ran over the group", model, **inputs)
 
 
 def test_backends_that_do_not_ask_torch_are_noticed():
@@ -345,8 +332,7 @@ def test_backends_that_do_not_ask_torch_are_noticed():
         model.set_attention_backend("_native_math")
         model(**inputs)
         model.set_attention_backend("flex")
-        with pytest.raises(ArgumentError, match="FluxAttnProcessor with 0 attentions of torch"):
-            model(**inputs)
+        rejects("FluxAttnProcessor with 0 attentions of torch", model, **inputs)
     finally:
         model.set_attention_backend("native")  # diffusers sets that of all models
 

@@ -128,8 +128,6 @@ def stop_rank_1(group: RankGroup) -> None:
     layer(group)
 
 
-# -- what they are told ------------------------------------------------------------------------------------------------
-
 JOBS = {fault: (odd_one, fault) for fault in FAULTS} | {job.__name__: (job,) for job in (forgets, late, stop_rank_1)}
 # The limit is of a whole job on a busy machine; what stops within is said, not killed. Nothing but its own limit ends
 # the wait for a stopped rank.
@@ -153,12 +151,9 @@ def test_rejects_ranks_that_do_different_things_showing_what(fault: str, answers
         assert re.search(FAULTS[fault], said), said
 
 
-def test_what_a_failed_call_held_is_freed(answers):
-    assert answers["forgets"].result() == [True] * SIZE
-
-
-def test_a_late_rank_is_waited_for(answers):
+def test_a_late_rank_is_waited_for_and_what_a_failed_call_held_is_freed(answers):
     assert len(answers["late"].result()) == SIZE
+    assert answers["forgets"].result() == [True] * SIZE
 
 
 def test_a_stopped_rank_is_named_and_ended(answers):

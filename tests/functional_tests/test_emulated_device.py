@@ -28,15 +28,9 @@ def device():
 
 def run(device, *command, **more):
     return subprocess.run(
-        [sys.executable, *command],
-        env=device,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
+        [sys.executable, *command], env=device, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280,
         **more,
-    )
+    )  # fmt: skip
 
 
 REFUSED = """
@@ -69,9 +63,11 @@ def test_what_a_gpu_refuses_is_refused_and_values_are_right(device):
     assert last == "15.0 True", done.stderr
 
 
-def test_without_a_command_its_use_is_said():
+def test_without_a_command_or_a_compiler_it_ends_with_2_and_says_why():
     done = run(None, "-m", "tools.nullgpu")
     assert (done.returncode, "tools.nullgpu [OPTIONS] COMMAND" in done.stderr) == (2, True)
+    done = run(os.environ | {"CXX": "no-such-compiler"}, "-m", "tools.nullgpu", "true")
+    assert (done.returncode, "nullgpu: no C++ compiler" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +90,6 @@ def test_another_torch_is_named(monkeypatch):
     monkeypatch.setattr(device_module, "TORCH", "2.12.0+cu140")
     with pytest.raises(UnavailableError, match=r"symbols of torch 2\.12\.0\+cu140; this is 2\.11"):
         environment()
-
-
-def test_a_command_without_a_device_ends_with_2_and_says_why():
-    done = run(os.environ | {"CXX": "no-such-compiler"}, "-m", "tools.nullgpu", "true")
-    assert (done.returncode, "nullgpu: no C++ compiler" in done.stderr) == (2, True)
 
 
 # What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds; a part is a process.

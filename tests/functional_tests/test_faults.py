@@ -52,14 +52,16 @@ def record_of(case, *ranks, **changes):
     }  # fmt: skip
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
-
-
-def test_a_case_is_decided_by_its_seed_and_number():
+def test_a_case_is_decided_by_its_seed_and_number_and_its_fault_changes_the_layer():
     cases = [draw(3, number) for number in range(300)]
     assert cases == [draw(3, number) for number in range(300)]
     assert cases != [draw(4, number) for number in range(300)]
     assert [Case.of(case.text()) for case in cases] == cases
+    for number in range(600):
+        case = draw(2, number)
+        if case.fault.kind in ("scheme", "transport", "chunks", "codec"):
+            layer = case.layers[case.fault.layer]
+            assert deviated(layer, case.fault, case.cp_size) != layer, case.text()
 
 
 def test_every_fault_transport_scheme_and_launch_is_drawn():
@@ -87,14 +89,6 @@ def test_every_case_can_be_planned_with_and_without_its_fault():
         assert {plan.cp_size for plan in plans} == {case.cp_size}
 
 
-def test_a_fault_about_the_plan_changes_the_layer():
-    for number in range(600):
-        case = draw(2, number)
-        if case.fault.kind in ("scheme", "transport", "chunks", "codec"):
-            layer = case.layers[case.fault.layer]
-            assert deviated(layer, case.fault, case.cp_size) != layer, case.text()
-
-
 def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
     def rank(group, case):
         return Job(case, group, group, None).run()
@@ -102,9 +96,6 @@ def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
     for case in (draw(0, number) for number in range(3)):
         case = dataclasses.replace(case, fault=dataclasses.replace(case.fault, kind="kill"), own_reduce=False)
         assert run_ranks(rank, case.cp_size, case) == run_ranks(rank, case.cp_size, case)
-
-
-# -- what is made of it ----------------------------------------------------------------------------------------------
 
 
 def test_rank_that_ends_with_other_numbers_is_silent():
@@ -119,30 +110,30 @@ def test_rank_that_ends_with_other_numbers_is_silent():
     assert classify(record_of(case, NUMBERS, NUMBERS, reference="ended with 1")).outcome == "not known"
 
 
-def test_rank_that_crashes_is_an_abort():
+def test_what_is_no_error_is_a_failure():
     for code in (-6, -11):
         assert classify(record_of(case_of("dtype"), code, "x: dtypes differ")).of["rank 0"] == "abort"
     assert classify(record_of(case_of("kill"), -6, -9)).outcome == "abort"
     assert classify(record_of(case_of("kill"), "lost rank 1", -9)).outcome == "error"  # the fault's own rank may
-
-
-def test_rank_that_waits_is_a_hang():
     verdict = classify(record_of(case_of("stop"), "lost rank 1", 0, hung=[0]))
     assert (verdict.outcome, verdict.seconds) == ("hang", None)
     launched = case_of("stop", launch="launcher")
     assert classify(record_of(launched, "lost rank 1", 0, hung=[-1])).of == {"caller": "hang"}
+    case = case_of("kill", save="megatron")
+    fine = record_of(case, "lost rank 1", -9)
+    assert classify(fine).outcome == "error"
+    assert classify(fine | {"orphans": ["77 T python"]}).outcome == "orphan"
+    assert classify(fine | {"checkpoint": "step 2 was saved"}).outcome == "checkpoint"
+    assert classify(fine | {"fault": {}}).outcome == "not reached"
 
 
-def test_errors_must_name_the_lost_rank():
+def test_errors_must_name_the_lost_rank_or_the_peer_that_it_waits_for():
     case = case_of("kill")
     assert classify(record_of(case, GLOO, -9)).outcome == "no cause"
     named = classify(record_of(case, "LostError: rank 1 closed its connection", -9))
     assert (named.outcome, named.named, named.seconds) == ("error", (1, 1), 7.5)
     assert classify(record_of(case, "LostError: rank 0 failed", -9)).outcome == "no cause"
     assert classify(record_of(case, 1, -9, log={"0": ""})).outcome == "no cause"
-
-
-def test_where_ranks_wait_in_a_row_each_must_name_its_peer():
     case = case_of("stop", cp_size=3)
     first, second = "Error: rank 0 waits for rank 1", "Error: rank 2 waits for rank 0"
     assert classify(record_of(case, first, -9, second)).outcome == "error"
@@ -189,15 +180,19 @@ def test_ranks_that_wait_for_others_than_the_fault_name_no_cause(kind):
     assert not names_cause(dataclasses.replace(case, fault=dataclasses.replace(case.fault, rank=3)), text)
 
 
-def test_seeds_stand_in_every_step_so_that_two_must_be_shown():
+def test_names_of_ranks_and_seeds_are_looked_for_in_what_an_error_says():
+    assert names_rank("waits for rank 1", 1)
+    assert names_rank("ranks 0, 2 and 3 did not answer", 3)
+    assert not names_rank("waits for rank 12", 1)
+    assert not names_rank("waited 1 s", 1)
+    assert not names_rank("rank 0 waited 1 s", 1)
+    text = 'RankError: failed:\nTraceback (most recent call last):\n  File "a.py"\n    softcap = rank 1\nOSError: no'
+    assert said(text) == "RankError: failed:\nOSError: no"
     waits = "PeerError: rank {} of 2, in attention [0a1b2c3d], seed {}, a2a, waiting for 8 bytes from rank 1"
     case = case_of("seed")
     assert not names_cause(case, waits.format(0, 2))
     assert names_cause(case, waits.format(0, 2) + ":\n" + waits.format(1, 5))
-
-
-def test_of_a_save_no_error_can_name_the_rank():
-    """Whom torch's own collectives have lost, none of their errors says."""
+    # Whom torch's own collectives have lost, none of their errors says.
     lost = "PeerError: rank 0 of 2, in {}, after 0 s: another rank did not answer, has ended, or does something else."
     case = case_of("kill_in_save", save="megatron")
     assert names_cause(case, lost.format("saving iter_0000002"))
@@ -205,26 +200,14 @@ def test_of_a_save_no_error_can_name_the_rank():
     assert not names_cause(case_of("kill"), lost.format("saving iter_0000002"))  # which saves nothing
 
 
-def test_a_final_message_may_follow_a_bar_of_progress():
+def test_a_delay_must_end_right_and_a_final_message_may_follow_a_bar():
+    case = case_of("delay")
+    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
+    assert classify(record_of(case, "LostError: rank 1 is late", NUMBERS)).outcome == "refused"
     log = "CP=2: 0%|  | 0/4 [00:00<?, ?step/s]megatron-cp train: rank 1 of 2 failed:\nTraceback\nKeyError: 'x'\n\n"
     launched = case_of("raise", launch="launcher", train=True)
     verdict = classify(record_of(launched, 1, 1, caller={"ok": False, "exit_codes": []}, log={"-1": log}))
     assert (verdict.outcome, verdict.messages["caller"][:22]) == ("error", "megatron-cp train: ran")
-
-
-def test_delay_must_end_right():
-    case = case_of("delay")
-    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
-    assert classify(record_of(case, "LostError: rank 1 is late", NUMBERS)).outcome == "refused"
-
-
-def test_orphans_checkpoints_and_faults_that_never_came_are_failures():
-    case = case_of("kill", save="megatron")
-    fine = record_of(case, "lost rank 1", -9)
-    assert classify(fine).outcome == "error"
-    assert classify(fine | {"orphans": ["77 T python"]}).outcome == "orphan"
-    assert classify(fine | {"checkpoint": "step 2 was saved"}).outcome == "checkpoint"
-    assert classify(fine | {"fault": {}}).outcome == "not reached"
 
 
 def test_launcher_is_judged_by_what_its_caller_gets():
@@ -247,19 +230,6 @@ def test_launcher_is_judged_by_what_its_caller_gets():
     # Whoever complains first is named in front, which is not whom it complains about.
     first = caller("RankError: rank 1 of 2 failed:\nRuntimeError: Timed out waiting", 1, 1)
     assert classify(record_of(case_of("stop", launch="launcher"), 1, -9, caller=first)).outcome == "no cause"
-
-
-def test_names_rank():
-    assert names_rank("waits for rank 1", 1)
-    assert names_rank("ranks 0, 2 and 3 did not answer", 3)
-    assert not names_rank("waits for rank 12", 1)
-    assert not names_rank("waited 1 s", 1)
-    assert not names_rank("rank 0 waited 1 s", 1)
-
-
-def test_what_an_error_says_is_not_what_stands_in_the_source():
-    text = 'RankError: failed:\nTraceback (most recent call last):\n  File "a.py"\n    softcap = rank 1\nOSError: no'
-    assert said(text) == "RankError: failed:\nOSError: no"
 
 
 def test_report_counts_and_reproduces():
@@ -322,8 +292,6 @@ def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path
     assert (nothing, fine, older) == ("", "", "step 2 was saved, and step 1 is there")
     assert damaged.startswith("step 2 was saved, and loading ends in ")
 
-
-# -- what is seen ----------------------------------------------------------------------------------------------------
 
 # Jobs of one process, made as the campaign makes them: who watches forks it.
 WATCHED = """

@@ -2,16 +2,14 @@
 of its own, since it changes Triton for good. float32, because its bfloat16 products are wrong."""
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
+from tests.commands import last_json, run_module
 from tests.linear_oracle import conv_errors, rule_errors
 from tests.shared import once, selected
 
@@ -45,18 +43,13 @@ CASES = {
         {"lengths": [1], "channels": 16, "width": 4, "bias": True, "silu": True},
         {"lengths": ACROSS, "channels": 12, "width": 4, "bias": True, "silu": True, "layout": "contiguous", "ranks": 3},
         {
-            "lengths": [10, 2, 1, 6],
-            "channels": 8,
-            "width": 4,
-            "bias": True,
-            "silu": True,
-            "layout": "zigzag",
+            "lengths": [10, 2, 1, 6], "channels": 8, "width": 4, "bias": True, "silu": True, "layout": "zigzag",
             "ranks": 3,
         },
         {"lengths": [9], "channels": 8, "width": 2, "bias": False, "silu": False, "layout": "contiguous", "ranks": 3},
         {"lengths": [2], "channels": 8, "width": 5, "bias": True, "silu": True, "layout": "contiguous", "ranks": 2},
     ],
-}
+}  # fmt: skip
 
 
 FEW, OTHERS = "0::3", "others"  # every third case, and those between
@@ -71,15 +64,7 @@ def measured(request, tmp_path_factory):
     """Returns the errors of each case of an operation, by which cases they are; all of a kind in one process."""
 
     def run(which):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.functional_tests.test_fla_kernels", which],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-            timeout=240,
-            check=True,
-        )
-        return json.loads(done.stdout.splitlines()[-1])
+        return last_json(run_module("tests.functional_tests.test_fla_kernels", which, TRITON_INTERPRET="1"))
 
     chosen = selected(request, test_matches_the_oracle_forward_and_backward)
     kinds = sorted({case["which"] for case in chosen})

@@ -45,39 +45,29 @@ def made(request: pytest.FixtureRequest) -> dict[str, Any]:
             [sys.executable, "-m", "tests.functional_tests.test_flex_compiled", *map(json.dumps, packs)],
             cwd=ROOT,
             env={
-                **device,
-                **own,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "TRITON_INTERPRET": "0",
+                **device, **own, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0",
                 "TORCHDYNAMO_DISABLE": "0",
             },
             stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
             timeout=240,
             check=True,
-        )
+        )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.thorough
-def test_forward_and_backward_compile(made):
-    """There are two kernels of a template, and those that Inductor fuses beside them."""
+def test_forward_and_backward_compile_and_tables_of_one_block_once_more(made):
+    # There are two kernels of a template, and those that Inductor fuses beside them.
     templates = {name: target for name, target in made["kernels"].items() if name.startswith("triton_tem_")}
     assert sum("flex_attention_backward" in name for name in templates) == 1, templates
     assert sum("flex_attention" in name for name in templates) == 2, templates
     assert {(target["backend"], target["arch"]) for target in made["kernels"].values()} == {("cuda", 90)}
+    assert made["graphs"][len(PACKS) :] == [4]
 
 
 def test_one_compilation_serves_all_lengths(made):
     """The forward, and the forward with what its backward needs."""
     assert made["graphs"][: len(PACKS)] == [2] * len(PACKS)
-
-
-@pytest.mark.thorough
-def test_tables_of_one_block_are_compiled_once_more(made):
-    assert made["graphs"][len(PACKS) :] == [4]
-
-
-# -- in a process of its own -----------------------------------------------------------------------------------------
 
 
 def step(lengths: tuple[int, ...]) -> None:

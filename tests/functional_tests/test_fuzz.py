@@ -132,9 +132,6 @@ def test_draws_are_wide():
     assert 0 in {sum(call.lengths) for case in many() for call in case.calls}
 
 
-# -- a library that is broken ----------------------------------------------------------------------------------------
-
-
 def failures(cases):
     found = []
     for case in cases:
@@ -228,9 +225,6 @@ def test_the_check_sees(broken, monkeypatch):
     assert failures(cases) == []
     breaking(monkeypatch)
     assert failures(cases)
-
-
-# -- the command -----------------------------------------------------------------------------------------------------
 
 
 def run_fuzz(monkeypatch, capsys, *arguments):

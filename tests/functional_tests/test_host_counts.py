@@ -11,22 +11,15 @@ MARGIN = 1.05  # of calls of Python, which torch's own code has a share in
 # Of forward and backward: calls of Python, operators of torch, launches of kernels. What a goal was set for:
 GOALS = {"attention a2a": ((350, 40, 4), (350, 40, 4)), "gdn headwise": ((500, 60, 5), (500, 60, 11))}
 HELD = {
-    "attention a2a": ((305, 21, 4), (222, 22, 4)),
-    "attention p2p": ((185, 53, 15), (213, 67, 7)),
-    "attention all_gather": ((246, 60, 6), (325, 138, 28)),
-    "attention exact": ((260, 60, 6), (339, 138, 28)),
-    "attention a2a, 2 chunks": ((507, 40, 7), (405, 41, 7)),
-    "attention a2a, contiguous": ((270, 21, 2), (187, 22, 2)),
-    "attention a2a+p2p": ((390, 70, 19), (379, 85, 11)),
-    "gdn headwise": ((412, 33, 5), (260, 39, 11)),
-    "gdn chunkwise": ((421, 66, 8), (271, 74, 13)),
-    "kda headwise": ((423, 36, 5), (266, 47, 16)),
-    "kda chunkwise": ((427, 66, 8), (275, 75, 13)),
-    "mamba headwise": ((433, 44, 11), (274, 57, 27)),
-    "mamba chunkwise": ((431, 73, 16), (279, 82, 25)),
-    "conv1d headwise": ((495, 20, 4), (185, 20, 6)),
+    "attention a2a": ((305, 21, 4), (222, 22, 4)), "attention p2p": ((185, 53, 15), (213, 67, 7)),
+    "attention all_gather": ((246, 60, 6), (325, 138, 28)), "attention exact": ((260, 60, 6), (339, 138, 28)),
+    "attention a2a, 2 chunks": ((507, 40, 7), (405, 41, 7)), "attention a2a, contiguous": ((270, 21, 2), (187, 22, 2)),
+    "attention a2a+p2p": ((390, 70, 19), (379, 85, 11)), "gdn headwise": ((412, 33, 5), (260, 39, 11)),
+    "gdn chunkwise": ((421, 66, 8), (271, 74, 13)), "kda headwise": ((423, 36, 5), (266, 47, 16)),
+    "kda chunkwise": ((427, 66, 8), (275, 75, 13)), "mamba headwise": ((433, 44, 11), (274, 57, 27)),
+    "mamba chunkwise": ((431, 73, 16), (279, 82, 25)), "conv1d headwise": ((495, 20, 4), (185, 20, 6)),
     "conv1d chunkwise": ((516, 25, 3), (121, 24, 4)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

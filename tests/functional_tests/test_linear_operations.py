@@ -8,6 +8,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import Delta, StateSpace
 from megatron_cp.testing.parity import Case, draw, run_layer
 from tests import linear_oracle
+from tests.refusals import rejects
 
 LENGTHS = (9, 1, 80, 0, 4)
 HEADS, GROUPS, DIM, VALUE_DIM, STATE, CHANNELS = 4, 2, 8, 6, 8, 24
@@ -210,9 +211,6 @@ def test_a_plan_that_was_evaluated_can_be_trained(scheme):
         assert torch.equal(gradient, expected[rank]["d_qkv"])
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def mixer_tensors(kind):
     case = Case(kind, 1, LENGTHS, "contiguous", HEADS, GROUPS, DIM, VALUE_DIM, dtype=torch.float32)
     problem = draw(case)
@@ -227,23 +225,24 @@ OF_MIXERS = [(kind, name) for kind in MIXERS for name in mixer_tensors(kind)[1]]
 def test_rejects_mixer_tensors_that_do_not_fit_the_plan(kind, name):
     plan, tensors = mixer_tensors(kind)
     tensors[name] = tensors[name][:-1]
-    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
-        MIXERS[kind](**tensors, plan=plan)
+    rejects(f"^{name}: got ", MIXERS[kind], **tensors, plan=plan)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in OPERATIONS for name in tensors_of(kind)])
 def test_rejects_rule_tensors_that_do_not_fit_the_plan(kind, name):
     tensors = tensors_of(kind)
     tensors[name] = tensors[name][:-1]
-    with pytest.raises(cp.ArgumentError, match=f"^{name}: got "):
-        OPERATIONS[kind](*tensors.values(), plan_for(kind))
+    rejects(f"^{name}: got ", OPERATIONS[kind], *tensors.values(), plan_for(kind))
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_rejects_a_plan_of_another_kind(kind):
+def test_rejects_plans_of_another_kind_and_what_is_no_tensor(kind):
     other = "gdn" if kind == "mamba" else "mamba"
-    with pytest.raises(cp.ArgumentError, match=f'plan_linear\\(kind="{kind}"\\)'):
-        OPERATIONS[kind](*tensors_of(kind).values(), plan_for(other))
+    rejects(f'plan_linear\\(kind="{kind}"\\)', OPERATIONS[kind], *tensors_of(kind).values(), plan_for(other))
+    tensors = tensors_of(kind)
+    name = "v" if kind in ("gdn", "kda") else "x"
+    with pytest.raises(cp.ArgumentError, match=f"{name}: got None; allowed: a tensor"):
+        OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
 
 
 def test_rejects_taps_that_the_plan_is_not_for():
@@ -255,39 +254,17 @@ def test_rejects_taps_that_the_plan_is_not_for():
 @pytest.mark.parametrize(
     ("kind", "argument", "value"),
     [
-        ("mamba", "dt_limit", (2.0, 1.0)),
-        ("mamba", "dt_limit", (-1.0, 1.0)),
-        ("mamba", "dt_limit", 0.5),
-        ("mamba", "D", torch.zeros(HEADS - 1)),
-        ("conv1d", "activation", "gelu"),
-        ("kda", "scale", float("nan")),
-        ("gdn", "kernel", "mamba_ssm"),
-        ("mamba", "kernel", "fla"),
+        ("mamba", "dt_limit", (2.0, 1.0)), ("mamba", "dt_limit", (-1.0, 1.0)), ("mamba", "dt_limit", 0.5),
+        ("mamba", "D", torch.zeros(HEADS - 1)), ("conv1d", "activation", "gelu"), ("kda", "scale", float("nan")),
+        ("gdn", "kernel", "mamba_ssm"), ("mamba", "kernel", "fla"),
     ],
-)
+)  # fmt: skip
 def test_rejects_options_that_make_no_sense(kind, argument, value):
     with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(kind), **OPTIONS[kind] | {argument: value})
 
 
-@pytest.mark.parametrize("kind", OPERATIONS)
-def test_rejects_what_is_no_tensor(kind):
-    tensors = tensors_of(kind)
-    name = "v" if kind in ("gdn", "kda") else "x"
-    with pytest.raises(cp.ArgumentError, match=f"{name}: got None; allowed: a tensor"):
-        OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
-
-
-def test_rejects_a_decay_that_has_no_lower_bound_below_zero():
-    plan, tensors = mixer_tensors("kda")
-    with pytest.raises(cp.ArgumentError, match="lower_bound"):
-        cp.kda_mixer(**tensors, plan=plan, lower_bound=0.5)
-    bounded = cp.kda_mixer(**tensors, plan=plan, lower_bound=-5.0)
-    assert bounded.isfinite().all()
-    assert not torch.equal(bounded, cp.kda_mixer(**tensors, plan=plan))
-
-
-def test_a_skip_of_every_feature_may_be_flat():
+def test_a_skip_may_be_flat_and_a_decay_has_a_lower_bound_below_zero():
     plan, tensors = mixer_tensors("mamba")
     for skip in (torch.randn(HEADS * VALUE_DIM), torch.randn(HEADS, VALUE_DIM)):
         tensors["D"] = skip
@@ -295,3 +272,8 @@ def test_a_skip_of_every_feature_may_be_flat():
         assert torch.equal(cp.mamba2_mixer(**tensors, plan=plan), shaped)
     without = cp.mamba2_mixer(**tensors | {"D": None}, plan=plan)
     assert not torch.equal(without, shaped)
+    plan, tensors = mixer_tensors("kda")
+    rejects("lower_bound", cp.kda_mixer, **tensors, plan=plan, lower_bound=0.5)
+    bounded = cp.kda_mixer(**tensors, plan=plan, lower_bound=-5.0)
+    assert bounded.isfinite().all()
+    assert not torch.equal(bounded, cp.kda_mixer(**tensors, plan=plan))

@@ -1,15 +1,12 @@
 """mamba_ssm's own kernels behind our interface, on the CPU: Triton's interpreter runs them in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
+from tests.commands import run_module
 from tests.linear_oracle import rule_errors
 
 CHUNK = 16  # tokens, so that a few dozen make several chunks
@@ -26,15 +23,8 @@ CASES = [
 
 def test_matches_the_oracle_forward_and_backward():
     pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.functional_tests.test_mamba_ssm_kernels"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-        timeout=240,
-        check=True,
-    )
-    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    printed = run_module("tests.functional_tests.test_mamba_ssm_kernels", TRITON_INTERPRET="1")
+    measured = [json.loads(line) for line in printed.splitlines()]
     assert len(measured) == len(CASES)
     for case, found in zip(CASES, measured, strict=True):
         assert all(error <= 1e-5 for error in found.values()), (case, found)  # not max: NaN must fail

@@ -70,9 +70,6 @@ def mtp_of_megatrons_builder():
     return loss.item(), {name: ours[name] for name in ("MultiTokenPredictionLayer", "CoreAttention", "TopKRouter")}
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
 def count_plans(how):
     """BatchPlans made and slots planned in each of some microbatches, with two layers of each kind."""
     from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
@@ -106,10 +103,13 @@ def test_a_microbatch_is_planned_once_for_all_layers(ranks, how):
         assert rank["plans"][how] == [ONE_PLAN_EACH] * 3
 
 
-def test_unpacked_batches_are_planned_once_for_all_microbatches(ranks):
+def test_unpacked_batches_are_planned_once_whatever_their_parameters_say_of_lengths(ranks):
     each_layer = {name: LAYERS if name.startswith("Batch") else LAYERS // 2 for name in ONE_PLAN_EACH}
     for rank in ranks:
         assert rank["plans"]["unpacked"] == [each_layer, {}, {}]
+    for rank in ranks:
+        without, with_them = rank["side by side"]
+        assert without == with_them
 
 
 def side_by_side():
@@ -122,15 +122,6 @@ def side_by_side():
     params = PackedSeqParams("sbhd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=36, max_seqlen_kv=36)
     with torch.no_grad():
         return [forward(model, dataclasses.replace(batch, packed_seq_params=each)).item() for each in (None, params)]
-
-
-def test_sequences_side_by_side_are_not_packed_whatever_their_parameters_say_of_lengths(ranks):
-    for rank in ranks:
-        without, with_them = rank["side by side"]
-        assert without == with_them
-
-
-# -- rotary phases ---------------------------------------------------------------------------------------------------
 
 
 class RowsOfTables(TorchDispatchMode):
@@ -168,9 +159,6 @@ def test_rotary_phases_are_gathered_once_a_microbatch(ranks, kind, recompute):
         assert rank["phases"][kind, recompute] == [1, 1, 1]
 
 
-# -- what makes the host wait ----------------------------------------------------------------------------------------
-
-
 ATTENTIVE = ("hybrid", "gpt", "mla")
 
 
@@ -205,9 +193,6 @@ def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
         stock, _ = rank["stock syncs"][kind]  # two attention layers, each of which turns queries and keys
         assert stock["tolist"] == 4
         assert stock["_local_scalar_dense"] >= 4
-
-
-# -- recomputation ---------------------------------------------------------------------------------------------------
 
 
 def count_work(recompute):
@@ -253,9 +238,6 @@ def test_a_backward_repeats_what_it_is_told_to_and_no_other_collective(ranks, re
         assert found == [plain, (attention, norm, 4 + collectives)]
         assert plain[:2] == (1, 1)
         assert plain[2] >= 4  # the loss has some, too
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def refusal(attempt):
@@ -342,13 +324,10 @@ def build_without_l2norm():
 
 UNTOLD = ("gpt", "hybrid", "hybrid_mamba", "mla")
 OTHER_ROWS = {
-    "gpt, 4 fewer": (("gpt", -4), {}),
-    "gdn, 4 fewer": (("hybrid", -4), {}),
-    "gdn, 4 more": (("hybrid", 4), {}),
-    "mamba, 4 more": (("hybrid_mamba", 4), {}),
-    "mla, 4 fewer": (("mla", -4), {}),
+    "gpt, 4 fewer": (("gpt", -4), {}), "gdn, 4 fewer": (("hybrid", -4), {}), "gdn, 4 more": (("hybrid", 4), {}),
+    "mamba, 4 more": (("hybrid_mamba", 4), {}), "mla, 4 fewer": (("mla", -4), {}),
     "redistributed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "redistribute"}),
-}
+}  # fmt: skip
 ATTEMPTS = {
     "no scheme": lambda: tiny.build("gpt", cp_comm_type="tiles"),
     "no scheme in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiles"]),
@@ -434,9 +413,6 @@ def test_rejects_a_loss_that_is_a_mean_of_means(ranks, attempt):
 @pytest.mark.parametrize(("attempt", "multiple"), [("rows for FP8", 16), ("rows for MXFP8", 32)])
 def test_rejects_rows_that_quantized_products_cannot_take(ranks, attempt, multiple):
     assert_refused(
-        ranks,
-        attempt,
-        "--fp8-format: got 'hybrid'",
-        f"a multiple of {multiple} rows on every rank, not 13",
+        ranks, attempt, "--fp8-format: got 'hybrid'", f"a multiple of {multiple} rows on every rank, not 13",
         "layout_options",
-    )
+    )  # fmt: skip

@@ -46,9 +46,6 @@ def page_function(name):
     return space[name]
 
 
-# -- run ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(run, 2, kind="processes", timeout=limit(200))
@@ -149,9 +146,6 @@ def test_the_page_computes_each_document_alone(ranks, name, kind):
     for found in ranks:
         errors = tiny.distances(*found[name, kind])
         assert max(errors.values()) < TOLERANCE, errors
-
-
-# -- read --------------------------------------------------------------------------------------------------------------
 
 
 def source(module, distribution):

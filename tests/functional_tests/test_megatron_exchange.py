@@ -96,9 +96,6 @@ def test_has_the_bits_of_megatrons_exchange(cp_size):
             assert [name for name, is_equal in results.items() if not is_equal] == [], case
 
 
-# -- a recorded group ------------------------------------------------------------------------------------------------
-
-
 class RecordedGroup(RankGroup):
     """Rank 0 of two, in a process without the other: it notes what is started, and has what arrives prepared."""
 

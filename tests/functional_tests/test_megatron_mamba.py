@@ -34,16 +34,10 @@ LAYERS = {
 # Ranks, layout, --linear-cp-mode, and whose sharding. Megatron's packed parameters have no total_tokens, without which
 # its own mixer sees one document.
 PLACES = [
-    (1, "contiguous", "auto"),
-    (2, "zigzag", "headwise"),
-    (2, "balanced", "headwise"),
-    (4, "contiguous", "headwise"),
-    (4, "random", "headwise"),
-    (2, "zigzag", "chunkwise"),
-    (2, "balanced", "chunkwise"),
-    (4, "contiguous", "chunkwise"),
+    (1, "contiguous", "auto"), (2, "zigzag", "headwise"), (2, "balanced", "headwise"), (4, "contiguous", "headwise"),
+    (4, "random", "headwise"), (2, "zigzag", "chunkwise"), (2, "balanced", "chunkwise"), (4, "contiguous", "chunkwise"),
     (4, "random", "chunkwise"),
-]
+]  # fmt: skip
 FEW = (PLACES[0], PLACES[1], PLACES[-1])
 each_place = pytest.mark.parametrize(
     "place", [pytest.param(place, marks=() if place in FEW else pytest.mark.thorough) for place in PLACES], ids=str
@@ -55,7 +49,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
     """Forks of a process in which Megatron found a stand-in for mamba_ssm when it was imported."""
-    places = [case["place"] for case in selected(request, test_a_document_changes_no_bit_of_another)]
+    places = [case["place"] for case in selected(request, test_documents_are_apart)]
     run = partial(run_ranks_after, import_megatron, partial(compare, places=places), 4, timeout=limit(200))
     return once(tmp_path_factory, "megatron_mamba", run)
 
@@ -96,9 +90,6 @@ def attempt(action):
         return action()
     except (ArgumentError, NotImplementedError) as error:
         return str(error)
-
-
-# -- Megatron's ------------------------------------------------------------------------------------------------------
 
 
 def import_megatron():
@@ -229,9 +220,6 @@ def megatrons_packed(layer, lengths, total_tokens="all"):
     return results(layer, out, rows, gradient)
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-
 def our_layer(name, linear_cp_mode=None):
     from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 
@@ -300,13 +288,15 @@ def run_two_packed_rows():
     layer(torch.zeros(8, 2, stock.HIDDEN), packed_seq_params=params)
 
 
-# -- tests -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", LAYERS)
-def test_megatrons_mixer_agrees_with_itself(ranks, name):
+def test_megatrons_mixer_agrees_with_itself_and_states_are_its(ranks, name):
     for found in ranks:
         assert found["two ways", name] <= TOLERANCE
+    for found in ranks:
+        (mine, theirs), (my_checkpoint, their_checkpoint) = found["states", name]
+        assert mine == theirs
+        assert my_checkpoint == their_checkpoint
+        assert len(my_checkpoint) > 10
 
 
 @each_place
@@ -317,26 +307,13 @@ def test_a_packed_batch_is_megatrons_mixer(ranks, name, place):
 
 
 @each_place
-def test_documents_are_apart_without_total_tokens(ranks, place):
-    """Megatron's mixer mixes the documents in this case."""
+def test_documents_are_apart(ranks, place):
+    # Megatron's mixer mixes the documents in this case.
     for found in ranks:
         assert found["leak"] > 1000 * TOLERANCE
         assert found["megatron's sharding", place] <= TOLERANCE
-
-
-@each_place
-def test_a_document_changes_no_bit_of_another(ranks, place):
     for found in ranks:
         assert found["isolation", place] == [0, 2, 4]  # of six
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_states_and_checkpoints_are_megatrons(ranks, name):
-    for found in ranks:
-        (mine, theirs), (my_checkpoint, their_checkpoint) = found["states", name]
-        assert mine == theirs
-        assert my_checkpoint == their_checkpoint
-        assert len(my_checkpoint) > 10
 
 
 def test_checkpoints_of_tensor_parallel_ranks_are_megatrons(ranks):
@@ -346,16 +323,10 @@ def test_checkpoints_of_tensor_parallel_ranks_are_megatrons(ranks):
         assert {offset for name, _, offset, _ in mine if name == "norm.weight"} in ({(0,)}, {(18,)})
 
 
-def test_norms_have_the_names_that_transformer_engine_gives_them(ranks):
+def test_norms_inference_and_batches_of_two_rows(ranks):
     for found in ranks:
         assert "decoder.layers.1.mixer.in_proj.layer_norm_weight" in found["names"]
-
-
-def test_inference_is_megatrons_on_one_rank_and_refused_on_more(ranks):
     for found in ranks:
         assert found["inference"] == [True, "Mamba has inference at --context-parallel-size 1 alone"]
-
-
-def test_rejects_packed_batches_of_two_rows(ranks):
     for found in ranks:
         assert found["two rows"].startswith("--micro-batch-size: got 2; allowed: 1 for packed batches")

@@ -31,12 +31,9 @@ BALANCED_BY_PACKS = BALANCED | {
 }  # fmt: skip
 # By name: the model of `tiny`, its layers, and other settings.
 MODELS = {
-    "gpt": ("gpt", None, {}),
-    "gpt with experts": ("gpt", None, EXPERTS),
-    "GG*-": ("hybrid", "GG*-", {}),
-    "MM*-": ("hybrid_mamba", "MM*-", {}),
-    "mla": ("mla", None, {}),
-}
+    "gpt": ("gpt", None, {}), "gpt with experts": ("gpt", None, EXPERTS), "GG*-": ("hybrid", "GG*-", {}),
+    "MM*-": ("hybrid_mamba", "MM*-", {}), "mla": ("mla", None, {}),
+}  # fmt: skip
 STAGES = {"GG*-": "GG|*-", "MM*-": "MM|*-"}
 VIRTUAL = {"GG*-": "G|G|*|-", "MM*-": "M|M|*|-"}
 WITH_EXPERTS = {"GG*-": "GG*E", "MM*-": "MM*E"}

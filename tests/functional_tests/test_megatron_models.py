@@ -135,11 +135,8 @@ NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
 MIXED = Case("gpt_gdn", changes=(("cp_comm_type", "a2a"),))
 # What Megatron's own context parallelism refuses or leaves out, at once: windows in every other layer, sinks, dropout.
 FEATURES = (
-    ("window_size", (20, 0)),
-    ("window_attn_skip_freq", 2),
-    ("softmax_type", "learnable"),
-    ("attention_dropout", 0.2),
-)
+    ("window_size", (20, 0)), ("window_attn_skip_freq", 2), ("softmax_type", "learnable"), ("attention_dropout", 0.2),
+)  # fmt: skip
 
 
 def schemes(*names, features=(), **more):
@@ -192,33 +189,22 @@ def latent_at(place):
 
 
 LATENT_TWO = [
-    *latent("a2a", "p2p", features=YARN),
-    *latent("exact", features=UNRANKED),
-    *latent("exact", features=(*FEATURES, *YARN), layout="random"),
-    *latent("p2p", batches="tiny"),
-    *latent("a2a", "p2p", batches="aligned", how="megatron"),
-    *latent("a2a", batches="packs", how="pack"),
+    *latent("a2a", "p2p", features=YARN), *latent("exact", features=UNRANKED),
+    *latent("exact", features=(*FEATURES, *YARN), layout="random"), *latent("p2p", batches="tiny"),
+    *latent("a2a", "p2p", batches="aligned", how="megatron"), *latent("a2a", batches="packs", how="pack"),
     *latent("a2a", "p2p", batches="even", how="unpacked"),
     *latent("p2p", features=YARN, batches="aligned", how="megatron"),
-    *latent("p2p", features=YARN, batches="even", how="unpacked"),
-    Case("mla", dtype="float32"),
-    Case("fused_mla", "random"),
-    Case("hybrid_mla", "random"),
-    Case("hybrid_mla", changes=(("cp_comm_type", "exact"),)),
+    *latent("p2p", features=YARN, batches="even", how="unpacked"), Case("mla", dtype="float32"),
+    Case("fused_mla", "random"), Case("hybrid_mla", "random"), Case("hybrid_mla", changes=(("cp_comm_type", "exact"),)),
     Case("hybrid_mla", batches="aligned", how="megatron"),
-]
+]  # fmt: skip
 RECOMPUTED = [
     Case(kind, recompute=what)
     for kind, what in (
-        ("gpt", "full"),
-        ("gpt", "core_attn"),
-        ("hybrid", "full"),
-        ("hybrid", "core_attn"),
-        ("hybrid_mamba", "full"),
-        ("gpt_gdn", "gdn_norm_out"),
-        ("gpt_gdn", "full"),
+        ("gpt", "full"), ("gpt", "core_attn"), ("hybrid", "full"), ("hybrid", "core_attn"), ("hybrid_mamba", "full"),
+        ("gpt_gdn", "gdn_norm_out"), ("gpt_gdn", "full"),
     )
-]
+]  # fmt: skip
 RECOMPUTED += [
     one for what in ("full", "core_attn", "mla_up_proj", "all_of_mla") for one in latent("a2a", "p2p", recompute=what)
 ]
@@ -255,19 +241,9 @@ PLACES = {
         1,
         2,
         [
-            *everywhere("cp2"),
-            *RECOMPUTED,
-            *[dataclasses.replace(case, recompute="") for case in RECOMPUTED],
-            *REDISTRIBUTED,
-            DETERMINISTIC,
-            ONE_KEY_HEAD,
-            NORMED,
-            MIXED,
-            *KEYS_TRAVEL,
-            *latent_at("cp2"),
-            *LATENT_TWO,
-            WHOLE,
-            *IN_CHUNKS,
+            *everywhere("cp2"), *RECOMPUTED, *[dataclasses.replace(case, recompute="") for case in RECOMPUTED],
+            *REDISTRIBUTED, DETERMINISTIC, ONE_KEY_HEAD, NORMED, MIXED, *KEYS_TRAVEL, *latent_at("cp2"), *LATENT_TWO,
+            WHOLE, *IN_CHUNKS,
         ],
     ),
     "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
@@ -280,17 +256,12 @@ PLACES = {
         2,
         2,
         [
-            *over_four("tp2cp2"),
-            *MIXED_OVER_FOUR,
-            *SINGLE,
-            NORMED,
-            Case("mla"),
-            *latent("p2p"),
+            *over_four("tp2cp2"), *MIXED_OVER_FOUR, *SINGLE, NORMED, Case("mla"), *latent("p2p"),
             Case("mla", sequence_parallel=True),
         ],
     ),
     "dp2cp2": (1, 2, [*over_four("dp2cp2"), *MIXED_OVER_FOUR, *SINGLE]),
-}
+}  # fmt: skip
 PLACES = {name: (tp, cp, list(dict.fromkeys(cases))) for name, (tp, cp, cases) in PLACES.items()}
 EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]
 

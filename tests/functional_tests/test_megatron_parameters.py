@@ -22,13 +22,9 @@ LATENT = PLAIN + (
 )
 LATENT_KEYS = LATENT.replace("--q-lora-rank 16 ", "").replace("--qk-layernorm ", "")
 EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "moe_layer_freq": [0, 1],
-    "moe_router_load_balancing_type": "none",
-}
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 40,
+    "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none",
+}  # fmt: skip
 EXPERT_FLAGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 "
     "--moe-layer-freq [0]+[1]"

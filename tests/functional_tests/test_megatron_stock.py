@@ -27,12 +27,8 @@ MODELS = {
         {"position_embedding_type": "yarn"},
         {},
         {
-            "yarn_rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 32,
-            "yarn_beta_fast": 32.0,
-            "yarn_beta_slow": 1.0,
-            "yarn_mscale": 1.0,
-            "yarn_mscale_all_dim": 0.0,
+            "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32, "yarn_beta_fast": 32.0,
+            "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
             "yarn_correction_range_round_to_int": True,
         },
     ),
@@ -51,7 +47,7 @@ MODELS = {
         {},
     ),
     "hybrid": ({}, {}, {}),
-}
+}  # fmt: skip
 # One layer of GatedDeltaNet, and its arguments.
 LAYERS = {"gdn": {}, "gdn with biases": {"bias": True, "conv_bias": True}}
 PLACES = [("cp1", "contiguous"), ("cp2", "zigzag"), ("cp2", "random")]
@@ -62,13 +58,10 @@ FAULTS = {
     "mla": ["rows as positions", "leaking attention"],
     "mla with yarn": ["rows as positions"],
     "hybrid": [
-        "rows as positions",
-        "labels of the next row",
-        "labels of the next document",
-        "leaking attention",
+        "rows as positions", "labels of the next row", "labels of the next document", "leaking attention",
         "leaking gdn",
     ],
-}
+}  # fmt: skip
 TOLERANCE = 1e-5
 HIDDEN = 32
 
@@ -107,9 +100,6 @@ def errors(actual, expected):
     by_name = tiny.distances(actual, expected)
     rows = {name: by_name.pop(name) for name in ("losses", "out") if name in by_name}
     return max(rows.values()), max(by_name.values())
-
-
-# -- Megatron's ------------------------------------------------------------------------------------------------------
 
 
 def replace_cuda_kernels(patch):
@@ -203,9 +193,6 @@ def each_document_alone(model):
     return {"losses": losses, **gradients}
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-
 def our_model(name, spec=None, **changes):
     kind, (arguments, settings, attributes) = name.split()[0], MODELS[name]
     config = tiny.configure(kind, **settings | changes)
@@ -266,9 +253,6 @@ def summed(gradients, cp_size):
     return gradients
 
 
-# -- one layer -------------------------------------------------------------------------------------------------------
-
-
 def build_layer(name, spec, **changes):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
@@ -322,9 +306,6 @@ def layer_results(layer, out, bias, rows, gradient):
     return {"out": out.detach(), "rows": rows.grad, **gradients}
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def exchanged_states(ours, stock):
     """Loads each other's states, and says what either would save in Megatron's distributed checkpoints."""
     mine, theirs = ours.state_dict(), stock.state_dict()
@@ -345,9 +326,6 @@ def stored(module):
     return sorted((t.key, t.global_shape, t.global_offset, t.replica_id) for t in tensors)
 
 
-# -- tests -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("place", "layout"), PLACES)
 @pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
 def test_a_packed_batch_is_each_document_alone_through_megatrons_modules(ranks, kind, place, layout):
@@ -364,10 +342,15 @@ def test_the_comparison_would_see(ranks, kind, fault):
 
 
 @pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
-def test_states_are_megatrons(ranks, kind):
+def test_states_and_distributed_checkpoints_are_megatrons(ranks, kind):
     for found in ranks:
         (mine, theirs), _ = found["states"][kind]
         assert mine == theirs
+    for found in ranks:
+        _, (mine, theirs) = found["states"][kind]
+        fused = FUSED if kind == "hybrid" else {}
+        assert len(mine) > 10, kind
+        assert mine == sorted((fused.get(name, name), *rest) for name, *rest in theirs)
 
 
 # Megatron's names are those of Transformer Engine, which has these norms inside the linear layers after them.
@@ -377,12 +360,3 @@ FUSED = {
     "decoder.layers.2.input_layernorm.weight": "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.3.pre_mlp_layernorm.weight": "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
 }
-
-
-@pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
-def test_distributed_checkpoints_are_megatrons(ranks, kind):
-    for found in ranks:
-        _, (mine, theirs) = found["states"][kind]
-        fused = FUSED if kind == "hybrid" else {}
-        assert len(mine) > 10, kind
-        assert mine == sorted((fused.get(name, name), *rest) for name, *rest in theirs)

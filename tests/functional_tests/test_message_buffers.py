@@ -278,9 +278,6 @@ def test_evaluation_leaves_nothing_taken(lying):
     assert_steady(3, step, lying)
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------
-
-
 def test_fresh_memory_is_noticed():
     def step(group):
         shares = [0] * group.size

@@ -10,9 +10,6 @@ LENGTHS = (37, 1, 130, 22)
 LAYOUTS = {"contiguous": cp.Layout.contiguous, "zigzag": cp.Layout.zigzag, "balanced": cp.Layout.balanced}
 
 
-# -- gated delta product -----------------------------------------------------------------------------------------------
-
-
 def steps_of(layout, steps):
     """The layout of a stream in which each token stands `steps` times, one after another."""
     packing = cp.Packing(layout.packing.lengths * steps)
@@ -90,8 +87,6 @@ def test_gated_delta_product_is_a_delta_rule_over_steps(size, layout, mode, step
         gradient = layout.unshard([gradients[at] for _, gradients in found])
         assert (gradient - x.grad).abs().max() < 1e-12 * max(x.grad.abs().max(), 1)
 
-
-# -- sparse attention: top-k keys of each query ------------------------------------------------------------------------
 
 HEADS, TOP, INDEX_HEADS, WIDTH = 4, 16, 3, 8
 

@@ -14,21 +14,16 @@ from tests.random_tiles import TILED, assign_at_random
 
 ALIGN = 4
 ATTENTION = {
-    "a2a": {"scheme": "a2a"},
-    "a2a in chunks": {"scheme": "a2a", "head_chunks": 2, "groups": 6},
+    "a2a": {"scheme": "a2a"}, "a2a in chunks": {"scheme": "a2a", "head_chunks": 2, "groups": 6},
     "a2a, one rank": {"scheme": "a2a", "cp": 1},
     "a2a, one rank in order": {"scheme": "a2a", "cp": 1, "layout": "contiguous"},
-    "a2a, coded": {"scheme": "a2a", "codec": "fp8", "dtype": torch.bfloat16},
-    "p2p": {"scheme": "p2p"},
-    "p2p by pairs": {"scheme": "p2p", "transport": "pairwise"},
-    "all_gather": {"scheme": "all_gather"},
-    "exact": {"scheme": "exact", "layout": "random"},
-    "a2a+p2p": {"scheme": "a2a+p2p", "cp": 4},
-    "a2a+all_gather": {"scheme": "a2a+all_gather", "cp": 4},
-    "a2a+exact": {"scheme": "a2a+exact", "cp": 4},
+    "a2a, coded": {"scheme": "a2a", "codec": "fp8", "dtype": torch.bfloat16}, "p2p": {"scheme": "p2p"},
+    "p2p by pairs": {"scheme": "p2p", "transport": "pairwise"}, "all_gather": {"scheme": "all_gather"},
+    "exact": {"scheme": "exact", "layout": "random"}, "a2a+p2p": {"scheme": "a2a+p2p", "cp": 4},
+    "a2a+all_gather": {"scheme": "a2a+all_gather", "cp": 4}, "a2a+exact": {"scheme": "a2a+exact", "cp": 4},
     "p2p, reference": {"scheme": "p2p", "kernel": "reference", "softcap": 1.5},
     "exact in bf16": {"scheme": "exact", "dtype": torch.bfloat16},
-}
+}  # fmt: skip
 LINEAR = {
     "headwise": {"scheme": "headwise"},
     "headwise in chunks": {"scheme": "headwise", "head_chunks": 2, "groups": 6},

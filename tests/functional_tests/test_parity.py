@@ -56,16 +56,10 @@ def test_backward_is_bitwise_where_no_head_is_shared(layer, groups):
 
 
 SHAPES = [
-    {"heads": 7, "groups": 1},
-    {"heads": 5, "groups": 5},
-    {"heads": 12, "groups": 4, "value_head_dim": 24},
-    {"heads": 2, "groups": 1, "head_dim": 5, "value_head_dim": 3},
-    {"softmax_scale": 0.3},
-    {"align": 8},
-    {"lengths": (1, 1)},
-    {"lengths": (0, 3, 0)},
-    {"lengths": (1,) * 11},
-]
+    {"heads": 7, "groups": 1}, {"heads": 5, "groups": 5}, {"heads": 12, "groups": 4, "value_head_dim": 24},
+    {"heads": 2, "groups": 1, "head_dim": 5, "value_head_dim": 3}, {"softmax_scale": 0.3}, {"align": 8},
+    {"lengths": (1, 1)}, {"lengths": (0, 3, 0)}, {"lengths": (1,) * 11},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -124,8 +118,6 @@ def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_d
     # With one feature a head, torch computes a single head's products as vectors and several heads' as matrices.
     assert parity.bitwise_forward or 1 in (case.head_dim, case.value_head_dim), parity
 
-
-# -- without a head exchange -----------------------------------------------------------------------------------------
 
 WAYS = ("chunkwise", "redistribute")
 
@@ -188,21 +180,12 @@ def test_processes_continue_segments(layer):
 
 
 @drawn(  # `make fuzz` draws more, of a new seed
-    20,
-    40,
-    layer=st.sampled_from(LINEAR),
-    scheme=st.sampled_from(["chunkwise", "redistribute", "auto"]),
+    20, 40, layer=st.sampled_from(LINEAR), scheme=st.sampled_from(["chunkwise", "redistribute", "auto"]),
     cp=st.integers(1, 6),
     lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 67, 150]), min_size=1, max_size=6).filter(any),
-    layout=st.sampled_from(LAYOUTS),
-    groups=st.integers(1, 3),
-    ratio=st.integers(1, 3),
-    head_dim=st.integers(1, 9),
-    value_head_dim=st.integers(1, 9),
-    conv_width=st.integers(1, 6),
-    align=st.integers(1, 4),
-    seed=st.integers(0, 9),
-)
+    layout=st.sampled_from(LAYOUTS), groups=st.integers(1, 3), ratio=st.integers(1, 3), head_dim=st.integers(1, 9),
+    value_head_dim=st.integers(1, 9), conv_width=st.integers(1, 6), align=st.integers(1, 4), seed=st.integers(0, 9),
+)  # fmt: skip
 def test_any_segments_equal_one_rank(groups, ratio, lengths, **rest):
     assert_close(Case(lengths=tuple(lengths), groups=groups, heads=groups * ratio, hidden_size=64, **rest))
 

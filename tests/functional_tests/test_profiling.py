@@ -54,13 +54,7 @@ def expected(recomputations):
     return {f"cp {step}": 1 + recomputations for step in steps} | {f"cp {step}": 1 for step in backward} | own
 
 
-def test_steps_have_the_numbers_of_their_layers(ranks):
+def test_steps_have_the_numbers_of_their_layers_recomputed_or_not(ranks):
     assert ranks[0][0] == expected(recomputations=0)
-
-
-def test_recomputed_steps_have_them_too(ranks):
     assert ranks[0][1] == expected(recomputations=1)
-
-
-def test_ranks_see_the_same(ranks):
     assert ranks[1] == ranks[0]

@@ -28,18 +28,12 @@ def case_of(scheme, **changes):
     )
 
 
-# -- cross-attention -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mask", ["causal", "full", "window:4,1", "first:2+window:3,0"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.few
 def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, mask):
     keys = {"kv_lengths": (3, 5, 17, 2, 0, 1, 30), "kv_layout": "random"}
     check(case_of(scheme, mask=mask, layout="contiguous", heads=4, groups=2, **keys))
-
-
-# -- queries that see nothing ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -59,12 +53,12 @@ def test_a_query_that_sees_no_key_is_zero_and_passes_no_gradient(scheme, sink):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_mask_without_a_pair_is_all_zeros(scheme):
+def test_a_mask_without_a_pair_is_all_zeros_and_the_same_run_has_the_same_bits(scheme):
     found = over_ranks(case_of(scheme, mask=("from_slices", ()), learned_sink=True))
     assert not any(x.any() for x in found.values())
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------
+    case = case_of(scheme, layout="random", mask="window:9,1", learned_sink=True, heads=7, groups=1)
+    first, second = over_ranks(case), over_ranks(case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def bytes_of_rank(inner, case, plan):
@@ -128,9 +122,6 @@ def test_exact_never_sends_more_than_a_ring_or_an_all_gather(layout, mask):
         assert exact <= other
 
 
-# -- one document does not reach into another ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mask", ["causal", "first:2+window:4,0"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.few
@@ -141,8 +132,6 @@ def test_a_change_in_one_document_changes_no_bit_of_any_other(scheme, mask):
         assert not any(leaks(case, document).values())
     del plan  # held so far, so that it was made once
 
-
-# -- plans ride on the graph -----------------------------------------------------------------------------------------
 
 FLIGHT = [Case("attention", 4, (7, 1, 40)), Case("attention", 4, (2, 33, 5, 1), "random", mask="window:6,0")]
 
@@ -169,13 +158,6 @@ def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
     del plans  # held so far, so that each was made once
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_same_run_twice_gives_the_same_bits(scheme):
-    case = case_of(scheme, layout="random", mask="window:9,1", learned_sink=True, heads=7, groups=1)
-    first, second = over_ranks(case), over_ranks(case)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
 @pytest.mark.parametrize("mask", ["causal", "window:5,2", "prefix:9", "first:2+window:4,0"])
 @pytest.mark.few
@@ -186,9 +168,6 @@ def test_a_head_exchange_is_bitwise_equal_to_one_rank(mask, layout):
             case = Case("attention", size, (7, 1, 130, 64, 2, 11), layout, heads=heads, groups=groups, mask=mask,
                         scheme="a2a", learned_sink=sink)  # fmt: skip
             assert compare(case).bitwise_forward, case
-
-
-# -- real sockets ----------------------------------------------------------------------------------------------------
 
 
 def rank_results(group, cases):
@@ -212,9 +191,6 @@ def test_ranks_in_processes_give_the_bits_of_threads(first):
                 assert torch.equal(processes[rank][number][name], value), (case, name)
 
 
-# -- dropout ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_dropout_is_the_same_over_ranks_and_another_in_every_sequence_of_a_batch(scheme):
     packing = Packing([12])
@@ -234,15 +210,10 @@ def test_dropout_is_the_same_over_ranks_and_another_in_every_sequence_of_a_batch
     assert not torch.equal(found[:, 0], found[:, 1])
 
 
-# -- batches of sequences --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_batch_of_sequences_is_each_sequence_alone(scheme):
     check_sequences_alone(4, 11, 3, scheme)
 
-
-# -- the log-sum-exp -------------------------------------------------------------------------------------------------
 
 PADDED = {"lengths": (9, 1, 17, 0, 4), "align": 4}
 LSE_CASES = [

@@ -94,10 +94,15 @@ def plan_of(mask, *, heads=1, kv_heads=1, **changes):
     )
 
 
-def test_no_rank_has_much_more_work_than_another():
+def test_no_rank_has_much_more_work_and_auto_takes_tiles_where_they_pay():
     plan = plan_of("causal", scheme="tiled")
     assert plan.work_imbalance <= 1.06
     assert plan_of("causal", scheme="exact").work_imbalance > 1.7
+    assert plan_of("global_local").scheme != "tiled"
+    assert plan_of("global_local", search_seconds=0.01).scheme == "tiled"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
 
 
 def test_what_is_known_of_a_plan_is_said():
@@ -110,14 +115,6 @@ def test_what_is_known_of_a_plan_is_said():
     said = plan.explain()
     assert "tiles of the mask assigned to 4 ranks" in said
     assert said.count("no assignment of these needs less than") + said.count("which is the least") == 2
-
-
-def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
-    assert plan_of("global_local").scheme != "tiled"
-    assert plan_of("global_local", search_seconds=0.01).scheme == "tiled"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("tiled", marks=pytest.mark.thorough), "auto"])

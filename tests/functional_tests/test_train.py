@@ -62,9 +62,6 @@ def uninterrupted(data, tmp_path_factory):
     return run_without_a_break(data, tmp_path_factory.mktemp("uninterrupted") / "run")
 
 
-# -- what it prints and writes, and how it goes on -------------------------------------------------------------------
-
-
 def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, capsys):
     folder = tmp_path / "run"
     first = [*HYBRID, *STEPS, *BATCH, "--cp-layout", "contiguous", "--train-iters", "4", "--save-interval", "3"]
@@ -153,9 +150,6 @@ def test_rejects_under_torchrun_without_waiting_for_ever(data, uninterrupted):
     assert len(metrics_of(uninterrupted)) == 8
 
 
-# -- models and data -------------------------------------------------------------------------------------------------
-
-
 def jsonl(tmp_path):
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number} " * number}) + "\n" for number in (3, 60, 1, 40)))
@@ -216,9 +210,6 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
     for entry in entries:  # of one pack
         assert sum(entry.get("layouts", {}).values()) == is_chosen
-
-
-# -- Ctrl-C and kills ------------------------------------------------------------------------------------------------
 
 
 def heed_interrupts():
@@ -330,9 +321,6 @@ def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
     assert_metrics(folder, data, last + 2)
 
 
-# -- verdicts --------------------------------------------------------------------------------------------------------
-
-
 def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, monkeypatch):
     def diverged(run, *others):
         lines = [json.dumps({"step": step, "loss": math.nan}) for step in (1, 2)]
@@ -348,9 +336,6 @@ def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, mo
     assert "DO NOT AGREE" in printed
     report = report_of(out)
     assert (report["final_loss"], report["max_loss_diff"], report["first_step_grad_diff"]) == (None, None, 0)
-
-
-# -- codecs ------------------------------------------------------------------------------------------------------------
 
 
 def test_training_with_a_codec_stays_beside_one_rank_and_says_how_close(data, tmp_path, capsys):

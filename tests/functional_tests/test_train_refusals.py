@@ -127,9 +127,14 @@ def test_rejects_options(arguments, says, refused):
     assert says in refused(*arguments)
 
 
-def test_rejects_a_default_by_its_flag(refused):
+def test_rejects_a_default_by_its_flag_and_redistribution_with_sequence_parallelism(refused):
     found = refused("--num-attention-heads", "3", also=())
     assert found == "--num-query-groups: got 2; allowed: a divisor of the 3 query heads."
+    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
+    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
+    assert (
+        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
@@ -137,15 +142,12 @@ def test_rejects_cuda_where_there_is_none(refused):
     assert refused("--device", "cuda") == "--device: got 'cuda'; allowed: cpu or auto. This machine has no CUDA device."
 
 
-def test_rejects_data_that_is_not_there(refused, tmp_path):
+def test_rejects_data_that_is_not_there_or_cannot_be_read(refused, tmp_path):
     assert refused("--data-path", "no/such/folder").startswith("--data-path: got 'no/such/folder'")
     (tmp_path / "empty").mkdir()
     assert "Nothing is there." in refused("--data-path", str(tmp_path / "empty"))
     (tmp_path / "empty" / "file").touch()
     assert "Skipped: 1 empty." in refused("--data-path", str(tmp_path / "empty"))
-
-
-def test_rejects_data_that_cannot_be_read(refused, tmp_path):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     assert "Skipped: 1 not UTF-8." in refused("--data-path", str(tmp_path / "latin1.txt"))
     (tmp_path / "some.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
@@ -190,11 +192,17 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
     assert len(metrics_of(uninterrupted)) == 8
 
 
-def test_rejects_resuming_where_no_run_is(refused, tmp_path):
+def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copied):
     assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
     for content in ("{", "[1]", '{"no_such_option": 1}', '{"lr": "fast"}'):
         (tmp_path / "options.json").write_text(content)
         assert "Cannot read options.json" in refused("--resume", str(tmp_path))
+    resume = ["--resume", str(copied), "--train-iters", "9"]
+    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
+    assert "names iter_0000008, which is not there" in refused(*resume, also=())
+    shutil.rmtree(copied / "checkpoints")
+    found = refused(*resume, also=())
+    assert found.startswith(f"--resume: got '{copied}/checkpoints'; allowed: a folder in which a run has saved")
 
 
 @pytest.fixture
@@ -202,15 +210,6 @@ def copied(uninterrupted, tmp_path):
     """A run of 8 steps that a test may damage."""
     shutil.copytree(uninterrupted, tmp_path / "copied", ignore=shutil.ignore_patterns("metrics.jsonl"))
     return tmp_path / "copied"
-
-
-def test_rejects_resuming_without_a_checkpoint(refused, copied):
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
-    assert "names iter_0000008, which is not there" in refused(*resume, also=())
-    shutil.rmtree(copied / "checkpoints")
-    found = refused(*resume, also=())
-    assert found.startswith(f"--resume: got '{copied}/checkpoints'; allowed: a folder in which a run has saved")
 
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
@@ -296,7 +295,9 @@ def test_rejects_resuming_from_a_checkpoint_without_digests(refused, copied):
     assert "It has no integrity.json: damage would not be noticed." in found
 
 
-def test_rejects_resuming_a_run_that_is_under_way(refused, copied):
+def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, copied):
+    # Though its metrics are gone: the run would write where the tracker points.
+    assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
     with locked(copied, "run_dir"):
         found = refused("--resume", str(copied), "--train-iters", "9", also=())
         assert found.startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run is")
@@ -304,15 +305,20 @@ def test_rejects_resuming_a_run_that_is_under_way(refused, copied):
     assert json.loads((copied / "options.json").read_text())["train_iters"] == 8
 
 
-def test_rejects_a_run_dir_with_a_checkpoint(refused, copied):
-    """Though its metrics are gone: the run would write where the tracker points."""
-    assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
-
-
-def test_rejects_resuming_with_other_betas(refused, copied):
+def test_rejects_resuming_another_model_or_what_is_done(refused, copied, tmp_path):
     resume = ["--resume", str(copied), "--train-iters", "9"]
+    found = refused(*resume, "--hidden-size", "64", "--hybrid-layer-pattern", "G-", also=())
+    assert found.startswith("--resume: got")
+    assert "--hidden-size was 32, is 64" in found
+    assert "--hybrid-layer-pattern was G*-, is G-" in found
+    assert "--ffn-hidden-size" not in found
+    assert "--lr was 0.005, is 1.0" in refused(*resume, "--lr", "1", also=())
+    assert "--vocab-size was 257, is 6" in refused(*resume, *tokenized(tmp_path), also=())
     found = refused(*resume, "--adam-beta2", "0.5", "--adam-beta1", "0.8", also=())
     assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
+    says = "allowed: more than the 8 steps that the checkpoint holds."
+    assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"
+    assert refused("--resume", str(copied), "--train-iters", "5", also=()) == f"--train-iters: got 5; {says}"
 
 
 def limit_files():
@@ -343,31 +349,6 @@ def test_rejects_a_spec_that_makes_no_spec(data, tmp_path, capsys):
     assert main(["train", *arguments, "--spec", "json", "dumps"]) == 2
     assert "--spec: got 'json dumps'" in capsys.readouterr().err
     assert not folder.exists()
-
-
-def test_rejects_resuming_another_model(refused, copied, tmp_path):
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    found = refused(*resume, "--hidden-size", "64", "--hybrid-layer-pattern", "G-", also=())
-    assert found.startswith("--resume: got")
-    assert "--hidden-size was 32, is 64" in found
-    assert "--hybrid-layer-pattern was G*-, is G-" in found
-    assert "--ffn-hidden-size" not in found
-    assert "--lr was 0.005, is 1.0" in refused(*resume, "--lr", "1", also=())
-    assert "--vocab-size was 257, is 6" in refused(*resume, *tokenized(tmp_path), also=())
-
-
-def test_rejects_resuming_what_is_done(refused, copied):
-    says = "allowed: more than the 8 steps that the checkpoint holds."
-    assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"
-    assert refused("--resume", str(copied), "--train-iters", "5", also=()) == f"--train-iters: got 5; {says}"
-
-
-def test_rejects_redistribution_with_sequence_parallelism(refused):
-    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
-    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
-    assert (
-        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
-    )
 
 
 def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):

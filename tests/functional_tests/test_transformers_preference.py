@@ -19,13 +19,10 @@ pytestmark = pytest.mark.timeout(600)
 
 # The trainer, an adapter in place of a reference model, and other arguments.
 KINDS = {
-    "DPO": ("DPO", False, {}),
-    "DPO, adapter": ("DPO", True, {}),
-    "DPO, bf16": ("DPO", False, {"bf16": True}),
+    "DPO": ("DPO", False, {}), "DPO, adapter": ("DPO", True, {}), "DPO, bf16": ("DPO", False, {"bf16": True}),
     "DPO, accumulation": ("DPO", False, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
-    "KTO": ("KTO", False, {}),
-    "KTO, adapter": ("KTO", True, {}),
-}
+    "KTO": ("KTO", False, {}), "KTO, adapter": ("KTO", True, {}),
+}  # fmt: skip
 
 
 def prepare():
@@ -92,13 +89,9 @@ def trainer_of(folder, name, adapter, cp, **changed):
     own = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if adapter else {"ref_model": reference}
     data = preferences(name, 8)
     return kind(
-        model=policy,
-        args=args,
-        train_dataset=data,
-        eval_dataset=preferences(name, 5),
-        processing_class=tokenizer(),
+        model=policy, args=args, train_dataset=data, eval_dataset=preferences(name, 5), processing_class=tokenizer(),
         **own,
-    )
+    )  # fmt: skip
 
 
 def all_numbers(world, folder):

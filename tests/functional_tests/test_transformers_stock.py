@@ -75,9 +75,6 @@ def model_and_logits(name):
     return model, stock(model, Packing(LENGTHS), torch.cat(documents()))[1]
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
-
-
 def ours(name, **options):
     """The largest error of a logit over two ranks, on the row that the stock class is given."""
     model, expected = model_and_logits(name)
@@ -103,9 +100,6 @@ def trained_by_trl():
 
 def equal(error):
     return f"runs, within {error:.0e}"
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 
 def trainer_of(name):
@@ -171,11 +165,8 @@ REFUSALS = {
     "mamba": of_kind("Mamba2", "Mamba2", "linear_attention"),
     "parallel": of_kind("FalconH1", "FalconH1 (Mamba-2 beside attention)", "hybrid"),
     "sinks alone": Refusal(
-        "GptOss without windows at `cp_size=2`",
-        partial(shard, "GptOss without windows"),
-        "transformers.trainer",
-        "supported only with SDPA attention, you are using eager",
-        lambda: equal(ours("GptOss without windows")),
+        "GptOss without windows at `cp_size=2`", partial(shard, "GptOss without windows"), "transformers.trainer",
+        "supported only with SDPA attention, you are using eager", lambda: equal(ours("GptOss without windows")),
     ),
     "ulysses": Refusal(
         "Qwen3Next under sequence parallelism (Ulysses)",
@@ -219,7 +210,7 @@ REFUSALS = {
         "GRPOTrainer does not support sequence-dim parallelism",
         lambda: "the same refusal; `token_log_probs` is for a loop of one's own",
     ),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -273,9 +264,6 @@ def test_stock_classes_say_what_they_support():
     assert supported() == FULL_ATTENTION
 
 
-# -- taken, and wrong --------------------------------------------------------------------------------------------------
-
-
 def leak(name, masks_dropped=False):
     """Errors of logits of the first document and of later ones, and the messages that were logged or warned."""
     model, expected = model_and_logits(name)
@@ -298,12 +286,14 @@ def leak(name, masks_dropped=False):
     return first.max().item(), torch.cat(later).max().item(), messages + [str(each.message) for each in warned]
 
 
-def test_a_packed_hybrid_leaks_without_a_warning():
+def test_a_packed_hybrid_leaks_without_a_warning_or_a_refusal():
     first, later, messages = leak("Qwen3Next")
     assert first < CLOSE
     assert later > LEAK
     assert all("falling back to its reference PyTorch implementation" in each for each in messages)
     assert ours("Qwen3Next") < CLOSE
+    refuse_under_sequence_parallelism(tiny("FalconH1"))
+    assert ours("FalconH1") < CLOSE
 
 
 def test_a_packed_model_leaks_under_context_parallelism_without_a_refusal():
@@ -315,11 +305,6 @@ def test_a_packed_model_leaks_under_context_parallelism_without_a_refusal():
     assert later > LEAK
     assert not messages
     assert ours("Llama") < CLOSE
-
-
-def test_a_layer_with_a_state_passes_the_refusal_of_sequence_parallelism():
-    refuse_under_sequence_parallelism(tiny("FalconH1"))
-    assert ours("FalconH1") < CLOSE
 
 
 def _rows():

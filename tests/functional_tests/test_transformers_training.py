@@ -27,6 +27,7 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
+from tests.refusals import rejects
 from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
 STEPS, RATE = 6, 1e-2
@@ -55,9 +56,6 @@ def alone(model, batches):
         optimizer.zero_grad()
         found.append((total, norm))
     return found
-
-
-# -- a loop of one's own, with FSDP2 -----------------------------------------------------------------------------------
 
 
 @wide()
@@ -107,9 +105,6 @@ def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
         assert losses == pytest.approx(expected, abs=FLOAT64)
 
 
-# -- checkpoints, and LoRA ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_is_the_stock_model(name, tmp_path):
     model = build(name, dtype=torch.float32, **MODELS[name]).eval()
@@ -156,9 +151,6 @@ def test_adapters_have_the_gradients_of_one_rank(name, targets):
     assert gradients
     assert all("lora" in name for name in gradients)
     assert worst_gradient({name: sum(each[name] for _, each in found) for name in gradients}, gradients)[0] < 1e-11
-
-
-# -- Trainer and TRL ---------------------------------------------------------------------------------------------------
 
 
 class OnCpu(ParallelismConfig):
@@ -211,14 +203,9 @@ def by_trainer(kind, name, folder, size, **options):
         from datasets import Dataset
 
         args = arguments(
-            SFTConfig,
-            folder,
-            size,
-            packing=True,
-            router_aux_loss_coef=0.0,
-            max_length=64,
+            SFTConfig, folder, size, packing=True, router_aux_loss_coef=0.0, max_length=64,
             dataset_kwargs={"skip_prepare_dataset": False},
-        )
+        )  # fmt: skip
         more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer()}
     trainer = recording(kind)(model=model, args=args, eval_dataset=None, **options, **more)
     trainer.train()
@@ -281,8 +268,7 @@ def test_trainers_train_as_one_rank(kind, name, tmp_path):
 def test_trainers_reject(wrong, named, text, tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **wrong)
     model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    with pytest.raises(ArgumentError, match=text):
-        ContextParallelTrainer(model=model, args=args, data_collator=DataCollatorWithFlattening(), **named)
+    rejects(text, ContextParallelTrainer, model=model, args=args, data_collator=DataCollatorWithFlattening(), **named)
 
 
 def test_rejects_an_evaluation_without_labels(tmp_path):

@@ -27,6 +27,7 @@ from megatron_cp.testing.poison import poisoned
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup, Diary
 from tests.random_tiles import assign_at_random
+from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
@@ -150,9 +151,6 @@ def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks()
             assert_same(bits(one, head_chunks=chunks), bits(one))
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", ["attention", "gdn", "mamba"])
 @pytest.mark.parametrize("codec", ["none", "fp8"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -176,12 +174,15 @@ def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     assert plan.collectives(forward=True) == plan.collectives(forward=False) == 2 * chunks
 
 
-def test_fp8_sends_its_share_of_the_bytes():
-    """132 bytes for each head of 128 features, and not 256."""
+def test_projections_of_other_heads_are_rejected_and_fp8_sends_its_share():
+    # 132 bytes for each head of 128 features, and not 256.
     case = Case("attention", 4, (512,), scheme="a2a", heads=16, groups=16, head_dim=128, value_head_dim=128,
                 dtype=torch.bfloat16)  # fmt: skip
     plain, coded = (replace(case, codec=codec).plan().bytes_sent(2, forward=True) for codec in ("none", "fp8"))
     assert max(plain) / max(coded) == 256 / 132
+    plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
+    with pytest.raises(ArgumentError, match=r"^k: got "):
+        projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
 
 
 def test_chunks_arrive_while_others_are_computed():
@@ -261,17 +262,8 @@ def test_projections_happen_while_chunks_travel():
 @pytest.mark.parametrize("made", [None, (torch.ones(235, 6, 16),) * 2, torch.ones(3, 235, 6, 16)], ids=type)
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match=r"^project: got .*one that returns q, k and v"):
-        projected_attention(lambda *_: made, plan)
+    rejects(r"^project: got .*one that returns q, k and v", projected_attention, lambda *_: made, plan)
 
-
-def test_rejects_a_projection_of_other_heads():
-    plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
-    with pytest.raises(ArgumentError, match=r"^k: got "):
-        projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
-
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
 
 STEADY = {
     f"{case}": case
@@ -464,9 +456,6 @@ def test_chunks_copy_no_more_than_the_whole():
     one = 64 * 2 * 64 * 4  # bytes of q, k, v or out on a rank
     assert whole == halves
     assert all(16 * one <= copied <= 25 * one for copied in whole)  # and what the draw and the shards take
-
-
-# -- codecs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODEC_TOLERANCES)

@@ -35,16 +35,9 @@ KINDS = {
 }
 # Multi-latent attention: keys of 8 + 4, values of 6, which Megatron's own core attention reads from kv_channels.
 LATENT = {
-    "num_query_groups": None,
-    "kv_channels": 6,
-    "qk_layernorm": True,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "rope_type": "rope",
-}
+    "num_query_groups": None, "kv_channels": 6, "qk_layernorm": True, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rope_type": "rope",
+}  # fmt: skip
 KINDS |= {
     "mla": {"num_layers": 2, **LATENT},
     "fused_mla": {"num_layers": 2, **LATENT},  # with one projection down to both latents
@@ -91,32 +84,15 @@ def configure(kind, **changes):
     from megatron_cp.megatron.config import with_options
 
     settings = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 64,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_conv_kernel_dim": 4,
-        "mamba_num_heads": 6,
-        "mamba_head_dim": 6,
-        "mamba_state_dim": 5,
-        "mamba_num_groups": 2,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "use_cpu_initialization": True,
-        "calculate_per_token_loss": True,
+        "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4, "mamba_num_heads": 6, "mamba_head_dim": 6, "mamba_state_dim": 5,
+        "mamba_num_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+        "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
+        "bias_activation_fusion": False, "use_cpu_initialization": True, "calculate_per_token_loss": True,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-    }
+    }  # fmt: skip
     settings |= KINDS[kind] | changes
     # Our options are not Megatron's, and most models are to do without them.
     own = {name: settings[name] for name in vars(OurConfig)["__annotations__"] if name in settings}
@@ -163,9 +139,6 @@ def fused(spec):
         attention.module = FusedMLASelfAttention
         attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
     return spec
-
-
-# -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------
 
 
 def fill(model, config, parameters=None):
@@ -245,9 +218,6 @@ def whole(shares, split):
     dimension, sizes = split
     sections = zip(*(one.split(sizes, dimension) for one in shares), strict=True)
     return torch.cat([torch.cat(pieces, dimension) for pieces in sections], dimension)
-
-
-# -- a step of training ----------------------------------------------------------------------------------------------
 
 
 def layout_of(name, lengths, cp_size, align=1):
@@ -363,13 +333,9 @@ def train(model, config, batches):
     config.finalize_model_grads_func = finalize_model_grads
     wrapped.zero_grad_buffer()
     reduced = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[wrapped],
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
-    )
+        forward_step_func=forward_step, data_iterator=iter(batches), model=[wrapped], num_microbatches=len(batches),
+        seq_length=1, micro_batch_size=1,
+    )  # fmt: skip
     sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     gradients, drift = gathered({n: (p.main_grad, s) for n, p, s in parameters_of(model, config)})

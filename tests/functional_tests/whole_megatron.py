@@ -107,13 +107,9 @@ def step(config, chunks, batches, *, align=None, optimizes=False, looks_ahead=Tr
         own = [dataclasses.replace(one, packed_seq_params=dataclasses.replace(one.packed_seq_params, stream=None))
                for one in own]  # fmt: skip
     reduced = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(own) for _ in wrapped] if len(wrapped) > 1 else iter(own),
-        model=wrapped,
-        num_microbatches=len(own),
-        seq_length=1,
-        micro_batch_size=1,
-    )
+        forward_step_func=forward_step, data_iterator=[iter(own) for _ in wrapped] if len(wrapped) > 1 else iter(own),
+        model=wrapped, num_microbatches=len(own), seq_length=1, micro_batch_size=1,
+    )  # fmt: skip
     loss = loss_of(reduced)
     if optimizer is None:
         gradients, drift = gathered(chunks, config, "main_grad")

@@ -34,7 +34,6 @@ with warnings.catch_warnings():
 JAGGED = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
 SPARSE = torch.eye(3).to_sparse()
 
-# -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
 SLOT = cp.AttentionSpec(2, 1, 4, 4)
 NO_FOLDER = [5, b"here", ["here"], True, "", "a\0b", "a" * 5000, __file__]
@@ -75,8 +74,6 @@ def no_tensor(good):
 def optional(values):
     return [value for value in values if value is not None]
 
-
-# -- the public calls ------------------------------------------------------------------------------------------------
 
 SHAPES = {"heads": 2, "head_dim": 4}
 PLANS = {
@@ -315,7 +312,6 @@ CALLS = {
         "x": ones(6), "weight": TAPS[:6], "bias": BIAS[:6]}, ("bias",), activation=optional(NO_NAME)),
 }  # fmt: skip
 
-# -- layers: how they are made, and what they are called with --------------------------------------------------------
 
 NO_SIZE, NO_EPS = [*NO_INTEGER, 0], [*NO_NUMBER, 0.0, -1.0, 2.0]
 MADE = {"eps": NO_EPS, "kernel": NO_NAME, "dtype": optional([5, True, "float32", torch.int64, torch.complex64, float]),

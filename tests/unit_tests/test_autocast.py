@@ -177,8 +177,6 @@ def test_rejects_autocast_on_some_ranks_alone():
         run_ranks(rank, 2)
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
 HIDDEN = 24
 LAYERS = {
     "Attention": lambda: cp.nn.Attention(HIDDEN, 6, 2, 8, qk_norm=True, device=DEVICE),

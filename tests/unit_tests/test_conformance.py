@@ -53,14 +53,11 @@ def without_flash(rank, ranks):
 @pytest.mark.parametrize(
     ("compare", "name", "words"),
     [
-        (shared, "right", ""),
-        (wrong, "wrong without a word", ""),
-        (wrong_gradient, "wrong without a word", ""),
-        (refusing, "refused", "ValueError: 4 heads on 3 ranks"),
-        (hanging, "hung", "had not answered"),
+        (shared, "right", ""), (wrong, "wrong without a word", ""), (wrong_gradient, "wrong without a word", ""),
+        (refusing, "refused", "ValueError: 4 heads on 3 ranks"), (hanging, "hung", "had not answered"),
         (without_flash, "not runnable", "ImportError: flash_attn is not installed"),
     ],
-)
+)  # fmt: skip
 def test_cells_are_judged(compare, name, words):
     outcome = run_cell(compare, 2, 5.0)
     assert outcome.name == name
@@ -68,14 +65,11 @@ def test_cells_are_judged(compare, name, words):
     assert not distributed.is_initialized()
 
 
-def test_rows_that_no_rank_or_two_have_are_wrong():
+def test_rows_that_no_rank_has_are_wrong_and_packages_that_are_not_there_are_said():
     rows = torch.ones(2, 3)
     for places in ([0, 5], [0, 0], [-1, 1]):
         assert relative(in_order(rows, torch.tensor(places), 2), rows) == float("inf")
     assert relative(in_order(torch.ones(3, 3), torch.tensor([1, 0, 2]), 2), rows) == 0
-
-
-def test_a_package_that_is_not_there_is_said():
     assert unavailable(Way(None, "no-such-package", "no_such_module", "")).name == ABSENT
 
 

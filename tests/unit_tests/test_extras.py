@@ -40,6 +40,8 @@ def test_what_is_asked_for_is_an_extra():
     found = {each for path in HOUSE.rglob("*.py") if path.name != "extras.py" for each in asked_for(path.read_text())}
     assert found - OF_OTHERS <= set(PINS)
     assert {"megatron", "fla", "mamba", "flash", "te", "solver", "tokenizers"} <= found
+    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
+    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
 
 
 @pytest.mark.parametrize("extra", [name for name in PINS if name != "dev"])
@@ -50,20 +52,13 @@ def test_a_remedy_installs_the_packages_of_the_extra(extra):
     assert all(re.search(r"[=<>]", word) for word in words[2:] if not word.startswith("--"))
 
 
-def test_pins_are_those_of_the_distribution_that_is_installed(monkeypatch):
+def test_pins_are_those_of_the_distribution_that_is_installed_or_of_the_clone(monkeypatch):
     lines = ['flash-attn==9.9; extra == "flash"', 'flash-attn==1; extra == "flash-old"', "torch<2"]
     monkeypatch.setattr(extras, "requires", lambda name: lines)
     assert extras.install("flash") == "pip install --no-build-isolation flash-attn==9.9"
 
-
-def test_where_nothing_is_installed_the_clone_is(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "requires", missing)
     assert extras.install("fla") == "pip install '.[fla]' in a clone of megatron_cp"
-
-
-def test_a_remedy_is_seen():
-    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
-    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]

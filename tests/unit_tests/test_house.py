@@ -16,20 +16,10 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors", "extras", "lazy", "versions"},
-    {"layout", "torch_private"},
-    {"exchange", "data"},
-    {"plan"},
-    {"executor", "planner"},
-    {"softmax", "linear"},
-    {"batch"},
-    {"nn"},
-    {"testing"},
-    {"megatron", "transformers", "diffusers"},
-    {"integrations"},
-    {"cli"},
-    {"apps"},
-]
+    {"errors", "extras", "lazy", "versions"}, {"layout", "torch_private"}, {"exchange", "data"}, {"plan"},
+    {"executor", "planner"}, {"softmax", "linear"}, {"batch"}, {"nn"}, {"testing"},
+    {"megatron", "transformers", "diffusers"}, {"integrations"}, {"cli"}, {"apps"},
+]  # fmt: skip
 
 
 def imports_of(path):
@@ -58,9 +48,6 @@ def test_imports_point_downward():
             if other != room and floor_of(other) >= floor_of(room):
                 upward.append(f"{path.relative_to(HOUSE)} imports {name}")
     assert upward == []
-
-
-# -- applications use public names -------------------------------------------------------------------------------------
 
 
 def private_imports(source, app, is_public):
@@ -132,9 +119,6 @@ def test_applications_are_named_in_one_place_of_the_library():
     assert naming == {"cli/applications.py"}
 
 
-# -- no circle of modules ----------------------------------------------------------------------------------------------
-
-
 def imported_modules(source, modules):
     """Returns the `modules` that a source imports anywhere; `from a import b` imports a.b if that is a module."""
     for node in ast.walk(ast.parse(source)):
@@ -189,8 +173,6 @@ def test_a_circle_is_seen(sources, expected):
     assert circles(sources) == {frozenset(names) for names in expected}
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
 MOST_LINES, LONGEST_FUNCTION = 450, 60
 SHORT_FUNCTIONS = (
     "plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn", "apps/estimate",
@@ -224,8 +206,6 @@ def test_functions_fit_a_screen():
     }
     assert long == {}
 
-
-# -- records instead of strings ---------------------------------------------------------------------------------------
 
 # Where names of schemes, modes and kinds may be compared: where they are defined, and where users' words are read.
 NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/options.py"}
@@ -262,21 +242,15 @@ def test_what_a_scheme_or_a_kind_can_do_is_read_from_its_record():
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ('if kind == "mamba":\n    pass', 1),
-        ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
-        ('match kind:\n    case "gdn":\n        pass', 2),
-        ('if "+" in scheme:\n    pass', 1),
-        ('if scheme.startswith("a2a"):\n    pass', 1),
-        ('x = {"a2a": 1}.get(scheme)', 1),
-        ('x = "mamba"', None),
+        ('if kind == "mamba":\n    pass', 1), ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
+        ('match kind:\n    case "gdn":\n        pass', 2), ('if "+" in scheme:\n    pass', 1),
+        ('if scheme.startswith("a2a"):\n    pass', 1), ('x = {"a2a": 1}.get(scheme)', 1), ('x = "mamba"', None),
         ('if "+" == sign:\n    pass', None),
     ],
-)
+)  # fmt: skip
 def test_a_compared_name_is_seen(source, line):
     assert list(names_compared(source, {"mamba", "a2a", "gdn"})) == ([] if line is None else [line])
 
-
-# -- who imports torch -------------------------------------------------------------------------------------------------
 
 WITHOUT_TORCH = ("layout", "plan", "planner")
 
@@ -290,9 +264,6 @@ def test_plans_import_no_torch():
         f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- who imports Megatron ----------------------------------------------------------------------------------------------
 
 
 def importers_of(package):
@@ -316,9 +287,6 @@ def test_only_the_adapter_the_trainer_and_the_peers_of_benchmarks_import_megatro
     rooms = (Path("megatron"), Path("apps/bench/peers"), Path("apps/train"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []
-
-
-# -- what is watched is handed in --------------------------------------------------------------------------------------
 
 
 def root_of(node):
@@ -430,23 +398,18 @@ def test_a_replacement_is_seen(source):
     assert list(replacements(source, "megatron_cp"))
 
 
-def test_what_is_made_here_may_change():
+def test_what_is_imported_is_exchanged_in_one_place():
     source = "from megatron_cp.linear.on_rank import LinearOnRank\nmade = LinearOnRank()\nmade.rank = 1"
     source += "\nsetattr(made, 'rank', 2)"
     assert list(replacements(source, "megatron_cp")) == []
-
-
-# -- Megatron is exchanged in one place --------------------------------------------------------------------------------
-
-PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}
-
-
-def test_what_is_imported_is_exchanged_in_one_place():
-    """Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each."""
+    # Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each.
     exchanging = {
         path.relative_to(HOUSE) for path in (HOUSE / "megatron").rglob("*.py") if list(replacements(path.read_text()))
     }
     assert exchanging == PATCHES
+
+
+PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}
 
 
 @pytest.mark.parametrize(

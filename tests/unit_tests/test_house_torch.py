@@ -66,22 +66,15 @@ def test_private_names_of_torch_are_asked_for_in_one_module():
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("import torch\nx = torch._C._x()", 2),
-        ("import torch._dynamo", 1),
-        ("from torch.utils._pytree import tree_leaves", 1),
-        ("from torch import _foreach_mul_", 1),
+        ("import torch\nx = torch._C._x()", 2), ("import torch._dynamo", 1),
+        ("from torch.utils._pytree import tree_leaves", 1), ("from torch import _foreach_mul_", 1),
         ("import torch.distributed as dist\nx = dist.distributed_c10d._world", 2),
-        ("import torch\nx = torch.ops.aten._softmax", 2),
-        ("x = tensor._version", 1),
-        ("import torch\nx = torch.empty(0).__class__", None),
-        ("import other\nx = other._private", None),
+        ("import torch\nx = torch.ops.aten._softmax", 2), ("x = tensor._version", 1),
+        ("import torch\nx = torch.empty(0).__class__", None), ("import other\nx = other._private", None),
     ],
-)
+)  # fmt: skip
 def test_a_private_name_is_seen(source, line):
     assert sorted(set(private_uses(source, {"_version"}))) == ([] if line is None else [line])
-
-
-# -- without them ------------------------------------------------------------------------------------------------------
 
 
 class _Public:
@@ -113,20 +106,14 @@ def test_this_torch_has_all_names_that_are_asked_for_at_import():
     assert set(torch_private.lacking()) <= {"torch.nn.attention.varlen"}
 
 
-def test_missing_names_are_listed(without):
+def test_missing_names_are_listed_and_done_without(without):
     assert "torch._C._cuda_getCurrentRawStream" in without.lacking()
     assert without.varlen_operators() is None
     assert without.cpu_flash is None
     assert len(without.lacking()) >= 10
-
-
-def test_autocast_is_seen_without_private_names(without):
     assert without.is_any_autocast_enabled() is False
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert without.is_any_autocast_enabled() is True
-
-
-def test_what_is_computed_without_private_names(without):
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     without.multiply_each(tensors, 3)
     assert [each.tolist() for each in tensors] == [[3, 3], [6, 6, 6]]
@@ -136,8 +123,6 @@ def test_what_is_computed_without_private_names(without):
         pass
     assert without.operators("aten") == []
 
-
-def test_functions_are_not_traced_without_private_names(without):
     def function(x):
         return x + 1
 
@@ -145,34 +130,22 @@ def test_functions_are_not_traced_without_private_names(without):
     assert marked(1) == 2
     assert marked._torchdynamo_disable
     assert no_compile(function)._torchdynamo_disable
-
-
-def test_groups_without_private_names(without):
     assert isinstance(without.store_of(None), dist.HashStore)
     with pytest.warns(UserWarning, match="cannot change the time limit"):
         assert without.limit_waits(None) == []
-
-
-def test_counting_is_refused_without_private_names(without):
     with pytest.raises(RuntimeError, match="has no TorchDispatchMode"):
         without.DispatchMode()
 
 
-def test_versions_differ_after_a_write():
+def test_private_functions_do_what_they_say():
     tensor = torch.zeros(2)
     before = torch_private.version_of(tensor)
     assert torch_private.version_of(tensor) == before
     tensor.add_(1)
     assert torch_private.version_of(tensor) != before
-
-
-def test_leaves_of_nested_values():
     nested = {"a": [1, (2, None)], "b": 3}
     assert torch_private.leaves(nested) == [1, 2, None, 3]
     assert torch_private.map_leaves(str, nested) == {"a": ["1", ("2", "None")], "b": "3"}
-
-
-def test_operators_of_varlen_are_taken_by_their_arguments():
     operator = torch.ops.aten.add  # self, other, and a scale by keyword
     assert torch_private._takes(_packet(operator.Tensor), ["self", "other"])
     assert not torch_private._takes(_packet(operator.Tensor), ["self"])

@@ -19,18 +19,28 @@ NEEDS = {"megatron_cp.megatron": "megatron.core", "megatron_cp.transformers": "t
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_names_are_listed_without_torch(package):
-    """In a process that has used none of them; nothing else is listed."""
+def test_every_public_name_is_there_and_is_listed_without_torch(package):
+    if package in NEEDS:
+        pytest.importorskip(NEEDS[package])
+    module = importlib.import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is vars(module)[name]  # kept once it is used
+    # In a process that has used none of them; nothing else is listed.
     code = f"import sys, {package} as p; print(dir(p) == sorted(p.__all__))"
     code += "; print([name for name in ('torch', 'numpy', 'difflib') if name in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.splitlines() == ["True", "[]"]
 
 
-def test_tab_completion_knows_them():
+def test_tab_completion_knows_them_and_modules_are_imported_without_a_hint(monkeypatch):
     completer = rlcompleter.Completer({"cp": megatron_cp})
     found = [completer.complete("cp.plan_", state) for state in range(2)]
     assert [name.rstrip("()") for name in found] == ["cp.plan_attention", "cp.plan_linear"]
+    # An import statement asks the package before it imports the module.
+    monkeypatch.setattr("difflib.get_close_matches", None)
+    with pytest.raises(AttributeError, match=r"no attribute 'transport'$"):
+        importlib.import_module("megatron_cp.plan").__getattr__("transport")
 
 
 @pytest.mark.parametrize(
@@ -38,18 +48,14 @@ def test_tab_completion_knows_them():
     [
         ("megatron_cp", "atention", ". Did you mean attention?"),
         ("megatron_cp", "ShardBatch", ". Did you mean shard_batch?"),
-        ("megatron_cp", "packing", ". Did you mean Packing?"),
-        ("megatron_cp", "shard", ". Did you mean shard_batch?"),
+        ("megatron_cp", "packing", ". Did you mean Packing?"), ("megatron_cp", "shard", ". Did you mean shard_batch?"),
         ("megatron_cp", "loss", ". Did you mean token_loss?"),
-        ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"),
-        ("megatron_cp", "net", ""),
-        ("megatron_cp", "delta", ""),
-        ("megatron_cp", "frobnicate", ""),
-        ("megatron_cp", "__wrapped__", ""),
+        ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"), ("megatron_cp", "net", ""),
+        ("megatron_cp", "delta", ""), ("megatron_cp", "frobnicate", ""), ("megatron_cp", "__wrapped__", ""),
         ("megatron_cp.planner", "PackCosts", ". Did you mean PackCost?"),
         ("megatron_cp.transformers", "enable_contextparallel", ". Did you mean enable_context_parallel?"),
     ],
-)
+)  # fmt: skip
 def test_rejects_a_misspelt_name_with_a_hint(package, name, hint):
     with pytest.raises(AttributeError) as error:
         getattr(importlib.import_module(package), name)
@@ -66,31 +72,11 @@ def test_rejects_a_former_name_with_that_of_today(old, new):
     assert new in megatron_cp.__all__
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_there(package):
-    if package in NEEDS:
-        pytest.importorskip(NEEDS[package])
-    module = importlib.import_module(package)
-    assert module.__all__
-    for name in module.__all__:
-        assert getattr(module, name) is vars(module)[name]  # kept once it is used
-
-
-def test_no_public_name_begins_with_of():
+def test_public_names_begin_with_no_of_and_are_pickled():
     names = [name for name in megatron_cp.__all__ if not name.startswith("__")]
     kinds = {name: kind for name in names if isinstance(kind := getattr(megatron_cp, name), type)}
     assert len(kinds) >= 15
     inside = [f"{name}.{attribute}" for name, kind in kinds.items() for attribute in vars(kind)]
     assert [name for name in [*names, *inside] if name.rpartition(".")[2].startswith("of_")] == []
-
-
-def test_a_module_of_a_package_is_imported_without_a_hint(monkeypatch):
-    """An import statement asks the package before it imports the module."""
-    monkeypatch.setattr("difflib.get_close_matches", None)
-    with pytest.raises(AttributeError, match=r"no attribute 'transport'$"):
-        importlib.import_module("megatron_cp.plan").__getattr__("transport")
-
-
-def test_public_names_are_pickled_by_their_own_modules():
     assert pickle.loads(pickle.dumps(megatron_cp.shard_batch)) is megatron_cp.shard_batch
     assert pickle.loads(pickle.dumps(megatron_cp.AttentionSpec)) is megatron_cp.AttentionSpec

@@ -23,8 +23,5 @@ def test_a_layer_with_fewer_chunks_leaves_its_place_empty(tmp_path):
     draw(data, tmp_path / "found.png")
     draw(json.loads((RESULTS / "wire_cpu.json").read_text()), tmp_path / "whole.png")
     assert (tmp_path / "found.png").read_bytes() != (tmp_path / "whole.png").read_bytes()
-
-
-def test_says_what_it_can_draw(tmp_path):
     with pytest.raises(SystemExit, match="bench exchange or bench wire"):
         draw(json.loads((RESULTS / "layer_cpu.json").read_text()), tmp_path / "found.png")

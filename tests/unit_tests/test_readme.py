@@ -36,19 +36,13 @@ def test_ratios_of_an_exchange_are_geometric_means_of_the_cells_that_were_measur
     assert f"at most {pack:.1f} warm copies of the same bytes to pack and {unpack:.1f} to unpack" in COSTS
 
 
-def test_ratios_of_layers_are_medians():
+def test_says_what_results_say_and_is_read_in_five_minutes():
     found = result("layer")
     gdn, mamba = (found["megatron_over_ours"][layer]["both"]["median"] for layer in ("gdn", "mamba"))
     said = f"Gated DeltaNet takes {gdn:.2f} times less time than megatron-core's, Mamba-2 {mamba:.2f} times"
     assert f"{said}, as medians of {found['repeats']} repeats with {found['cp']} ranks" in COSTS
-
-
-def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
     devices = {json.loads(path.read_text())["device"] for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert ("Nothing has run on a GPU yet" in README) == (devices == {"cpu"})
-
-
-def test_is_read_in_five_minutes():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(README.split()) < 1000
     assert max(map(len, lines)) <= 120
@@ -84,26 +78,20 @@ def test_an_index_has_every_page_of_its_folder(folder):
     assert pages == {target for target in re.findall(r"\]\(([^)]*)\)", index) if "/" not in target}
 
 
-def test_lines_of_pages_are_short_but_for_tables_and_commands():
+def test_pages_have_short_lines_and_the_package_as_cp():
     long = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         lines = (line for line in text.splitlines() if not line.startswith(("|", "![", "    ")))
         long += [(str(page.relative_to(ROOT)), line) for line in lines if len(line) > 130]
     assert long == []
-
-
-def test_cp_is_the_package_on_every_page_and_in_every_example():
-    """A program may paste from several of them, and `import megatron_cp as cp` is on most."""
+    # A program may paste from several of them, and `import megatron_cp as cp` is on most.
     files = [*PAGES, *(ROOT / "examples").glob("*.py")]
     taken = [
         (file.name, line) for file in files for line in re.findall(r"^ *cp = enable.*$", file.read_text(), re.MULTILINE)
     ]
     assert taken == []
     assert 'parallel = enable_context_parallel(model, mesh["cp"]' in (ROOT / "docs/transformers.md").read_text()
-
-
-def test_classes_of_transformers_are_those_of_the_tests():
     page = (ROOT / "docs/transformers.md").read_text()
     numbers = r"(\de-\d\d|0e\+00)"
     in_page = re.findall(rf"^\| (\w+) \| [\w, ]+ \| {numbers} \| {numbers} \| {numbers} \|", page, re.MULTILINE)

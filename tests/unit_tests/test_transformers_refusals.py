@@ -16,6 +16,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
 from megatron_cp.transformers.attention import planned_attention
+from tests.refusals import rejects
 from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
 
@@ -28,9 +29,6 @@ def llama():
 def enabled(llama):
     model = copy.deepcopy(llama)
     return model, enable_context_parallel(model, None)
-
-
-# -- documents ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,14 +51,11 @@ def test_documents_are_told_from_what_collators_say(enabled, said):
     assert {"lengths", "cu_seq_lens_q", "attention_mask"}.isdisjoint(found)
 
 
-def test_without_lengths_a_row_is_one_document(enabled):
+def test_without_lengths_a_row_is_one_document_and_shifted_labels_stay(enabled):
     found = enabled[1].shard({"input_ids": TOKENS})
     assert found.layout.packing.lengths.tolist() == [13]
     assert "labels" not in found
     assert found.num_items == 0
-
-
-def test_shifted_labels_stay_as_they_are(enabled):
     shifted = torch.full((1, 13), -100)
     shifted[0, 3] = 8
     found = enabled[1].shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
@@ -135,9 +130,13 @@ def test_rejects_batches(enabled, changed, argument, text):
     assert refused.value.argument == argument
 
 
-def test_rejects_a_batch_that_is_no_mapping(enabled):
-    with pytest.raises(ArgumentError, match="a collator returns"):
-        enabled[1].shard([TOKENS])
+def test_rejects_batches_of_other_documents_and_losses_that_shift(enabled):
+    rejects("a collator returns", enabled[1].shard, [TOKENS])
+    rejects("this batch's documents", enabled[1].shard, batch(cp_plans=enabled[1].planner([6, 7])))
+    model, context = enabled
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    rejects("takes shift_labels", context.shard, batch())
+    context.shard({"input_ids": TOKENS})  # without labels it is not called
 
 
 @pytest.mark.parametrize("name", ["lengths", "cu_seq_lens_q", "position_ids", "attention_mask", "input_ids", "labels"])
@@ -154,13 +153,7 @@ def test_rejects_what_is_on_a_device(enabled, name):
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True])
 def test_rejects_seeds(enabled, seed):
-    with pytest.raises(ArgumentError, match="seed"):
-        enabled[1].shard(batch(), seed=seed)
-
-
-def test_rejects_plans_of_other_documents(enabled):
-    with pytest.raises(ArgumentError, match="this batch's documents"):
-        enabled[1].shard(batch(cp_plans=enabled[1].planner([6, 7])))
+    rejects("seed", enabled[1].shard, batch(), seed=seed)
 
 
 def test_ranks_with_other_batches_are_told(llama):
@@ -172,18 +165,14 @@ def test_ranks_with_other_batches_are_told(llama):
     run_ranks(main, 2)
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-def test_rejects_a_model_that_is_wrapped(llama):
+def test_rejects_models_that_are_wrapped_or_enabled_and_groups(llama, enabled):
     for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
-        with pytest.raises(ArgumentError, match="before fully_shard"):
-            enable_context_parallel(wrapped, None)
-
-
-def test_rejects_a_model_twice(enabled):
-    with pytest.raises(ArgumentError, match="once"):
-        enable_context_parallel(enabled[0], None)
+        rejects("before fully_shard", enable_context_parallel, wrapped, None)
+    rejects("once", enable_context_parallel, enabled[0], None)
+    rejects("group", enable_context_parallel, llama, "cp")
+    model = copy.deepcopy(llama)
+    model.model.layers[0].self_attn.is_causal = False
+    rejects("is_causal=False", enable_context_parallel, model, None)
 
 
 @pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
@@ -191,8 +180,7 @@ def test_rejects_outputs_of_the_configuration(llama, name):
     model = copy.deepcopy(llama)
     model.set_attn_implementation("eager")
     setattr(model.config, name, True)
-    with pytest.raises(ArgumentError, match=name):
-        enable_context_parallel(model, None)
+    rejects(name, enable_context_parallel, model, None)
 
 
 _OPTIONS = [
@@ -224,8 +212,7 @@ def test_rejects_unknown_mixers():
         ),
     }  # fmt: skip
     for text, model in models.items():
-        with pytest.raises(ArgumentError, match=text):
-            enable_context_parallel(model, None)
+        rejects(text, enable_context_parallel, model, None)
         assert not any("cp_slot" in vars(module) for module in model.modules())
 
 
@@ -239,14 +226,12 @@ def test_rejects_unknown_mixers():
 def test_rejects_phases_that_depend_on_the_longest_position(llama, rope):
     model = copy.deepcopy(llama)
     model.config.rope_parameters = rope
-    with pytest.raises(ArgumentError, match=r"rope_parameters: got '(dynamic|longrope)'"):
-        enable_context_parallel(model, None)
+    rejects(r"rope_parameters: got '(dynamic|longrope)'", enable_context_parallel, model, None)
 
 
 def test_rejects_temperatures_by_the_number_of_the_row():
     model = build("Llama4", num_hidden_layers=1, no_rope_layers=[0], attn_temperature_tuning=True, dtype=torch.float32)
-    with pytest.raises(ArgumentError, match="attn_temperature_tuning"):
-        enable_context_parallel(model, None)
+    rejects("attn_temperature_tuning", enable_context_parallel, model, None)
 
 
 @pytest.mark.parametrize(("name", "window"), [("Llama", 4), ("Mistral", None), ("Mistral", 15), ("Llama4", 16)])
@@ -259,64 +244,12 @@ def test_rejects_another_window_in_a_call(name, window):
         planned_attention(attend, heads, heads, heads, None, sliding_window=window, cp_batch=sharded["cp_batch"])
 
 
-def test_rejects_a_bias_in_a_call(enabled):
+def test_rejects_a_bias_a_mask_and_a_cache_in_a_call(enabled):
     attend = enabled[0].model.layers[0].self_attn
     heads = torch.zeros(1, 6, 13, 16)
     options = {"cp_batch": enabled[1].shard(batch())["cp_batch"], "position_bias": torch.zeros(1, 6, 13, 13)}
-    with pytest.raises(ArgumentError, match="position_bias"):
-        planned_attention(attend, heads, heads, heads, None, **options)
-    with pytest.raises(ArgumentError, match="is_causal"):
-        planned_attention(attend, heads, heads, heads, None, **options, is_causal=False)
-
-
-def test_rejects_attention_in_both_directions(llama):
-    model = copy.deepcopy(llama)
-    model.model.layers[0].self_attn.is_causal = False
-    with pytest.raises(ArgumentError, match="is_causal=False"):
-        enable_context_parallel(model, None)
-
-
-def test_rejects_a_loss_that_shifts_by_itself(enabled):
-    model, context = enabled
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
-    with pytest.raises(ArgumentError, match="takes shift_labels"):
-        context.shard(batch())
-    context.shard({"input_ids": TOKENS})  # without labels it is not called
-
-
-def test_rejects_groups(llama):
-    with pytest.raises(ArgumentError, match="group"):
-        enable_context_parallel(llama, "cp")
-
-
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
-def test_rejects_calls_without_a_planned_batch(enabled):
-    with pytest.raises(ArgumentError, match="cp_batch"):
-        enabled[0](input_ids=TOKENS)
-
-
-def test_rejects_a_call_of_a_model_that_was_not_enabled(llama, enabled):
-    stranger = copy.deepcopy(llama)
-    stranger.set_attn_implementation("megatron_cp")
-    with pytest.raises(ArgumentError, match="enable_context_parallel"):
-        stranger(**enabled[1].shard(batch()))
-
-
-def test_rejects_dropout_without_a_seed():
-    model = build("Llama", num_hidden_layers=1, attention_dropout=0.5, dtype=torch.float32)
-    context = enable_context_parallel(model, None)
-    with pytest.raises(ArgumentError, match="seed=step"):
-        model(**context.shard(batch()))
-    same = [model(**context.shard(batch(), seed=3)).logits for _ in range(2)]
-    assert torch.equal(*same)
-    assert not torch.equal(same[0], model(**context.shard(batch(), seed=4)).logits)
-    model.eval()
-    model(**context.shard(batch()))
-
-
-def test_rejects_a_mask_in_a_call(enabled):
+    rejects("position_bias", planned_attention, attend, heads, heads, heads, None, **options)
+    rejects("is_causal", planned_attention, attend, heads, heads, heads, None, **options, is_causal=False)
     model, context = enabled
     attend = model.model.layers[0].self_attn
     sharded = context.shard(batch())
@@ -324,9 +257,6 @@ def test_rejects_a_mask_in_a_call(enabled):
         attend(
             torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2, torch.ones(1, 1, 13, 13), cp_batch=sharded["cp_batch"]
         )
-
-
-def test_rejects_a_cache_in_a_call():
     model = build("Mamba2", num_hidden_layers=1, dtype=torch.float32)
     context = enable_context_parallel(model, None)
     sharded = context.shard(batch())
@@ -334,10 +264,24 @@ def test_rejects_a_cache_in_a_call():
         model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
 
 
-def test_rejects_rows_that_are_no_batch(enabled):
+def test_rejects_calls_without_a_planned_batch_or_of_a_model_that_was_not_enabled(enabled, llama):
+    rejects("cp_batch", enabled[0], input_ids=TOKENS)
+    stranger = copy.deepcopy(llama)
+    stranger.set_attn_implementation("megatron_cp")
+    rejects("enable_context_parallel", stranger, **enabled[1].shard(batch()))
     sharded = enabled[1].shard(batch())
-    with pytest.raises(ArgumentError, match=r"\[1, t, ...\]"):
-        enabled[1].gather(torch.zeros(13), sharded)
+    rejects(r"\[1, t, ...\]", enabled[1].gather, torch.zeros(13), sharded)
+
+
+def test_rejects_dropout_without_a_seed():
+    model = build("Llama", num_hidden_layers=1, attention_dropout=0.5, dtype=torch.float32)
+    context = enable_context_parallel(model, None)
+    rejects("seed=step", model, **context.shard(batch()))
+    same = [model(**context.shard(batch(), seed=3)).logits for _ in range(2)]
+    assert torch.equal(*same)
+    assert not torch.equal(same[0], model(**context.shard(batch(), seed=4)).logits)
+    model.eval()
+    model(**context.shard(batch()))
 
 
 @pytest.mark.parametrize(
@@ -353,11 +297,7 @@ def test_rejects_log_probs(enabled, logits, without, options, text):
     sharded = enabled[1].shard(batch())
     for name in without:
         del sharded[name]
-    with pytest.raises(ArgumentError, match=text):
-        token_log_probs(logits, sharded, **options)
-
-
-# -- and back ----------------------------------------------------------------------------------------------------------
+    rejects(text, token_log_probs, logits, sharded, **options)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
@@ -391,21 +331,23 @@ def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
         assert torch.equal(other(**rows).logits, model(**rows).logits)
 
 
-def test_a_batch_can_be_made_again_of_its_arguments(enabled):
+def test_explains_plans_and_a_batch_can_be_made_again_of_its_arguments(enabled):
     sharded = enabled[1].shard(batch())
     moved = type(sharded)(dict(sharded.items()))
     assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
+    context = enabled[1]
+    assert isinstance(context, ContextParallel)
+    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
+    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 
 def rejects_no_group_and_is_disabled_after_fully_shard(group):
     model = build("Mamba2", dtype=torch.float32).eval()
     before = model(input_ids=TOKENS, use_cache=False).logits
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(ArgumentError, match="2 dimensions"):
-        enable_context_parallel(model, square)
+    rejects("2 dimensions", enable_context_parallel, model, square)
     for takes_a_group in (enable_context_parallel, cp.reduce_gradients):
-        with pytest.raises(ArgumentError, match=r"world of 2 ranks.*dist\.group\.WORLD"):
-            takes_a_group(model, None)
+        rejects(r"world of 2 ranks.*dist\.group\.WORLD", takes_a_group, model, None)
     context = enable_context_parallel(model, mesh := square["cp"])
     assert (context.cp_size, context.rank) == (2, group.rank)
     for block in model.backbone.layers:
@@ -426,13 +368,6 @@ def test_rejects_no_group_and_is_disabled_after_fully_shard():
         assert off < 1e-5
         assert is_same
         assert is_back
-
-
-def test_explains_layers_and_plans(enabled):
-    context = enabled[1]
-    assert isinstance(context, ContextParallel)
-    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
-    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 
 def test_vision_towers_stay_on_their_own_attention():

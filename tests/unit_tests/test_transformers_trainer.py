@@ -17,6 +17,7 @@ from megatron_cp.transformers.parallelism import Parallelism, checked_parallelis
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer import ContextParallelMixin
+from tests.refusals import rejects
 
 IDS = torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9], [3, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
@@ -33,9 +34,6 @@ def test_padded_rows_are_put_end_to_end():
     assert flat["name"] == "a"
     assert "attention_mask" not in flat
     assert torch.equal(restore_rows(flat["extra"], kept), extra * MASK[..., None])
-
-
-def test_rows_without_a_mask_are_documents():
     flat, kept = flatten_rows({"input_ids": IDS})
     assert flat["lengths"].tolist() == [4, 4, 4]
     assert kept.all()
@@ -65,8 +63,7 @@ def test_other_batches_stay_as_they_are(batch):
     ],
 )
 def test_rejects_rows_that_are_not_documents(changed, text):
-    with pytest.raises(ArgumentError, match=text):
-        flatten_rows({**PADDED, **changed})
+    rejects(text, flatten_rows, {**PADDED, **changed})
 
 
 def arguments(ranks, gpus=1):
@@ -87,19 +84,13 @@ def arguments(ranks, gpus=1):
     ],
 )
 def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
-    with pytest.raises(ArgumentError, match=f"args.parallelism_config: .*{remedy}"):
-        checked_parallelism(arguments(ranks), config)
+    rejects(f"args.parallelism_config: .*{remedy}", checked_parallelism, arguments(ranks), config)
 
 
-def test_rejects_processes_without_a_group(monkeypatch):
+def test_rejects_processes_without_a_group_and_several_gpus(monkeypatch):
+    rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ArgumentError, match="use_cpu=True"):
-        checked_parallelism(arguments(1), None)
-
-
-def test_rejects_several_gpus_of_one_process():
-    with pytest.raises(ArgumentError, match=r"args.n_gpu: got 4.*torchrun --nproc-per-node 4"):
-        checked_parallelism(arguments(1, gpus=4), None)
+    rejects("use_cpu=True", checked_parallelism, arguments(1), None)
 
 
 def test_one_process_is_warned_unless_one_is_meant():

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 
-from megatron_cp import ArgumentError
 from megatron_cp.integrations.verl import ContextParallelEngineMixin
+from tests.refusals import rejects
 
 
 class Base:
@@ -39,6 +39,5 @@ PACKED = {"input_ids_rmpad_rolled": torch.zeros(3), "temperature_rmpad": torch.o
 )
 def test_rejects_what_it_does_not_compute(inputs, results, message):
     engine = Engine(inputs, results)
-    with pytest.raises(ArgumentError, match=message):
-        engine.prepare_model_inputs({})
+    rejects(message, engine.prepare_model_inputs, {})
     assert (engine.ulysses_sequence_parallel_size, engine.use_ulysses_sp) == (2, True)

@@ -22,9 +22,16 @@ def table(monkeypatch):
     monkeypatch.setattr(versions, "_warned", set())
 
 
-def test_ranges_go_by_numbers(table):
+def test_ranges_go_by_numbers_from_the_oldest_environment_on(table):
     assert versions.tested_range("torch") == ("2.9.0", "2.14.1")
     assert versions.tested_range("megatron-core") == ("0.19.2", "0.19.2")
+    project = (HOUSE.parent / "pyproject.toml").read_text()
+    oldest = tool.ENVIRONMENTS[0]
+    torch = next(each.removeprefix("torch==") for each in oldest.requirements if each.startswith("torch=="))
+    numpy = next(each.removeprefix("numpy==") for each in oldest.requirements if each.startswith("numpy=="))
+    assert f'"torch>={torch.removesuffix(".0")}"' in project
+    assert f'"numpy>={".".join(numpy.split(".")[:2])},<3"' in project
+    assert f'requires-python = ">={oldest.python}"' in project
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.10.0", "2.11.0+cu130", "2.14.9", "2.14.0a0+git"])
@@ -48,7 +55,7 @@ def test_warns_once_with_the_table(table):
         versions.warn_if_untested(torch="2.12.0")
 
 
-def test_the_table_has_every_environment_whose_python_was_there():
+def test_the_table_has_every_environment_whose_python_was_there_as_the_page_has():
     rows = versions.tested()["rows"]
     names = [each.name for each in tool.ENVIRONMENTS]
     found = [row["environment"] for row in rows]
@@ -57,20 +64,7 @@ def test_the_table_has_every_environment_whose_python_was_there():
     for row in rows:
         assert len(row["failures"]) == row["failed"]
         assert row["passed"] > 1000
-
-
-def test_the_page_has_the_same_table():
     assert tool.page_table() in tool.PAGE.read_text()
-
-
-def test_the_range_of_the_package_begins_with_the_oldest_environment():
-    project = (HOUSE.parent / "pyproject.toml").read_text()
-    oldest = tool.ENVIRONMENTS[0]
-    torch = next(each.removeprefix("torch==") for each in oldest.requirements if each.startswith("torch=="))
-    numpy = next(each.removeprefix("numpy==") for each in oldest.requirements if each.startswith("numpy=="))
-    assert f'"torch>={torch.removesuffix(".0")}"' in project
-    assert f'"numpy>={".".join(numpy.split(".")[:2])},<3"' in project
-    assert f'requires-python = ">={oldest.python}"' in project
 
 
 @pytest.mark.parametrize(("words", "status"), [(["newest"], 1), (["newest", "--if-there"], 0), ([], 0)])

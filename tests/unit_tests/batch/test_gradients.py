@@ -9,6 +9,7 @@ from megatron_cp.batch import gradients as gradients_module
 from megatron_cp.errors import ArgumentError, CallMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -86,8 +87,11 @@ def in_bfloat16(group):
     return parameter.grad.item()
 
 
-def test_sums_of_fewer_bits_are_made_in_fp32():
+def test_sums_of_fewer_bits_are_made_in_fp32_and_other_parameters_are_rejected():
     assert run_ranks(in_bfloat16, 3) == [258.0] * 3  # 256 + 1 is 256 in bfloat16
+    with pytest.raises(RankError, match=r"parameter 0: .*\[3, 2\]") as caught:
+        run_ranks(other_parameters, 2)
+    assert isinstance(caught.value.__cause__, CallMismatchError)
 
 
 def of_module(group):
@@ -101,18 +105,14 @@ def of_module(group):
     return storage.tolist(), model[0].bias.grad.tolist(), model[1].bias.grad.tolist()
 
 
-def test_a_modules_gradients_are_summed_where_they_are():
+def test_a_modules_gradients_are_summed_where_they_are(monkeypatch):
     assert run_ranks(of_module, 3) == [([6.0] * 4, [3.0] * 2, [1.0] * 2)] * 3
-
-
-def test_without_a_group_nothing_changes():
     (weight,) = parameters_of(0)[:1]
     before = weight.grad.clone()
     cp.reduce_gradients(iter([weight]))
     assert torch.equal(weight.grad, before)
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 1000)
+    assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
 
 
 def with_sparse_gradient():
@@ -139,8 +139,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_rejects_what_has_no_gradients_to_sum(case):
     make, message = REFUSED[case]
-    with pytest.raises(ArgumentError, match=message):
-        cp.reduce_gradients(make())
+    rejects(message, cp.reduce_gradients, make())
 
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "FullyShardedDataParallel"])
@@ -174,26 +173,14 @@ def bytes_kept(group):
     return group.buffers.size, weight.grad.sum().item()
 
 
-def test_a_large_parameter_leaves_no_buffer(monkeypatch):
-    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 1000)
-    assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
-
-
 def test_rejects_a_gradient_of_another_type():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     if not hasattr(weight, "grad_dtype"):
         pytest.skip("before torch 2.10 a gradient has the type of its parameter")
     weight.grad_dtype = None
     weight.grad = torch.ones(2)
-    with pytest.raises(ArgumentError, match=r"a gradient of torch.float32 of a parameter of torch.bfloat16"):
-        cp.reduce_gradients([weight])
+    rejects(r"a gradient of torch.float32 of a parameter of torch.bfloat16", cp.reduce_gradients, [weight])
 
 
 def other_parameters(group):
     cp.reduce_gradients(nn.Linear(2, 3 if group.rank == 1 else 2), group)
-
-
-def test_rejects_other_parameters_on_another_rank():
-    with pytest.raises(RankError, match=r"parameter 0: .*\[3, 2\]") as caught:
-        run_ranks(other_parameters, 2)
-    assert isinstance(caught.value.__cause__, CallMismatchError)

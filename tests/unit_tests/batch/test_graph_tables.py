@@ -20,6 +20,7 @@ from megatron_cp.linear.kernels.common.chunks import Chunks, fixed_chunks
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls, segment_calls
+from tests.refusals import rejects
 from tests.slots_problem import CAPACITY, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
 
 CPU = torch.device("cpu")
@@ -135,27 +136,23 @@ def test_rows_that_fill_up_have_no_label_and_no_weight():
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
     assert batch.num_tokens == 3
     given = cp.shard_batch(
-        np.arange(5),
-        layout,
-        slots=A2A,
-        into=slots,
-        labels=np.array([1, -1, 3, 4, 5]),
+        np.arange(5), layout, slots=A2A, into=slots, labels=np.array([1, -1, 3, 4, 5]),
         loss_mask=np.array([1, 1, 0, 2, 1]),
-    )
+    )  # fmt: skip
     assert given.labels.tolist() == [1, -100, -100, -100, 4, 5, *[-100] * 6]
     assert given.loss_weights.tolist() == [1, 0, 0, 0, 2, 1, *[0] * 6]
 
 
-def test_tables_and_rows_stay_where_they_are():
+def test_tables_and_rows_stay_where_they_are_and_documents_are_filled_up():
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     seen = set()
     for lengths in packs_drawn(4):
         batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=[KINDS["gdn"]], into=slots)
         seen.add((batch.tokens.data_ptr(), batch.loss_weights.data_ptr()))
     assert len(seen) == 1
-
-
-# -- calls of fixed shapes -------------------------------------------------------------------------------------------
+    slots = cp.GraphTables(64, 4, 2, align_documents=4, longest=30)
+    assert slots.longest == 32
+    assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
 
 
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])
@@ -224,14 +221,9 @@ def test_bands_must_be_those_of_each_document():
     sizes = (2, DOCUMENTS, CAPACITY, CAPACITY)
     calls = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[:1], CAPACITY, CAPACITY), *sizes)
     calls.check_documents(tiles.bands, np.array([0, 1]), *tokens)
-    with pytest.raises(cp.ArgumentError, match="not each document's own"):
-        calls.check_documents(tiles.bands, np.array([1, 0]), *tokens)
+    rejects("not each document's own", calls.check_documents, tiles.bands, np.array([1, 0]), *tokens)
     longer = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
-    with pytest.raises(cp.ArgumentError, match="sees more in some documents"):
-        longer.check_documents(tiles.bands, np.array([0, 1]), *tokens)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
+    rejects("sees more in some documents", longer.check_documents, tiles.bands, np.array([0, 1]), *tokens)
 
 
 def test_rejects_packs_that_do_not_fit():
@@ -253,14 +245,10 @@ def test_rejects_sizes_that_do_not_go_together():
         ((33, 2, 2), "capacity_tokens"), ((0, 2, 2), "capacity_tokens"), ((32, 0, 2), "capacity_documents"),
         ((32, 2, 0), "cp_size"),
     ):  # fmt: skip
-        with pytest.raises(cp.ArgumentError, match=message):
-            cp.GraphTables(*arguments)
-    with pytest.raises(cp.ArgumentError, match="align_documents"):
-        cp.GraphTables(32, 2, 2, align_documents=5)
-    with pytest.raises(cp.ArgumentError, match="longest"):
-        cp.GraphTables(32, 2, 2, longest=33)
-    with pytest.raises(cp.ArgumentError, match="zigzag or contiguous"):
-        cp.GraphTables(32, 2, 2, layout="balanced")
+        rejects(message, cp.GraphTables, *arguments)
+    rejects("align_documents", cp.GraphTables, 32, 2, 2, align_documents=5)
+    rejects("longest", cp.GraphTables, 32, 2, 2, longest=33)
+    rejects("zigzag or contiguous", cp.GraphTables, 32, 2, 2, layout="balanced")
 
 
 def loaded(kind, layout=None, **options):
@@ -289,24 +277,20 @@ def loaded(kind, layout=None, **options):
     ids=str,
 )
 def test_rejects_by_name_what_no_graph_serves(kind, message):
-    with pytest.raises(cp.ArgumentError, match=message):
-        loaded(kind)
+    rejects(message, loaded, kind)
 
 
 def test_rejects_layouts_of_other_packs():
-    with pytest.raises(cp.ArgumentError, match=r"layout\(lengths\) of these GraphTables"):
-        loaded(A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
+    rejects(r"layout\(lengths\) of these GraphTables", loaded, A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
     slots = loaded(A2A[0])
     with pytest.raises(cp.ArgumentError, match="device: got 'rank 1 on cpu'; allowed: rank 0 on cpu"):
         slots.load(cp.BatchPlan(slots.layout([5]), A2A), 1, CPU)
-    with pytest.raises(cp.ArgumentError, match="of type cpu or cuda"):
-        loaded(A2A[0]).load(cp.BatchPlan(slots.layout([5]), A2A), 0, torch.device("meta"))
+    rejects("of type cpu or cuda", loaded(A2A[0]).load, cp.BatchPlan(slots.layout([5]), A2A), 0, torch.device("meta"))
     shorter = cp.GraphTables(CAPACITY, DOCUMENTS, 2, longest=50)
     with pytest.raises(cp.ArgumentError, match="of these GraphTables"):
         shorter.load(cp.BatchPlan(cp.GraphTables(CAPACITY, DOCUMENTS, 2).layout([60]), A2A), 0, CPU)
     other = cp.GraphTables(60, 6, 2)
-    with pytest.raises(cp.ArgumentError, match=f"filled up to {CAPACITY} tokens"):
-        loaded(A2A[0], other.layout([5]))
+    rejects(f"filled up to {CAPACITY} tokens", loaded, A2A[0], other.layout([5]))
 
 
 @pytest.mark.parametrize(
@@ -317,33 +301,32 @@ def test_rejects_layouts_of_other_packs():
 )  # fmt: skip
 def test_rejects_other_layers_than_were_loaded_before(kinds):
     slots = loaded(A2A[0])
-    with pytest.raises(cp.ArgumentError, match=r"slots: got .*as were loaded before"):
-        slots.load(cp.BatchPlan(slots.layout([5]), kinds), 0, CPU)
+    rejects(r"slots: got .*as were loaded before", slots.load, cp.BatchPlan(slots.layout([5]), kinds), 0, CPU)
 
 
-def test_rejects_other_rows_ranks_and_devices_than_were_loaded_before():
+def test_rejects_tables_that_do_not_go_with_a_batch():
     slots = loaded(A2A[0])
-    with pytest.raises(cp.ArgumentError, match="a table 'rows x'"):
-        slots.load(cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
+    rejects("a table 'rows x'", slots.load, cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
+    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
+        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
+    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
+        cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
+    # The documents are long enough to have the same bands.
+    with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
+        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 def test_knows_which_plans_it_has():
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2)
     plans = cp.BatchPlan(slots.layout([5]), A2A)
-    with pytest.raises(cp.ArgumentError, match="which have none"):
-        slots.check_loaded(plans)
+    rejects("which have none", slots.check_loaded, plans)
     slots.load(plans, 0, CPU)
     slots.check_loaded(plans)
     other = cp.BatchPlan(slots.layout([7]), A2A)
     slots.load(other, 0, CPU)
-    with pytest.raises(cp.ArgumentError, match="right before its step"):
-        slots.check_loaded(plans)
-
-
-def test_rejects_a_ring_over_a_contiguous_layout():
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
-    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
-        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
+    rejects("right before its step", slots.check_loaded, plans)
 
 
 def test_rejects_batches_whose_memory_has_another_pack():
@@ -373,12 +356,6 @@ def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
     )
 
 
-def test_the_longest_document_is_filled_up_as_others_are():
-    slots = cp.GraphTables(64, 4, 2, align_documents=4, longest=30)
-    assert slots.longest == 32
-    assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
-
-
 def test_rejects_a_backward_whose_pack_was_loaded_over():
     group = ThreadGroup.create(1)[0]
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1, layout="zigzag")
@@ -387,14 +364,7 @@ def test_rejects_a_backward_whose_pack_was_loaded_over():
     comm = Communicator(group, tables=plan.tables)
     comm.start_all_gather(torch.zeros(3), torch.zeros(3)).wait()
     cp.shard_batch(np.arange(7), slots.layout([7]), slots=A2A, into=slots)
-    with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
-        comm.start_all_gather(torch.zeros(3), torch.zeros(3))
-
-
-def test_rejects_a_filled_up_layout_without_its_slots():
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
-    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
-        cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
+    rejects(r"plan: .*right before its step", comm.start_all_gather, torch.zeros(3), torch.zeros(3))
 
 
 def test_plans_that_nobody_has_any_more_are_freed():
@@ -409,12 +379,6 @@ def test_plans_that_nobody_has_any_more_are_freed():
         assert [plan() for plan in gone] == [None, None]
     finally:
         gc.enable()
-
-
-def test_rejects_masks_whose_tables_grow_with_the_number_of_documents():
-    """The documents are long enough to have the same bands."""
-    with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
-        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 @pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "star:2"])

@@ -10,6 +10,7 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError, CallMismatchError, PeerError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -50,23 +51,17 @@ def test_every_rank_has_the_mean_and_its_share_of_the_gradient(cp_size, align):
     assert (gradient - WEIGHTS / 9).abs().max() < 1e-16
 
 
-def test_it_is_not_the_mean_of_the_ranks_means():
+def test_the_loss_is_divided_by_all_tokens():
     layout = cp.Layout.from_fragments(PACKING, [[(0, 2)], [(2, 16)]])
     losses = drawn()
     (value, _), _ = on_ranks(layout, losses)
     means = [(losses * WEIGHTS)[piece].sum() / WEIGHTS[piece].count_nonzero() for piece in (slice(2), slice(2, 16))]
     assert abs(value - sum(means) / 2) > 0.001
-
-
-def test_a_step_of_several_microbatches_is_divided_by_the_tokens_of_all():
     layout, losses = cp.Layout.zigzag(PACKING, 3), drawn()
     parts = (WEIGHTS * (torch.arange(16) < 4), WEIGHTS * (torch.arange(16) >= 4))  # of 3 tokens, and of 6
     found = [on_ranks(layout, losses, part, num_tokens=9) for part in parts]
     assert (sum(values[0] for values, _ in found) - (losses * WEIGHTS).sum() / 9).abs() < 1e-15
     assert (sum(gradient for _, gradient in found) - WEIGHTS / 9).abs().max() < 1e-16
-
-
-def test_gradients_that_are_averaged_later_are_multiplied_by_the_ranks():
     layout, losses = cp.Layout.zigzag(PACKING, 3), drawn()
     values, gradient = on_ranks(layout, losses, averaged_gradients=True)
     assert values == on_ranks(layout, losses)[0]
@@ -87,10 +82,15 @@ def test_a_loss_of_weight_0_may_be_anything():
     assert torch.equal(gradient == 0, WEIGHTS == 0)
 
 
-def test_the_backward_scales_with_what_is_done_to_the_loss():
+def test_the_backward_scales_and_axes_may_be_more():
     losses = drawn().requires_grad_()
     (3 * cp.token_loss(losses, WEIGHTS)).backward()
     assert (losses.grad - WEIGHTS / 3).abs().max() < 1e-16
+    losses = drawn()
+    assert torch.equal(cp.token_loss(losses.view(1, 2, 8), WEIGHTS.view(1, 2, 8)), cp.token_loss(losses, WEIGHTS))
+    with torch.no_grad():
+        loss = cp.token_loss(drawn(), WEIGHTS)
+    assert not loss.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -106,17 +106,6 @@ def test_losses_of_fewer_bits_are_added_in_fp32(dtype):
 def test_weights_may_be_a_mask(dtype):
     mask, losses = WEIGHTS != 0, drawn()
     assert (cp.token_loss(losses, mask.to(dtype)) - losses[mask].mean()).abs() < 1e-15
-
-
-def test_axes_may_be_more_as_long_as_weights_have_them():
-    losses = drawn()
-    assert torch.equal(cp.token_loss(losses.view(1, 2, 8), WEIGHTS.view(1, 2, 8)), cp.token_loss(losses, WEIGHTS))
-
-
-def test_evaluation_needs_no_gradient():
-    with torch.no_grad():
-        loss = cp.token_loss(drawn(), WEIGHTS)
-    assert not loss.requires_grad
 
 
 def replicas(group, packings):
@@ -139,9 +128,6 @@ def test_a_group_of_data_and_context_parallel_ranks_has_one_mean():
     assert abs(sum(share for _, share, _ in found) - 1) < 1e-12
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def batch_of(cp_size):
     layout = cp.Layout.contiguous(PACKING, cp_size)
     return cp.shard_batch(torch.arange(16), layout, ThreadGroup.create(cp_size)[0], agree=False)
@@ -151,26 +137,15 @@ def batch_of(cp_size):
 def test_rejects_a_group_that_is_not_of_the_batchs_ranks(size):
     group = None if size is None else ThreadGroup.create(size)[0]
     given = re.escape(f"group: got '{size or 1} ranks'; allowed: the 2 that the batch is for")
-    with pytest.raises(ArgumentError, match=given):
-        cp.token_loss(torch.ones(8), batch_of(2), group)
+    rejects(given, cp.token_loss, torch.ones(8), batch_of(2), group)
 
 
-def test_rejects_losses_of_other_rows_than_the_batch():
+def test_rejects_losses_and_weights_of_other_rows():
     with pytest.raises(ArgumentError, match=r"losses: got '\[1, 16\] on cpu'; allowed: \[16\] on cpu, the rows of the"):
         cp.token_loss(torch.ones(1, 16), batch_of(1))
-
-
-def test_rejects_losses_that_are_reduced():
-    with pytest.raises(ArgumentError, match=r"losses: .*reduction='none'"):
-        cp.token_loss(torch.tensor(2.0), batch_of(1))
-
-
-def test_rejects_weights_of_other_rows():
+    rejects(r"losses: .*reduction='none'", cp.token_loss, torch.tensor(2.0), batch_of(1))
     with pytest.raises(ArgumentError, match=r"weights: got 'torch.float32 \[15\] on cpu'; allowed: .* \[16\] on cpu"):
         cp.token_loss(torch.ones(16), torch.ones(15))
-
-
-def test_rejects_weights_that_need_a_gradient():
     with pytest.raises(ArgumentError, match=r"weights: got 'a tensor that needs a gradient'.*detach"):
         cp.token_loss(torch.ones(16), torch.ones(16, requires_grad=True))
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup, rank_group
 from megatron_cp.executor.launch import run_ranks
+from tests.refusals import rejects
 
 WIDE = {"dtype": torch.float64}
 LAYERS = {
@@ -31,16 +32,14 @@ def _everything(group):
         torch.testing.assert_close(ours(), theirs(), rtol=0, atol=0)
     assert rank_group(init_device_mesh("cpu", (2,))).size == 2
     for call in _calls(square):
-        with pytest.raises(cp.ArgumentError, match=r"^group: .* 2 dimensions \('dp', 'cp'\).*mesh\[\"cp\"\]"):
-            call()
+        rejects(r"^group: .* 2 dimensions \('dp', 'cp'\).*mesh\[\"cp\"\]", call)
     with pytest.raises(cp.ArgumentError, match=r"2 dimensions .without names"):
         cp.gather(torch.zeros(5, 2), cp.Layout.zigzag(cp.Packing(LENGTHS), 2), init_device_mesh("cpu", (1, 2)))
     for call in (
         lambda: cp.reduce_gradients([torch.ones(2, requires_grad=True)]),
         lambda: cp.token_loss(torch.ones(2), torch.ones(2)),
     ):
-        with pytest.raises(cp.ArgumentError, match=r"^group: got None; allowed: a group, in a world of 2 ranks.*WORLD"):
-            call()
+        rejects(r"^group: got None; allowed: a group, in a world of 2 ranks.*WORLD", call)
     alone = rank_group(square["dp"])  # an axis of this rank alone
     assert float(cp.token_loss(torch.full((2,), float(group.rank)), torch.ones(2), alone)) == group.rank
 
@@ -111,8 +110,7 @@ def _layers_over_meshes(group, hidden):
         for label, mesh in meshes.items():
             found[name, label] = _trained(name, hidden, layout, mesh)
         for mesh, axes in ((square, "'dp', 'cp'"), (unnamed, "without names")):
-            with pytest.raises(cp.ArgumentError, match=rf"^group: .* 2 dimensions .{axes}.*mesh\[.cp.\]"):
-                _trained(name, hidden, layout, mesh)
+            rejects(rf"^group: .* 2 dimensions .{axes}.*mesh\[.cp.\]", _trained, name, hidden, layout, mesh)
     return found
 
 
@@ -131,9 +129,6 @@ def _trained(name, hidden, layout, mesh):
 def test_no_group_is_this_rank_where_it_is_the_only_one():
     assert float(cp.token_loss(torch.tensor([2.0]), torch.ones(1))) == 2
     assert rank_group(group := ThreadGroup.create(1)[0]) is group
-
-
-def test_rejects_no_group_for_a_layout_of_several_ranks_with_what_to_pass():
     layout = cp.Layout.contiguous(cp.Packing([2]), 2)
     with pytest.raises(cp.ArgumentError, match=r"^group: got None; .*2 ranks. Pass .*mesh\[.cp.\] or dist.group.WORLD"):
         cp.gather(torch.zeros(1), layout, None)

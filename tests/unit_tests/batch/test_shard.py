@@ -13,6 +13,7 @@ from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -66,32 +67,38 @@ def test_the_ranks_are_given_the_stream(name, cp_size, align):
             assert field.dtype == (torch.float32 if field is batch.loss_weights else torch.int64)
 
 
-def test_its_labels_are_the_layouts():
+def test_its_labels_are_the_layouts_and_a_loss_mask_weighs_given_ones():
     layout = cp.Layout.zigzag(RAGGED, 3, align=4)
     for rank, batch in enumerate(sharded(layout)):
         labels, mask = layout.labels(ids(), rank)
         assert torch.equal(batch.labels, labels)
         assert torch.equal(batch.loss_weights != 0, torch.from_numpy(mask))
+    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
+    mask[-50:] = 0
+    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
+    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
 
 
-def test_a_batch_has_the_plans_of_the_layers_and_makes_those_that_are_asked_for():
+def test_a_batch_has_the_plans_of_the_layers_and_what_they_derive(monkeypatch):
     layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSpec(4, 4, 8, 8)
     for batch in sharded(layout, slots=SLOTS):
         assert [plan.kind for plan in batch.plans.plans] == ["attention", "gdn"]
         for slot in (*SLOTS, other):
             assert batch.plan(slot) == slot.plan(layout)
         assert batch.plan(other) is batch.plan(other)
+    made = []
+    monkeypatch.setattr(shard_module, "prepare", lambda plan, rank, device: made.append((plan.kind, rank, device.type)))
+    monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
+    cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
+    assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
 
 
-def test_a_rank_without_tokens_has_no_rows():
+def test_a_rank_or_a_batch_may_have_no_tokens():
     packing = cp.Packing([2, 0])
     batches = sharded(cp.Layout.contiguous(packing, 5), slots=SLOTS)
     assert sorted(len(batch.tokens) for batch in batches) == [0, 0, 0, 1, 1]
     assert torch.equal(stream(batches, "tokens"), ids(packing))
     assert [(batch.num_tokens, batch.pad_rows) for batch in batches] == [(1, 0)] * 5
-
-
-def test_a_batch_may_have_no_tokens():
     for batch in sharded(cp.Layout.zigzag(cp.Packing([0, 0]), 2), slots=SLOTS):
         assert batch.tokens.shape == batch.labels.shape == batch.loss_weights.shape == (0,)
         assert (batch.num_tokens, batch.pad_rows) == (0, 0)
@@ -131,13 +138,6 @@ def test_a_loss_mask_weighs_what_has_a_label(dtype):
     assert torch.equal(torch.as_tensor(given).float(), before)  # the caller's is left alone
 
 
-def test_a_loss_mask_weighs_given_labels():
-    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
-    mask[-50:] = 0
-    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
-    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
-
-
 def test_seeds_differ_by_batch_and_step_and_not_by_rank():
     def seed_of(tokens, step, rank=0):
         group, layout = ThreadGroup.create(2)[rank], cp.Layout.zigzag(RAGGED, 2)
@@ -147,16 +147,6 @@ def test_seeds_differ_by_batch_and_step_and_not_by_rank():
     assert first == seed_of(ids(), 1) == seed_of(ids(), 1, rank=1)
     assert len({first, seed_of(ids(), 2), seed_of(ids() + 1, 1)}) == 3
 
-
-def test_what_layers_derive_from_plans_is_made_here(monkeypatch):
-    made = []
-    monkeypatch.setattr(shard_module, "prepare", lambda plan, rank, device: made.append((plan.kind, rank, device.type)))
-    monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
-    cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
-    assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 ONE_RANK = cp.Layout.zigzag(RAGGED, 1)
 MISFITS = {
@@ -191,22 +181,13 @@ def test_rejects_weights_that_are_not_finite(weight):
         cp.shard_batch(ids(), ONE_RANK, loss_mask=mask)
 
 
-def test_rejects_tokens_that_are_no_integers():
-    with pytest.raises(ArgumentError, match=r"tokens: got 'torch.float32'; allowed: .* integers"):
-        cp.shard_batch(ids().float(), ONE_RANK)
-
-
-def test_rejects_a_group_of_another_size():
+def test_rejects_other_tokens_groups_and_layers():
+    rejects(r"tokens: got 'torch.float32'; allowed: .* integers", cp.shard_batch, ids().float(), ONE_RANK)
     with pytest.raises(ArgumentError, match="group: got '3 ranks'; allowed: the 2 ranks"):
         cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
-    with pytest.raises(ArgumentError, match="group: got None"):
-        cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2))
-
-
-def test_rejects_layers_that_cannot_be_planned():
+    rejects("group: got None", cp.shard_batch, ids(), cp.Layout.zigzag(RAGGED, 2))
     slot = dataclasses.replace(SLOTS[0], kv_heads=3)
-    with pytest.raises(ArgumentError, match="kv_heads: got 3; allowed: a divisor of heads, 8"):
-        cp.shard_batch(ids(), ONE_RANK, slots=[slot])
+    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", cp.shard_batch, ids(), ONE_RANK, slots=[slot])
 
 
 def disagreement(group, arguments, agree):
@@ -219,13 +200,10 @@ def disagreement(group, arguments, agree):
 
 
 OTHERS = {
-    "layers": {"slots": SLOTS[:1]},
-    "tokens": {"tokens": ids().flip(0)},
-    "a step": {"seed": 1},
-    "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)},
-    "labels": {"labels": ids().flip(0)},
+    "layers": {"slots": SLOTS[:1]}, "tokens": {"tokens": ids().flip(0)}, "a step": {"seed": 1},
+    "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)}, "labels": {"labels": ids().flip(0)},
     "weights": {"loss_mask": torch.arange(RAGGED.total) > 2},
-}
+}  # fmt: skip
 GIVEN = {"labels": ids(), "loss_mask": torch.ones(RAGGED.total)}
 
 

@@ -20,14 +20,11 @@ def lengths_of(made, lengths):
     return [lengths[pack].tolist() for pack in made.packs]
 
 
-def test_work_is_by_microbatch_and_rank_and_documents_are_longest_first():
+def test_work_is_by_microbatch_and_a_copy_changes_apart():
     made, lengths = assignment([[1, 3], [2], [1, 1], [4]], ranks=2)
     assert made.work.tolist() == [[10, 4], [2, 16]]
     assert made.longest.tolist() == [[9, 4], [1, 16]]
     assert lengths_of(made, lengths) == [[3, 1], [2], [1, 1], [4]]
-
-
-def test_a_copy_changes_apart():
     made, lengths = assignment([[4, 4], [1]], ranks=2, budget=8)
     kept = made.copy()
     made.even_packs(np.full((1, 2), 16.5), 10)
@@ -35,34 +32,22 @@ def test_a_copy_changes_apart():
     assert lengths_of(made, lengths) != [[4, 4], [1]]
 
 
-def test_one_long_document_goes_for_a_run_of_short_ones():
+def test_a_pack_gives_until_it_is_even():
     made, lengths = assignment([[4, 4], [1] * 8], ranks=2)
     made.even_packs(np.full((1, 2), 20.0), 10)
     assert lengths_of(made, lengths) == [[4, 1, 1, 1, 1]] * 2
-
-
-def test_a_pack_gives_until_it_is_even():
     made, lengths = assignment([[5] * 6, [1] * 30], ranks=2)
     made.even_packs(np.full((1, 2), 90.0), 10)
     assert lengths_of(made, lengths) == [[5, 5, 5] + [1] * 15] * 2
     made, lengths = assignment([[6] * 5, [1] * 30, [1] * 30], ranks=3)
     made.even_packs(np.full((1, 3), 80.0), 2)  # two tries: two exchanges
     assert [pack.count(6) for pack in lengths_of(made, lengths)] == [3, 1, 1]
-
-
-def test_a_document_moves_alone_where_there_is_room():
     made, lengths = assignment([[5, 4], [1]], ranks=2)
     made.even_packs(np.full((1, 2), 21.0), 10)
     assert sorted(lengths_of(made, lengths)) == [[4, 1], [5]]
-
-
-def test_a_pack_stays_within_the_budget_and_keeps_a_document():
     made, lengths = assignment([[8], [1], [1]], ranks=3, budget=8)
     made.even_packs(np.full((1, 3), 22.0), 10)
     assert lengths_of(made, lengths) == [[8], [1], [1]]
-
-
-def test_targets_say_what_is_even():
     made, lengths = assignment([[4, 4], [4, 4]], ranks=2, budget=16)
     made.even_packs(np.array([[16.0, 48.0]]), 10)
     assert lengths_of(made, lengths) == [[4], [4, 4, 4]]
@@ -77,24 +62,18 @@ def test_ranks_swap_packs_of_a_microbatch(keep_peaks):
     assert lengths_of(made, lengths) in ([[7], [9], [6], [4]], [[9], [7], [4], [6]])
 
 
-def test_ranks_exchange_documents_of_any_microbatches():
+def test_ranks_exchange_documents_and_keep_peaks():
     made, _ = assignment([[8], [8], [4, 4], [1] * 8], ranks=2)
     made.even_ranks(10, keep_peaks=True)
     assert made.work.sum(0).tolist() == [84, 84]
     made, _ = assignment([[4, 4], [4, 4], [1], [1]], ranks=2, budget=9, power=1)
     made.even_ranks(10, keep_peaks=False)
     assert made.work.sum(0).tolist() == [9, 9]
-
-
-def test_peaks_are_kept():
     made, _ = assignment([[5], [5], [5, 5, 5, 5], [1]], ranks=2, budget=40, power=1)
     peaks = made.work.max(1)
     made.even_ranks(10, keep_peaks=True)
     assert (made.work.max(1) <= peaks).all()
     assert made.work.sum(0).max() < 25
-
-
-def test_packs_of_like_work_become_a_microbatch():
     made, _ = assignment([[1], [9], [8], [2]], ranks=2, power=1)
     made.sort_into_microbatches()
     assert made.work.tolist() == [[9, 8], [1, 2]]  # the rank of the heaviest gets the lightest

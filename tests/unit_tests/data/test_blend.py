@@ -5,7 +5,7 @@ import pytest
 
 import megatron_cp as cp
 from megatron_cp.data import BlendedStream, ByteTokenizer, PackedStream, TokenCorpus, read_corpus
-from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 
 def stream(token, documents=2):
@@ -23,7 +23,7 @@ def test_packs_come_in_the_order_of_megatrons_blends():
         assert [blend.place(index) for index in range(size)] == expected
 
 
-def test_a_pack_is_that_of_its_stream_and_depends_on_its_number_alone():
+def test_a_pack_is_that_of_its_stream_and_shares_are_those_of_tokens():
     streams = [stream(1), stream(2, 5)]
     blend = BlendedStream(streams, [1, 2])
     in_order = [BlendedStream(streams, [1, 2]).pack(index) for index in range(9)]
@@ -32,9 +32,6 @@ def test_a_pack_is_that_of_its_stream_and_depends_on_its_number_alone():
         which, number = blend.place(index)
         assert packing == streams[which].pack(number)[0] == in_order[index][0]
         assert tokens.tolist() == [which + 1] * 4 == in_order[index][1].tolist()
-
-
-def test_without_weights_shares_are_those_of_tokens():
     blend = BlendedStream([stream(1, 1), stream(2, 3)])
     assert [blend.place(index)[0] for index in range(4000)].count(0) == 1000
 
@@ -42,24 +39,19 @@ def test_without_weights_shares_are_those_of_tokens():
 @pytest.mark.parametrize(
     ("streams", "weights", "name"),
     [
-        ([], None, "streams"),
-        ([1], None, "streams"),
-        ([stream(1)], [1, 2], "data_path"),
-        ([stream(1)], [0], "data_path"),
-        ([stream(1), stream(2)], [1, float("nan")], "data_path"),
+        ([], None, "streams"), ([1], None, "streams"), ([stream(1)], [1, 2], "data_path"),
+        ([stream(1)], [0], "data_path"), ([stream(1), stream(2)], [1, float("nan")], "data_path"),
         ([stream(1), stream(2)], [1, -1], "data_path"),
     ],
     ids=["none", "a number", "weights of two", "zero", "nan", "below zero"],
-)
+)  # fmt: skip
 def test_rejects_blends(streams, weights, name):
-    with pytest.raises(ArgumentError, match=f"^{name}: "):
-        BlendedStream(streams, weights)
+    rejects(f"^{name}: ", BlendedStream, streams, weights)
 
 
 @pytest.mark.parametrize("index", [-1, 0.5, "1"])
 def test_rejects_numbers_of_packs(index):
-    with pytest.raises(ArgumentError, match=r"^index: "):
-        BlendedStream([stream(1)]).pack(index)
+    rejects(r"^index: ", BlendedStream([stream(1)]).pack, index)
 
 
 def test_a_blend_of_conversations_is_learnt_as_each_stream_is(tmp_path):

@@ -49,9 +49,6 @@ def test_what_the_assistant_says_is_learnt(tmp_path):
     expected = "<|system|>\nbe brief\n<|user|>\ntwo?\n<|assistant|>\n2\n<|user|>\nzä?\n<|assistant|>\nö\n\n"
     assert text(corpus, 0) == expected
     assert learnt(corpus, 0) == ["2\n", "ö\n\n$"]
-
-
-def test_the_end_after_others_is_not_learnt(tmp_path):
     messages = [*CHAT["messages"][:3], {"role": "user", "content": "thanks"}]
     assert learnt(corpus_of(tmp_path, {"messages": messages}), 0) == ["2\n"]
 

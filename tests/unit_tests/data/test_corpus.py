@@ -13,6 +13,7 @@ import pytest
 
 from megatron_cp.data import ByteTokenizer, TokenCorpus, read_corpus
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 END = 256
 not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -48,12 +49,21 @@ def texts_of(corpus):
     return [bytes(document[:-1].tolist()).decode() for document in documents]
 
 
-def test_a_folder_holds_one_document_per_file_sorted_by_path(tmp_path):
+def test_files_are_documents_and_what_is_no_text_is_skipped_and_counted(tmp_path):
     write(tmp_path, {"b": "4\r\n", "a/z": "zä", "a-b": "folders first", "a/b/c.py": "1", "c.jsonl": '{"text": ""}\n'})
     corpus = read(tmp_path)
     assert texts_of(corpus) == ["1", "zä", "folders first", "4\r\n", '{"text": ""}\n']
     assert (corpus.name, corpus.vocab_size, corpus.skipped) == (str(tmp_path), 257, {})
     assert texts_of(read(str(tmp_path))) == texts_of(corpus)
+    write(tmp_path, {"book.txt": "one\n\ntwo\n"})
+    corpus = read(str(tmp_path / "book.txt"))
+    assert texts_of(corpus) == ["one\n\ntwo\n"]
+    assert corpus.name == str(tmp_path / "book.txt")
+    write(tmp_path / "spaces", {"a": " ", "b": "b"})
+    words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
+    corpus = read_corpus(tmp_path / "spaces", words)
+    assert corpus.lengths.tolist() == [2]
+    assert corpus.skipped == {"empty": 1}
 
 
 def test_a_folder_skips_and_counts_what_is_no_text(tmp_path):
@@ -64,12 +74,9 @@ def test_a_folder_skips_and_counts_what_is_no_text(tmp_path):
     assert corpus.skipped == {"empty": 2, "not UTF-8": 2, "unreadable": 1}
 
 
-def test_a_folder_leaves_out_what_is_hidden(tmp_path):
+def test_a_folder_leaves_out_what_is_hidden_links_to_folders_and_pipes(tmp_path):
     write(tmp_path / ".below", {".git/config": "x", "a/.hidden/b": "x", ".env": "x", "a/seen": "seen"})
     assert texts_of(read(tmp_path / ".below")) == ["seen"]
-
-
-def test_a_folder_neither_follows_links_to_folders_nor_opens_pipes(tmp_path):
     write(tmp_path, {"file": "once"})
     (tmp_path / "circle").symlink_to(tmp_path)
     (tmp_path / "twin").symlink_to(tmp_path / "file")
@@ -96,39 +103,22 @@ def test_a_folder_skips_and_counts_what_may_not_be_read(tmp_path):
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = [
-        json.dumps({"text": "zä\n", "id": 1}),
-        "",
-        "  \t",
-        json.dumps({"text": ""}),
-        '{"text": "half \\ud800"}',
-        '{"text": "whole \\ud83d\\ude00"}',
-        json.dumps({"text": "b\u2028c"}, ensure_ascii=False),
-    ]
+        json.dumps({"text": "zä\n", "id": 1}), "", "  \t", json.dumps({"text": ""}), '{"text": "half \\ud800"}',
+        '{"text": "whole \\ud83d\\ude00"}', json.dumps({"text": "b\u2028c"}, ensure_ascii=False),
+    ]  # fmt: skip
     write(tmp_path, {"corpus.jsonl": "\r\n".join(lines)})
     corpus = read(tmp_path / "corpus.jsonl")
     assert texts_of(corpus) == ["zä\n", "whole 😀", "b\u2028c"]
     assert corpus.skipped == {"empty": 1, "not UTF-8": 1}
 
 
-def test_any_other_file_is_one_document(tmp_path):
-    write(tmp_path, {"book.txt": "one\n\ntwo\n"})
-    corpus = read(str(tmp_path / "book.txt"))
-    assert texts_of(corpus) == ["one\n\ntwo\n"]
-    assert corpus.name == str(tmp_path / "book.txt")
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
     [
-        (256, np.uint8),
-        (257, np.uint16),
-        (65536, np.uint16),
-        (65537, np.int32),
-        (2**31, np.int32),
-        (2**31 + 1, np.int64),
-        (2**32, np.int64),
+        (256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32), (2**31, np.int32),
+        (2**31 + 1, np.int64), (2**32, np.int64),
     ],
-)
+)  # fmt: skip
 def test_the_smallest_type_that_holds_the_vocabulary_is_kept(tmp_path, vocab_size, dtype):
     write(tmp_path, {"a": "ab"})
     tokens = np.array([0, vocab_size - 2])
@@ -144,16 +134,7 @@ def test_rejects_tokens_outside_their_vocabulary(tmp_path, token):
     """In the type that is kept 259 would be 3, and -1 be 255."""
     write(tmp_path, {"a": "a"})
     words = SimpleNamespace(name="words", vocab_size=3, end_of_document=2, encode=lambda text: np.array([1, token]))
-    with pytest.raises(ArgumentError, match=rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}"):
-        read_corpus(tmp_path, words)
-
-
-def test_a_text_of_no_tokens_is_empty(tmp_path):
-    write(tmp_path, {"a": " ", "b": "b"})
-    words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
-    corpus = read_corpus(tmp_path, words)
-    assert corpus.lengths.tolist() == [2]
-    assert corpus.skipped == {"empty": 1}
+    rejects(rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}", read_corpus, tmp_path, words)
 
 
 def test_a_range_of_a_document_stays_inside_it():
@@ -174,7 +155,10 @@ def test_what_is_read_out_is_nobody_elses(tmp_path):
             kept[0] = 7
 
 
-def test_without_a_path_the_standard_library_is_read(tmp_path, monkeypatch):
+def test_the_standard_library_is_read_without_a_path(tmp_path, monkeypatch):
+    corpus = read(None)
+    assert corpus.lengths.max() > 20 * np.median(corpus.lengths)
+    assert corpus.lengths.sum() > 1_000_000
     source = "import this\n"
     write(tmp_path, {"json.py": source, "asyncio/base.py": "async", "b.txt": "x", "pyc": "x", "lib/x.pyc": "x"})
     write(tmp_path, {f"{folder}/a.py": "x" for folder in ("site-packages", "dist-packages", "asyncio/__pycache__")})
@@ -184,34 +168,21 @@ def test_without_a_path_the_standard_library_is_read(tmp_path, monkeypatch):
     assert corpus.name == f"Python {platform.python_version()} standard library"
 
 
-def test_the_standard_library_has_a_heavy_tail():
-    corpus = read(None)
-    assert corpus.lengths.max() > 20 * np.median(corpus.lengths)
-    assert corpus.lengths.sum() > 1_000_000
-
-
-def test_rejects_a_missing_path(tmp_path):
+def test_rejects_paths_that_lead_to_no_file(tmp_path):
     with refusal_of(tmp_path / "nowhere", "No file or folder is there"):
         read(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
+        read(tmp_path / "pipe")
+    with refusal_of("x" * 180, "No file"):
+        read("x" * 180)
+    rejects(r"^data_path: .*Cannot read it: File name too long\.$", read, "x" * 5000)
 
 
 def test_rejects_an_empty_path(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, {"a": "not meant"}))
     with refusal_of("", "No file or folder is there"):
         read("")
-
-
-def test_rejects_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
-        read(tmp_path / "pipe")
-
-
-def test_rejects_a_path_that_no_file_can_have(tmp_path):
-    with refusal_of("x" * 180, "No file"):
-        read("x" * 180)
-    with pytest.raises(ArgumentError, match=r"^data_path: .*Cannot read it: File name too long\.$"):
-        read("x" * 5000)
 
 
 @not_root
@@ -227,18 +198,12 @@ def test_rejects_a_path_that_may_not_be_read(tmp_path, name):
         locked.chmod(0o700)
 
 
-def test_rejects_a_folder_without_a_file(tmp_path):
+def test_rejects_folders_and_files_without_a_document(tmp_path):
     with refusal_of(tmp_path, "Nothing is there"):
         read(tmp_path)
-
-
-def test_rejects_a_folder_without_a_document(tmp_path):
     write(tmp_path, {"a": b"\xff", "b": "", "c": ""})
     with refusal_of(tmp_path, "Skipped: 2 empty, 1 not UTF-8."):
         read(tmp_path)
-
-
-def test_rejects_a_jsonl_file_without_a_document(tmp_path):
     write(tmp_path, {"a.jsonl": '\n{"text": ""}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Skipped: 1 empty."):
         read(tmp_path / "a.jsonl")
@@ -247,18 +212,14 @@ def test_rejects_a_jsonl_file_without_a_document(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"plain text", "Line 3 is b'plain text': Expecting value."),
-        (b'{"text": "a"', "Expecting ',' delimiter."),
+        (b"plain text", "Line 3 is b'plain text': Expecting value."), (b'{"text": "a"', "Expecting ',' delimiter."),
         (b'["text"]', 'no object with "text", with "prompt" and "answer", or with "messages".'),
-        (b'"text"', 'no object with "text", '),
-        (b'{"txt": "a"}', 'no object with "text", '),
-        (b'{"text": null}', '"text" is no string.'),
-        (b'{"text": 7}', '"text" is no string.'),
-        (b'{"text": "caf\xe9"}', "utf-8"),
-        (b"[" * 100_000, "recursion"),
+        (b'"text"', 'no object with "text", '), (b'{"txt": "a"}', 'no object with "text", '),
+        (b'{"text": null}', '"text" is no string.'), (b'{"text": 7}', '"text" is no string.'),
+        (b'{"text": "caf\xe9"}', "utf-8"), (b"[" * 100_000, "recursion"),
     ],
     ids=["text", "cut", "list", "string", "other key", "null", "number", "latin-1", "nested"],
-)
+)  # fmt: skip
 def test_rejects_a_line_that_is_no_document(tmp_path, line, said):
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):

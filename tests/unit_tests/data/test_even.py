@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_cp.data import GlobalBatch, best_fit, even_packs
 from megatron_cp.data.even import balance_packs, greedy
-from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
+from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=150)
 COST = PackCost(0, 1, 1 / 32768)
@@ -136,15 +136,12 @@ def test_each_kind_of_step_gets_its_own_packs(seed):
     assert always[1] < 0.95 * always[0]
 
 
-def test_as_many_microbatches_as_best_fit_needs_unless_told():
+def test_packs_are_as_many_as_best_fit_needs_unless_told():
     lengths = heavy_tail(200, 4096)
     needed = len(best_fit(lengths, 16384))
     for ranks in (1, 3):
         assert len(even_packs(lengths, budget=16384, cost=COST, ranks=ranks)) == -(-needed // ranks) * ranks
     assert len(even_packs(lengths, budget=16384, cost=COST, ranks=3, microbatches=needed)) == 3 * needed
-
-
-def test_more_packs_than_best_fit_fills_are_all_used():
     packs = even_packs([1] * 6, budget=6, cost=COST, ranks=2, microbatches=3)
     assert sorted(packs) == [[0], [1], [2], [3], [4], [5]]
     assert greedy(np.array([9, 1]), np.array([9.0, 1.0]), 10, GlobalBatch(1, 1, COST)) is not None
@@ -183,14 +180,11 @@ def test_all_ranks_assign_alike():
     assert runs == [f"{even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3)}\n"] * 2
 
 
-def test_takes_any_list_of_integers():
+def test_takes_any_list_of_integers_and_any_budget():
     lengths = [3, 5, 2, 6, 4]
     expected = even_packs(lengths, budget=10, cost=COST, ranks=2)
     for given_ in (tuple(lengths), np.array(lengths, np.uint8), np.array(lengths, np.int32), iter(lengths)):
         assert even_packs(given_, budget=np.int64(10), cost=COST, ranks=np.int32(2)) == expected
-
-
-def test_a_budget_of_any_size():
     assert even_packs([3, 1, 4], budget=2**63 - 1, cost=COST) == [[0, 1, 2]]
     assert even_packs([2**50, 2**50], budget=2**63 - 1, cost=COST, ranks=2) == [[0], [1]]
 
@@ -242,11 +236,9 @@ def test_a_step_takes_what_its_heaviest_rank_takes():
 )
 def test_rejects_bad_arguments(options, says):
     arguments = {"lengths": [3, 5, 2, 6, 4], "budget": 10, "cost": COST, "ranks": 1} | options
-    with pytest.raises(ArgumentError, match=re.escape(says)):
-        even_packs(arguments.pop("lengths"), **arguments)
+    rejects(re.escape(says), even_packs, arguments.pop("lengths"), **arguments)
 
 
 @pytest.mark.parametrize("times", [[1], [1, 2, 3, float("nan")], [[1, 2], [3, 4]], None, ["a"] * 4])
 def test_rejects_times_of_other_packs(times):
-    with pytest.raises(ArgumentError, match=r"times: got .* allowed: a finite number for each of 4 packs"):
-        GlobalBatch(2, 2, COST).step_time(times)
+    rejects(r"times: got .* allowed: a finite number for each of 4 packs", GlobalBatch(2, 2, COST).step_time, times)

@@ -87,22 +87,13 @@ def test_many_documents_come_within_two_hundredths_of_the_bound():
 @pytest.mark.parametrize(
     ("changes", "argument"),
     [
-        ({"lengths": []}, "lengths"),
-        ({"lengths": [3, 0]}, "lengths"),
-        ({"lengths": [17]}, "lengths"),
-        ({"lengths": [1.5]}, "lengths"),
-        ({"lengths": "31"}, "lengths"),
-        ({"lengths": [[1, 2]]}, "lengths"),
-        ({"ranks": 0}, "ranks"),
-        ({"ranks": True}, "ranks"),
-        ({"tokens_per_rank": 2.0}, "tokens_per_rank"),
-        ({"cost": None}, "cost"),
-        ({"cost": 3.0}, "cost"),
-        ({"exchange": -1.0}, "exchange"),
-        ({"exchange": float("nan")}, "exchange"),
-        ({"exchange": None}, "exchange"),
+        ({"lengths": []}, "lengths"), ({"lengths": [3, 0]}, "lengths"), ({"lengths": [17]}, "lengths"),
+        ({"lengths": [1.5]}, "lengths"), ({"lengths": "31"}, "lengths"), ({"lengths": [[1, 2]]}, "lengths"),
+        ({"ranks": 0}, "ranks"), ({"ranks": True}, "ranks"), ({"tokens_per_rank": 2.0}, "tokens_per_rank"),
+        ({"cost": None}, "cost"), ({"cost": 3.0}, "cost"), ({"exchange": -1.0}, "exchange"),
+        ({"exchange": float("nan")}, "exchange"), ({"exchange": None}, "exchange"),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_is_no_batch(changes, argument):
     with pytest.raises(ArgumentError, match=f"^{argument}: got "):
         group_batches(**{"lengths": [3, 9], "ranks": 2, "tokens_per_rank": 8, "cost": COST} | changes)

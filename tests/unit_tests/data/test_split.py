@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.data.corpus import TokenCorpus, split_corpus
-from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 OFFSETS = np.arange(0, 44, 4)
 CORPUS = TokenCorpus("numbers", 64, np.arange(40, dtype=np.uint8), OFFSETS)
@@ -24,10 +24,8 @@ def test_parts_hold_every_document_once():
 
 @pytest.mark.parametrize("shares", ["", "a,b", "-1,2", "0,0,0", "nan,1", "1,inf"])
 def test_rejects_shares_that_are_none(shares):
-    with pytest.raises(ArgumentError, match=r"split: got .*; allowed: shares of at least 0"):
-        split_corpus(CORPUS, shares)
+    rejects(r"split: got .*; allowed: shares of at least 0", split_corpus, CORPUS, shares)
 
 
 def test_rejects_a_part_without_documents():
-    with pytest.raises(ArgumentError, match="split: got 'documents 10 to 10'; allowed: at least one of the 10"):
-        split_corpus(CORPUS, "99,1,0")
+    rejects("split: got 'documents 10 to 10'; allowed: at least one of the 10", split_corpus, CORPUS, "99,1,0")

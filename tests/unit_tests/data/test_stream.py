@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_cp.data import GlobalBatch, PackedStream, TokenCorpus
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
+from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 LENGTHS = [1, 7, 30, 2, 2, 13, 8, 9, 1, 16, 5, 17, 3, 97]
@@ -77,11 +78,19 @@ def test_a_pack_is_a_function_of_its_number(window):
         assert plain([stream.pack(index)]) == plain([read[index]])
 
 
-def test_asking_for_sizes_changes_nothing():
+def test_sizes_of_an_epoch():
     stream, asked = (PackedStream(corpus_of(LENGTHS), 16, window=4) for _ in range(2))
     assert asked.packs_per_epoch(7) > 0
     assert asked.fill > 0
     assert plain(map(asked.pack, range(30))) == plain(map(stream.pack, range(30)))
+    # A window of two pieces joins at most two; a window of all joins the short ones.
+    corpus = corpus_of([1] * 64)
+    assert PackedStream(corpus, 8, window=2).packs_per_epoch(0) == 32
+    assert PackedStream(corpus, 8, window=65536).packs_per_epoch(0) == 8
+    assert PackedStream(corpus_of([3, 4, 7]), 10).fill == 14 / 20
+    stream = PackedStream(corpus_of(LENGTHS), 16, window=3)
+    packs = epoch_of(stream, 0)
+    assert stream.fill == sum(packing.total for packing, _ in packs) / (16 * len(packs))
 
 
 def test_epochs_follow_each_other_without_a_gap():
@@ -93,38 +102,18 @@ def test_epochs_follow_each_other_without_a_gap():
         assert sorted(tokens.tolist()) == list(range(sum(LENGTHS)))
 
 
-def test_epochs_and_seeds_differ():
+def test_epochs_differ_and_mix_documents():
     orders = [plain(epoch_of(PackedStream(corpus_of(LENGTHS), 16, seed), epoch)) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(map(str, orders))) == 4
-
-
-def test_documents_meet_others_in_every_epoch():
     stream = PackedStream(corpus_of([4] * 40), 8)
     partners = {frozenset(tokens[::4].tolist()) for epoch in range(2) for _, tokens in epoch_of(stream, epoch)}
     assert len(partners) > 20 + 10
-
-
-def test_packs_and_the_pieces_inside_are_shuffled():
     # Best fit alone gives falling lengths in each pack, and the packs of long documents first.
     packs = epoch_of(PackedStream(corpus_of([5, 2, 1] * 100 + [8] * 100), 8), 0)
     orders = Counter(tuple(packing.lengths.tolist()) for packing, _ in packs)
     assert len(orders) == 1 + 6
     full = [packing.num_documents == 1 for packing, _ in packs]
     assert 30 < sum(full[:100]) < 70
-
-
-def test_best_fit_sees_one_window_at_a_time():
-    # A window of two pieces joins at most two; a window of all joins the short ones.
-    corpus = corpus_of([1] * 64)
-    assert PackedStream(corpus, 8, window=2).packs_per_epoch(0) == 32
-    assert PackedStream(corpus, 8, window=65536).packs_per_epoch(0) == 8
-
-
-def test_fill_is_the_share_of_the_budget_in_the_first_epoch():
-    assert PackedStream(corpus_of([3, 4, 7]), 10).fill == 14 / 20
-    stream = PackedStream(corpus_of(LENGTHS), 16, window=3)
-    packs = epoch_of(stream, 0)
-    assert stream.fill == sum(packing.total for packing, _ in packs) / (16 * len(packs))
 
 
 def test_only_one_epoch_is_kept(monkeypatch):
@@ -160,16 +149,10 @@ def test_reads_no_more_of_a_long_document_than_a_pack_needs():
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
-        ("seq_length", 1),
-        ("seq_length", 4096.0),
-        ("seed", -1),
-        ("seed", None),
-        ("window", 0),
-        ("index", -1),
-        ("index", 1.0),
-        ("epoch", -1),
+        ("seq_length", 1), ("seq_length", 4096.0), ("seed", -1), ("seed", None), ("window", 0), ("index", -1),
+        ("index", 1.0), ("epoch", -1),
     ],
-)
+)  # fmt: skip
 def test_rejects_numbers_out_of_range(argument, given):
     def ask():
         options = {"budget": 16, "seed": 0, "window": 4, "index": 0, "epoch": 0}
@@ -178,35 +161,26 @@ def test_rejects_numbers_out_of_range(argument, given):
         stream = PackedStream(corpus_of(LENGTHS), **options)
         return stream.pack(index), stream.packs_per_epoch(epoch)
 
-    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: an integer of at least ")):
-        ask()
+    rejects(re.escape(f"{argument}: got {given}; allowed: an integer of at least "), ask)
 
 
-def test_rejects_a_corpus_without_tokens():
-    with pytest.raises(ArgumentError, match=re.escape("data_path: got 'numbered'; allowed: a corpus with at least")):
-        PackedStream(corpus_of([0, 0]), 16)
-
-
-def test_a_budget_of_any_size_holds_every_document():
-    """Also the largest: nothing is cut, so nothing is counted in its units."""
+def test_a_budget_of_any_size_holds_every_document_that_there_is():
+    # Also the largest: nothing is cut, so nothing is counted in its units.
     stream = PackedStream(corpus_of([3, 1, 4]), 2**63 - 1)
     assert stream.packs_per_epoch(0) == 1
     assert stream.pack(0)[0].total == 8
+    with pytest.raises(ArgumentError, match=re.escape("data_path: got 'numbered'; allowed: a corpus with at least")):
+        PackedStream(corpus_of([0, 0]), 16)
 
-
-# -- packs that take equally long --------------------------------------------------------------------------------------
 
 COST = PackCost(0, 1, 0.1)
 
 
 @ragged
 @given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
-    budget=st.integers(2, 20),
-    ranks=st.integers(1, 3),
-    microbatches=st.integers(1, 4),
-    barrier=st.booleans(),
-)
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any), budget=st.integers(2, 20),
+    ranks=st.integers(1, 3), microbatches=st.integers(1, 4), barrier=st.booleans(),
+)  # fmt: skip
 def test_a_global_batch_holds_what_it_would_hold(lengths, budget, ranks, microbatches, barrier):
     """Over the ends of epochs too."""
     kind = GlobalBatch(ranks, microbatches, COST, barrier)
@@ -236,17 +210,14 @@ def test_the_step_is_shorter_and_the_batch_is_the_same():
     assert plain(map(given_.pack, range(8))) != plain(map(even.pack, range(8)))
 
 
-def test_every_token_comes_once_before_the_batch_in_which_an_epoch_ends():
-    """And in it, for the first time of the next."""
+def test_an_even_pack_is_a_function_of_its_number_and_every_token_comes_once():
+    # And in it, for the first time of the next.
     stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
     count = stream.packs_per_epoch(0)
     last = -(-count // 4) * 4
     tokens = Counter(np.concatenate([stream.pack(index)[1] for index in range(last)]).tolist())
     assert sorted(tokens) == list(range(sum(LENGTHS)))
     assert sum(tokens.values()) - sum(LENGTHS) <= 16 * (last - count)
-
-
-def test_an_even_pack_is_a_function_of_its_number():
     kind = GlobalBatch(2, 2, COST)
     read = [PackedStream(corpus_of(LENGTHS), 16, 5, even=kind).pack(index) for index in range(40)]
     stream = PackedStream(corpus_of(LENGTHS), 16, 5, even=kind)
@@ -254,17 +225,13 @@ def test_an_even_pack_is_a_function_of_its_number():
         assert plain([stream.pack(index)]) == plain([read[index]])
 
 
-def test_pieces_keep_their_order():
+def test_pieces_of_even_packs_keep_their_order():
     plain_stream = PackedStream(corpus_of(LENGTHS), 16)
     stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
     order = [piece for index in range(4) for piece in plain_stream.pieces(index)]
     for index in range(4):
         places = [order.index(piece) for piece in stream.pieces(index)]
         assert places == sorted(places)
-
-
-def test_what_is_returned_is_the_callers():
-    stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
     pieces = stream.pieces(1)
     kept = list(pieces)
     pieces.clear()
@@ -273,5 +240,4 @@ def test_what_is_returned_is_the_callers():
 
 @pytest.mark.parametrize("even", [True, 3, (2, 2), COST])
 def test_rejects_what_is_no_global_batch(even):
-    with pytest.raises(ArgumentError, match=r"even: got .* allowed: a GlobalBatch or None"):
-        PackedStream(corpus_of(LENGTHS), 16, even=even)
+    rejects(r"even: got .* allowed: a GlobalBatch or None", PackedStream, corpus_of(LENGTHS), 16, even=even)

@@ -85,7 +85,15 @@ def test_a_file_is_read_as_the_package_reads_it(write, kind):
 
 
 @needs_tokenizers
-def test_the_vocabulary_ends_behind_its_last_token_gaps_included(write):
+def test_a_document_is_neither_cut_nor_framed_and_cannot_spell_its_end(write):
+    frame = {"type": "BertProcessing", "sep": ["b", 1], "cls": ["b", 1]}
+    truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padding = {"strategy": {"Fixed": 7}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "b"}
+    tokenizer = FileTokenizer(write(truncation=truncation, padding=padding, post_processor=frame))
+    assert tokenizer.encode("a a a a").tolist() == [0, 0, 0, 0]
+    tokenizer = FileTokenizer(write())
+    assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
     assert FileTokenizer(write(vocabulary={"a": 0, "<unk>": 9})).vocab_size == 10
 
 
@@ -106,26 +114,15 @@ def test_the_end_of_document_is_the_first_known(write, added, end):
 
 
 @needs_tokenizers
-def test_a_document_is_neither_cut_nor_padded_nor_framed(write):
-    frame = {"type": "BertProcessing", "sep": ["b", 1], "cls": ["b", 1]}
-    truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    padding = {"strategy": {"Fixed": 7}, "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "b"}
-    tokenizer = FileTokenizer(write(truncation=truncation, padding=padding, post_processor=frame))
-    assert tokenizer.encode("a a a a").tolist() == [0, 0, 0, 0]
-
-
-@needs_tokenizers
-def test_a_document_cannot_spell_its_own_end(write):
-    tokenizer = FileTokenizer(write())
-    assert tokenizer.end_of_document not in tokenizer.encode("a <|endoftext|> b")
-
-
-@needs_tokenizers
-def test_rejects_a_file_without_an_end_of_document(write):
+def test_rejects_files_without_an_end_and_texts_that_they_cannot_encode(write):
     path = write(added=["<pad>"])
     with refusal_of(path, "one of <|endoftext|>, <|end_of_text|>, </s>, <|im_end|>, <eos>"):
         FileTokenizer(path)
+    path = write(model={"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"})
+    tokenizer = FileTokenizer(path)
+    assert tokenizer.encode("a b").tolist() == [0, 1]
+    with refusal_of(path, "It fails on 'a nowhere': WordLevel error: Missing [UNK] token"):
+        tokenizer.encode("a nowhere")
 
 
 @needs_tokenizers
@@ -144,12 +141,9 @@ def test_rejects_a_file_when_the_package_is_missing(write, monkeypatch):
         read_tokenizer(path)
 
 
-def test_rejects_a_missing_file(tmp_path):
+def test_rejects_paths_that_lead_to_no_file(tmp_path):
     with refusal_of(tmp_path / "nowhere.json", "No such file"):
         read_tokenizer(tmp_path / "nowhere.json")
-
-
-def test_rejects_a_folder(tmp_path):
     with refusal_of(tmp_path, "directory"):
         read_tokenizer(tmp_path)
 
@@ -161,21 +155,9 @@ def test_rejects_a_pipe(tmp_path):
         read_tokenizer(tmp_path / "pipe")
 
 
-def test_rejects_a_path_that_no_file_can_have():
+def test_rejects_files_that_cannot_be_read(tmp_path):
     with refusal_of("a\0b", "null"):
         read_tokenizer("a\0b")
-
-
-@needs_tokenizers
-def test_rejects_a_text_that_the_file_cannot_encode(write):
-    path = write(model={"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"})
-    tokenizer = FileTokenizer(path)
-    assert tokenizer.encode("a b").tolist() == [0, 1]
-    with refusal_of(path, "It fails on 'a nowhere': WordLevel error: Missing [UNK] token"):
-        tokenizer.encode("a nowhere")
-
-
-def test_rejects_a_file_that_is_not_utf_8(tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"\xff\xfe")
     with refusal_of(path, "utf-8"):

@@ -25,6 +25,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from tests.counting_group import CountingGroup
 from tests.drawing import drawn
+from tests.refusals import rejects
 
 NAN = float("nan")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,9 +42,6 @@ def few_rows_at_a_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "_CUT_AT_A_TIME", 200)
         yield
-
-
-# -- what is drawn ---------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -181,9 +179,6 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))  # also false where a is NaN
 
 
-# -- the two directions ----------------------------------------------------------------------------------------------
-
-
 @of_drawn_cases
 def test_to_heads_slices_the_heads_of_the_full_stream(case: Case):
     full = case.normal(0)
@@ -278,9 +273,6 @@ def test_the_drawn_cases_reach_what_they_are_for():
     assert not missing
 
 
-# -- sums in short types ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=["bfloat16", "float16"]
 )
@@ -301,9 +293,6 @@ def test_short_gradients_of_a_shared_head_are_summed_in_fp32(dtype: torch.dtype,
     for out in run_ranks(rank_main, ranks):
         assert out.dtype == dtype
         assert (out == large + 4).all()
-
-
-# -- collectives -----------------------------------------------------------------------------------------------------
 
 
 def _qkv(cp_size: int) -> Sections:
@@ -349,11 +338,8 @@ def test_each_direction_is_one_all_to_all(kind: str, cp_size: int):
     assert calls == [[once, once, Counter(all_to_all=2)]] * cp_size
 
 
-def test_one_rank_in_stream_order_talks_to_nobody():
+def test_one_rank_in_stream_order_sends_and_copies_nothing():
     assert _round_trip_calls(Layout.contiguous(PACKING, 1)) == [[Counter()] * 3]
-
-
-def test_one_rank_in_stream_order_copies_nothing():
     fused = torch.ones(PACKING.total, _qkv(1).width)
     group = ThreadGroup.create(1)[0]
     exchange = Exchange(Layout.contiguous(PACKING, 1), _qkv(1))
@@ -408,8 +394,6 @@ def test_rejects_second_derivatives(to_head_side: bool):
     run_ranks(rank_main, 2)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
-
 ROWS, WIDTH = 12, 6 * 4 + 2 * 4 + 2 * 3  # rank 0 of 2
 
 
@@ -422,13 +406,7 @@ def _refused(*shapes: tuple[int, ...]) -> str:
 
 def test_rejects_wrong_rows():
     assert _refused((ROWS + 1, WIDTH)) == "tensors[0]"
-
-
-def test_rejects_rows_that_differ_between_tensors():
     assert _refused((ROWS, 24), (ROWS - 1, 14)) == "tensors[1]"
-
-
-def test_rejects_batches_that_differ_between_tensors():
     assert _refused((ROWS, 2, 24), (ROWS, 3, 14)) == "tensors[1]"
 
 
@@ -457,5 +435,4 @@ def test_rejects_wrong_heads(wrong: tuple[int, ...]):
 
 
 def test_rejects_heads_assigned_to_another_number_of_ranks():
-    with pytest.raises(ArgumentError, match=r"^sections: got "):
-        Exchange(Layout.contiguous(PACKING, 3), _qkv(2))
+    rejects(r"^sections: got ", Exchange, Layout.contiguous(PACKING, 3), _qkv(2))

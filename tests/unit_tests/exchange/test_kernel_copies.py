@@ -5,11 +5,8 @@ In a process of its own, since the interpreter changes Triton for good.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +23,7 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
+from tests.commands import run_module
 from tests.covering import covering
 
 PACKING = Packing([7, 1, 13, 0, 2])
@@ -44,23 +42,12 @@ CASES = covering(
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)], ids="every {}th case".format)
 def test_kernels_move_the_same_bytes_as_torch(every: int):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.exchange.test_kernel_copies", str(every)],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=240,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,  # what fails is on stderr, which pytest shows
-    )
-    launches = dict(line.split() for line in done.stdout.splitlines() if "_kernel" in line)
+    printed = run_module("tests.unit_tests.exchange.test_kernel_copies", str(every), TRITON_INTERPRET="1")
+    launches = dict(line.split() for line in printed.splitlines() if "_kernel" in line)
     assert set(launches) == {"to_message_kernel", "from_message_kernel"}
     assert all(int(count) > 50 // every for count in launches.values())
-    (replaced,) = (int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("replacements "))
+    (replaced,) = (int(line.split()[1]) for line in printed.splitlines() if line.startswith("replacements "))
     assert 0 < replaced <= 4 * sum(map(int, launches.values()))  # and not one for each call of a function
-
-
-# -- in the process of the interpreter ---------------------------------------------------------------------------------
 
 
 def exchange_of(layout: Layout, heads: int, groups: int, chunks: int, codec: str) -> Exchange:

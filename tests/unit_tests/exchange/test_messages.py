@@ -84,11 +84,8 @@ class CountCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- adopted ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_finished_table_in_stream_order_is_sent_as_it_lies(batch: int | None):
+def test_finished_tables_are_sent_as_they_lie_or_shuffled_by_one_gather(batch: int | None):
     at = geometry(LAYOUTS["in stream order"], batch=batch)
     sections = finished(at)
     with CountCopies() as moved:
@@ -96,10 +93,6 @@ def test_finished_table_in_stream_order_is_sent_as_it_lies(batch: int | None):
     assert moved.counts == Counter()
     assert message.data_ptr() == sections[0].data_ptr()
     assert carries(message, sections, at)
-
-
-@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_finished_table_is_shuffled_by_one_gather(batch: int | None):
     at = geometry(LAYOUTS["shuffled"], batch=batch)
     sections = finished(at)
     assert at.order is not None  # made once for a batch
@@ -117,9 +110,6 @@ def test_table_inside_a_larger_buffer_is_adopted():
         message = pack_heads(sections, at, Buffers())
     assert moved.counts == Counter()
     assert carries(message, sections, at)
-
-
-# -- not adopted -----------------------------------------------------------------------------------------------------
 
 
 def at_bytes(
@@ -193,9 +183,6 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     room = torch.zeros(sections[0].numel() + 64 * PACKING.total)
     sections[0] = room[first_byte // 4 :][: sections[0].numel()].view(sections[0].shape).copy_(sections[0])
     assert carries(pack_heads(sections, at, Buffers()), sections, at)
-
-
-# -- section-major messages ----------------------------------------------------------------------------------------
 
 
 def section_major(at: Geometry) -> Geometry:
@@ -285,9 +272,6 @@ def test_a_message_is_kept_where_heads_are_views_of_it(layout: Layout):
     assert are_views == {keeps_message(at)}
 
 
-# -- like_rows -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_like_rows_lie_to_each_other_as_the_originals(batch: int | None, layout: Layout):
     at = geometry(layout, batch=batch)
@@ -306,14 +290,21 @@ def test_like_rows_have_memory_of_their_own():
         copy.fill_(number)
     assert all((copy == number).all() for number, copy in enumerate(copies))
     assert all(torch.equal(view, value) for view, value in zip(views, normal(at), strict=True))
-
-
-def test_like_rows_of_separate_tensors_are_plain_tensors():
     originals = [torch.ones(4, 3).t(), torch.ones(4, 6)[:, ::2], torch.ones(2, dtype=torch.bfloat16)]
     copies = like_rows(*originals)
     assert [(x.shape, x.dtype) for x in copies] == [(x.shape, x.dtype) for x in originals]
     assert all(copy.is_contiguous() for copy in copies)
     assert len({tensor.untyped_storage().data_ptr() for tensor in (*originals, *copies)}) == 6
+    rows = torch.zeros(100_000, 6, 4)[1000:1010]
+    copies = like_rows(rows[:, :2], rows[:, 2:])
+    assert copies[0].untyped_storage().nbytes() == rows.nbytes
+    assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
+    table = torch.zeros(5, 24, dtype=torch.uint8)
+    narrow = table[:, 4:8].view(torch.float32)[..., None]
+    wide = table[:, 8:24].view(torch.float64)[..., None]
+    copies = like_rows(wide, narrow)
+    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
+    assert all(copy.is_contiguous() for copy in copies)
 
 
 BUFFER = torch.zeros(5, 3, 2)
@@ -334,19 +325,3 @@ def test_like_rows_never_share_an_element(name: str):
     for copy, value in zip(copies, values, strict=True):
         copy.copy_(value)
     assert all(torch.equal(copy, value) for copy, value in zip(copies, values, strict=True))
-
-
-def test_like_rows_of_a_slice_of_something_large_stay_small():
-    rows = torch.zeros(100_000, 6, 4)[1000:1010]
-    copies = like_rows(rows[:, :2], rows[:, 2:])
-    assert copies[0].untyped_storage().nbytes() == rows.nbytes
-    assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
-
-
-def test_like_rows_of_types_that_cannot_be_rebased_are_plain_tensors():
-    table = torch.zeros(5, 24, dtype=torch.uint8)
-    narrow = table[:, 4:8].view(torch.float32)[..., None]
-    wide = table[:, 8:24].view(torch.float64)[..., None]
-    copies = like_rows(wide, narrow)
-    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
-    assert all(copy.is_contiguous() for copy in copies)

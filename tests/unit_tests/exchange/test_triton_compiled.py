@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch import Tensor
 from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
+from tests.commands import run_module
 from tests.shared import once
 from tests.unit_tests.exchange.test_copies import geometry
 
@@ -39,24 +38,16 @@ PLAIN = ("copy_to", "copy_from", "gather", "copy_to_eight", "copy_from_eight")
 # By case: (registers of a thread, instructions) on sm_80, sm_90 and sm_100 as Triton 3.6.0 compiles them, and the
 # accesses of 128 and of 64 bits, which are the same on all three. FP8 is left to torch on sm_80.
 MEASURED = {
-    "copy_to": ((48, 187), (48, 192), (48, 192)),
-    "copy_from": ((48, 207), (48, 213), (48, 212)),
-    "gather": ((48, 247), (48, 255), (48, 254)),
-    "copy_to_eight": ((48, 225), (48, 227), (48, 227)),
-    "copy_from_eight": ((48, 272), (48, 274), (48, 273)),
-    "copy_to_ragged": ((48, 669), (48, 688), (48, 692)),
-    "copy_from_ragged": ((48, 767), (48, 788), (48, 783)),
-    "sum": ((54, 312), (50, 324), (56, 342)),
-    "sum_ragged": ((64, 1479), (56, 1534), (56, 1547)),
-    "encode": (None, (80, 667), (79, 670)),
-    "decode": (None, (64, 399), (63, 391)),
-    "encode_e5m2": (None, (80, 667), (79, 670)),
-    "decode_e5m2": (None, (64, 399), (63, 391)),
-    "encode_int8": ((80, 728), (80, 731), (80, 712)),
-    "decode_int8": ((64, 400), (64, 406), (64, 396)),
-    "encode_gather_int8": ((78, 738), (80, 742), (80, 721)),
+    "copy_to": ((48, 187), (48, 192), (48, 192)), "copy_from": ((48, 207), (48, 213), (48, 212)),
+    "gather": ((48, 247), (48, 255), (48, 254)), "copy_to_eight": ((48, 225), (48, 227), (48, 227)),
+    "copy_from_eight": ((48, 272), (48, 274), (48, 273)), "copy_to_ragged": ((48, 669), (48, 688), (48, 692)),
+    "copy_from_ragged": ((48, 767), (48, 788), (48, 783)), "sum": ((54, 312), (50, 324), (56, 342)),
+    "sum_ragged": ((64, 1479), (56, 1534), (56, 1547)), "encode": (None, (80, 667), (79, 670)),
+    "decode": (None, (64, 399), (63, 391)), "encode_e5m2": (None, (80, 667), (79, 670)),
+    "decode_e5m2": (None, (64, 399), (63, 391)), "encode_int8": ((80, 728), (80, 731), (80, 712)),
+    "decode_int8": ((64, 400), (64, 406), (64, 396)), "encode_gather_int8": ((78, 738), (80, 742), (80, 721)),
     "decode_gather_int8": ((72, 404), (64, 415), (70, 405)),
-}
+}  # fmt: skip
 WIDE = {
     "copy_to": {"LDG.128": 8, "STG.128": 8, "LDG.64": 0, "STG.64": 0},
     "copy_from": {"LDG.128": 8, "STG.128": 8, "LDG.64": 0, "STG.64": 0},
@@ -96,15 +87,7 @@ def asked_for(request: pytest.FixtureRequest) -> list[str]:
 
 def compiled_by(module: str, *architectures: str) -> dict[str, Any]:
     """Runs a module that compiles, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *architectures],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-        timeout=240,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    return json.loads(run_module(module, *architectures, TRITON_INTERPRET="0"))
 
 
 def compiled_on(architecture: int, *cases: str) -> list[str]:
@@ -126,9 +109,9 @@ def kernel_of(made: dict[str, Any], architecture: int, case: str) -> dict[str, A
 
 
 @each_kernel
-def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
-    """Two 64-bit words or four of 32, both ways; a thread has eight rows of one unit. What a table has not is not
-    compiled."""
+def test_a_kernel_moves_wide_words_of_its_architecture(made, architecture: int, case: str):
+    # Two 64-bit words or four of 32, both ways; a thread has eight rows of one unit. What a table has not is not
+    # compiled.
     accesses = kernel_of(made, architecture, case)["accesses"]
     copied = 8 if case in PLAIN or case.endswith("ragged") else 0
     assert accesses.get("ld.global.v2.b64", 0) == accesses.get("st.global.v2.b64", 0) == copied
@@ -137,33 +120,24 @@ def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
         assert accesses[f"{way}.global.v4.b32"] >= 2, accesses
     if "code" in does:  # eight elements are as many bytes of the message
         assert accesses["st.global.v2.b32" if does == "encode" else "ld.global.v2.b32"] >= 2, accesses
-
-
-@each_kernel
-def test_machine_code_has_the_wide_accesses(made, architecture: int, case: str):
-    """The cubin is checked, since an assembler could have split accesses."""
+    # The cubin is checked, since an assembler could have split accesses.
     widths = kernel_of(made, architecture, case)["machine_accesses"]
     assert {width: widths.get(width, 0) for width in WIDE[case]} == WIDE[case], widths
     assert not set(widths) - {f"{way}.{bits}" for way in ("LDG", "STG") for bits in (8, 16, 32, 64, 128)}, widths
-
-
-@each_kernel
-def test_a_warp_moves_what_lies_side_by_side(made, architecture: int, case: str):
-    """32 units of one row, or two heads of 128 elements: with rows along the threads each would touch a row alone."""
+    # 32 units of one row, or two heads of 128 elements: with rows along the threads each would touch a row alone.
     assert set(kernel_of(made, architecture, case)["warps"]) <= {"[32, 1, 1]", "[2, 1, 16]"}
-
-
-@each_kernel
-def test_is_of_its_architecture(made, architecture: int, case: str):
     assert re.fullmatch(rf"sm_{architecture}a?", kernel_of(made, architecture, case)["architecture"])
 
 
 @each_kernel
-def test_registers_suffice(made, architecture: int, case: str):
+def test_registers_and_instructions_suffice(made, architecture: int, case: str):
     kernel = kernel_of(made, architecture, case)
     assert kernel["local"] == 0  # spills nothing
     assert kernel["registers"] <= 96  # 5 programs of 128 threads on a processor of 65,536 registers
     assert kernel["registers"] <= MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][0]
+    most = MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][1]
+    assert kernel_of(made, architecture, case)["instructions"] <= most
+    assert kernel_of(made, architecture, case)["products_of_32_bits"] == []
 
 
 @each_architecture
@@ -172,17 +146,6 @@ def test_copies_alone_are_small(made, architecture: int, case: str):
     kernel = kernel_of(made, architecture, case)
     assert kernel["registers"] <= 72  # 7 programs of 128 threads on a processor
     assert kernel["instructions"] <= 300
-
-
-@each_kernel
-def test_has_no_more_instructions(made, architecture: int, case: str):
-    most = MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][1]
-    assert kernel_of(made, architecture, case)["instructions"] <= most
-
-
-@each_kernel
-def test_offsets_have_64_bits(made, architecture: int, case: str):
-    assert kernel_of(made, architecture, case)["products_of_32_bits"] == []
 
 
 @each_architecture
@@ -223,9 +186,6 @@ def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
     assert drawn["launches"] == drawn["calls"] == 200
     # One for each type of index, number of tensors and set of kinds of units, of which this draws many.
     assert drawn["compiled"] == drawn["variants"]
-
-
-# -- in a process of its own -----------------------------------------------------------------------------------------
 
 
 class Driver:
@@ -328,24 +288,17 @@ def compile_cases(architecture: int, last: list[Any], folder: Path) -> tuple[dic
     summed = [ragged, *(Piece(0, 64, 72, start, size, 64) for start in (0, size))]  # and sums in two widths
     index = torch.arange(rows)
     calls = {
-        "copy_to": ([copied], False, {}),
-        "copy_from": ([copied], True, {}),
-        "gather": ([copied], False, {"index": index}),
-        "copy_to_eight": (to_one, False, {}),
-        "copy_from_eight": (eight, True, {}),
-        "copy_to_ragged": ([ragged], False, {}),
-        "copy_from_ragged": ([ragged], True, {}),
-        "sum": ([copied, other], True, {}),
-        "sum_ragged": (summed, True, {}),
+        "copy_to": ([copied], False, {}), "copy_from": ([copied], True, {}),
+        "gather": ([copied], False, {"index": index}), "copy_to_eight": (to_one, False, {}),
+        "copy_from_eight": (eight, True, {}), "copy_to_ragged": ([ragged], False, {}),
+        "copy_from_ragged": ([ragged], True, {}), "sum": ([copied, other], True, {}), "sum_ragged": (summed, True, {}),
         "encode": ([coded], False, {"coding": E4M3}),
         "decode": ([coded, coded._replace(start=size)], True, {"coding": E4M3}),
-        "encode_e5m2": ([coded], False, {"coding": E5M2}),
-        "decode_e5m2": ([coded], True, {"coding": E5M2}),
-        "encode_int8": ([coded], False, {"coding": INT8}),
-        "decode_int8": ([coded], True, {"coding": INT8}),
+        "encode_e5m2": ([coded], False, {"coding": E5M2}), "decode_e5m2": ([coded], True, {"coding": E5M2}),
+        "encode_int8": ([coded], False, {"coding": INT8}), "decode_int8": ([coded], True, {"coding": INT8}),
         "encode_gather_int8": ([coded], False, {"coding": INT8, "index": index}),
         "decode_gather_int8": ([coded], True, {"coding": INT8, "index": index}),
-    }
+    }  # fmt: skip
     found, refused = {}, {}
     for name, (pieces, back, more) in calls.items():
         if more.get("coding") == E5M2 and architecture < SM_90:

@@ -7,7 +7,6 @@ a kernel should write is 0xFF before, and so is every one that it should not.
 from __future__ import annotations
 
 import mmap
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
+from tests.commands import run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -35,16 +35,7 @@ CHECKS = [  # each list in one process
 
 @pytest.mark.parametrize("checks", CHECKS, ids=" ".join)
 def test_interpreted(checks: list[str]):
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.exchange.test_triton_kernels", *checks],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=240,
-        check=True,  # what fails is on stderr, which pytest shows
-    )
-
-
-# -- the table, without Triton ---------------------------------------------------------------------------------------
+    run_module("tests.unit_tests.exchange.test_triton_kernels", *checks, TRITON_INTERPRET="1")
 
 
 def test_tables_need_no_triton():
@@ -75,16 +66,10 @@ def test_units_are_as_wide_as_alignment_allows():
     assert widths([piece._replace(start=24)], 16, 16) == {8: 32}
     assert widths([piece._replace(row=514)], 16, 16) == {2: 128}
     assert widths([piece._replace(offset=33)], 16, 16) == {1: 256}
-
-
-def test_rows_are_aligned_as_their_first_and_their_distance_are():
     room = unwritten(4096)
     table = room.view(BF16).view(-1, 64)
     starts = [table, table[:, 8:], table[:, 4:], table[:, 1:], table.view(-1, 16)[:, :1], table.view(-1, 4)]
     assert alignment_of(starts, [room, room[8:], room[1:]]) == (16, 16, 8, 2, 16, 8, 16, 8, 1)
-
-
-def test_ends_of_a_piece_are_narrow_and_its_middle_wide():
     assert widths([Piece(0, 12, 43, 0, 64, 12)], 16, 16) == {16: 2, 4: 2, 2: 1, 1: 1}
     assert widths([Piece(0, 1, 9, 0, 64, 33)], 16, 16) == {1: 1, 2: 2, 4: 1}
     assert widths([Piece(0, 6, 4, 0, 64, 6)], 16, 16) == {2: 2}
@@ -124,9 +109,6 @@ def test_heads_are_coded_in_wide_accesses_if_both_sides_are_aligned():
     assert [kinds(piece, 16, 16) for piece in unaligned] == [(32 + 2,)] * 4
     assert kinds(piece, 2, 16) == kinds(piece, 16, 4) == (32 + 2,)
     assert kinds(piece._replace(head_dim=12), 16, 16) == (32 + 2,)
-
-
-# -- in a process of the interpreter ---------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):

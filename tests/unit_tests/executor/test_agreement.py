@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.testing.parity import Case, run_layer
 from tests.limits import limit
+from tests.refusals import rejects
 
 LENGTHS = (7, 1, 13, 2)
 SIZE = 3
@@ -114,33 +115,20 @@ def _shown(message: str, rank: int, text: str) -> bool:
     return any(text in line for line in _lines(message, rank))
 
 
-def test_only_lines_that_differ_are_shown():
+def test_rejects_layers_and_documents_that_differ():
     (message, *_) = refusals([attention_plan(), attention_plan(), attention_plan(mask="full")])
     assert _lines(message, 0) == ["mask: causal in each document"]
     assert _lines(message, 2) == ["mask: full in each document"]
-
-
-def test_rejects_layers_of_different_kinds():
     plans = [attention_plan(), linear_plan(), attention_plan()]
     for message in refusals(plans):
         assert _shown(message, 0, "kind: attention")
         assert _shown(message, 1, "kind: gdn")
-
-
-def test_rejects_documents_that_differ_behind_those_that_are_printed():
     plans = [attention_plan((3,) * 20), attention_plan((3,) * 20), attention_plan((3,) * 19 + (4,))]
     for message in refusals(plans):
         assert _shown(message, 0, "20 documents, 60 tokens")
         assert _shown(message, 2, "20 documents, 61 tokens")
-
-
-def test_rejects_a_group_that_is_not_the_plans():
     for group in (None, ThreadGroup.create(2)[0]):
-        with pytest.raises(cp.ArgumentError, match="group"):
-            check_agreement(attention_plan(), group)
-
-
-# -- calls -----------------------------------------------------------------------------------------------------------
+        rejects("group", check_agreement, attention_plan(), group)
 
 
 def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:
@@ -261,8 +249,9 @@ def messages_sent(group: ThreadGroup, prepare: Callable[[Plan, ThreadGroup], Non
     return counts
 
 
-def test_a_plan_and_a_kind_of_call_are_compared_once():
+def test_calls_are_compared_once_or_not_at_all():
     assert run_ranks(messages_sent, SIZE, lambda plan, group: None) == [[16, 0]] * SIZE
+    assert run_ranks(messages_sent, SIZE, lambda plan, group: cp.compare_calls(group, False)) == [[0, 0]] * SIZE
 
 
 def test_a_plan_that_was_compared_costs_nothing_in_a_call_that_was_made_before():
@@ -286,10 +275,6 @@ def test_plans_are_forgotten_before_calls(monkeypatch):
         check_agreement(plan, group)
 
     assert run_ranks(messages_sent, SIZE, prepare) == [[0, 0]] * SIZE
-
-
-def test_comparing_calls_can_be_turned_off():
-    assert run_ranks(messages_sent, SIZE, lambda plan, group: cp.compare_calls(group, False)) == [[0, 0]] * SIZE
 
 
 def test_rejects_tokens_or_seeds_that_differ():

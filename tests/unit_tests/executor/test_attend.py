@@ -24,9 +24,6 @@ from tests.scheme_in_halves import add_by_distance, add_halves
 SCHEMES = tuple(schemes.SCHEMES)
 
 
-# -- merging ---------------------------------------------------------------------------------------------------------
-
-
 def partial_result(scores, values):
     """`out` `[t, h, v]` and `lse` `[h, t]` of scores `[h, t, k]` and values `[k, h, v]`."""
     lse = scores.logsumexp(-1)
@@ -46,8 +43,6 @@ def test_merging_parts_gives_the_softmax_over_all_keys():
     assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
     assert torch.allclose(lse.nan_to_num(neginf=0), expected_lse.nan_to_num(neginf=0), rtol=0, atol=1e-14)
 
-
-# -- in which type sums are kept -------------------------------------------------------------------------------------
 
 PACKING = Packing([60, 1, 37])
 HEADS, GROUPS, SIZE = 4, 1, 4
@@ -114,9 +109,6 @@ def test_that_problem_would_show_sums_in_bf16():
     assert not torch.equal(total, dv.bfloat16())
 
 
-# -- what travels ----------------------------------------------------------------------------------------------------
-
-
 def sent_by(group, plan, dtype):
     counted = CountingGroup(group)
     q, k, v = (
@@ -157,9 +149,6 @@ def test_an_exact_exchange_sends_only_the_keys_that_others_see():
     assert plan.bytes_sent(2, forward=False) == both
 
 
-# -- schedules of several stages -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("head_chunks", [1, 2])
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, monkeypatch):
@@ -185,8 +174,6 @@ def test_own_keys_may_be_computed_before_the_first_fetch(layout, head_chunks, mo
     assert names == ["keys and values"] * (2 * head_chunks)
     check(case)
 
-
-# -- assigned tiles --------------------------------------------------------------------------------------------------
 
 TILES = Case("attention", 4, (7, 1, 40, 0, 13), heads=6, groups=2, head_dim=8, value_head_dim=12, align=2)
 WAYS = {
@@ -254,13 +241,9 @@ def test_keys_that_own_queries_and_remote_queries_see_are_summed_in_fp32(monkeyp
 
 
 @pytest.mark.parametrize("scheme", TILED)
-def test_attention_is_dense_where_one_rank_computes_all(scheme, monkeypatch):
+def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
     assign_all_to(monkeypatch, 1)
     check(replace(TILES, scheme=scheme, mask="window:9,1", learned_sink=True))
-
-
-@pytest.mark.parametrize("scheme", TILED)
-def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
     assign_at_random(monkeypatch)
     case = replace(TILES, scheme=scheme, mask="full", layout="random", dtype=torch.float32, head_chunks=2, groups=6)
     first, second = over_ranks(case), over_ranks(case)

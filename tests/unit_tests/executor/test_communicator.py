@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transports import Pairwise
 from megatron_cp.plan.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
 from megatron_cp.testing.poison import poisoned
+from tests.refusals import rejects
 
 
 class Noting(RankGroup):
@@ -123,9 +124,6 @@ def test_parts_of_a_group_of_any_stride(name, ranks):
     run_ranks(rank_main, 6)
 
 
-# -- pairwise ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", range(1, 18))
 def test_rounds_are_pairs_and_all_meet_once(size):
     met: Counter[tuple[int, int]] = Counter()
@@ -171,8 +169,6 @@ def test_as_many_rounds_are_under_way_as_the_caller_says(in_flight):
     assert run_ranks(rank_main, 6) == [(in_flight, 5)] * 6
 
 
-# -- hierarchical ------------------------------------------------------------------------------------------------------
-
 HOSTS = [(0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1), (0, 1, 0, 1, 2, 2, 2), (0, 0, 0, 0), (0, 1, 2)]
 
 
@@ -198,7 +194,7 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_a_share_is_gathered_once_by_each_other_host(hosts):
+def test_a_share_is_gathered_once_and_staging_is_allocated_once(hosts):
     def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
         group = Noting(inner)
         comm = Communicator(group, Transport("hierarchical", hosts))
@@ -208,6 +204,16 @@ def test_a_share_is_gathered_once_by_each_other_host(hosts):
     for rank, sent in enumerate(run_ranks(rank_main, len(hosts))):
         across = sorted(hosts[peer] for peer, _ in sent if hosts[peer] != hosts[rank])
         assert across == sorted(set(hosts) - {hosts[rank]})
+    counts = np.arange(len(hosts) ** 2).reshape(len(hosts), -1) % 7 + 1
+
+    def staged(group: RankGroup) -> int:
+        exchanged(group, Transport("hierarchical", hosts), counts)
+        before = group.buffers.allocations
+        for _ in range(3):
+            exchanged(group, Transport("hierarchical", hosts), counts)
+        return group.buffers.allocations - before
+
+    assert run_ranks(staged, len(hosts)) == [0] * len(hosts)
 
 
 def test_all_links_between_hosts_are_used():
@@ -222,47 +228,18 @@ def test_all_links_between_hosts_are_used():
     assert run_ranks(rank_main, 6) == [{3}, {4}, {5}, {0}, {1}, {2}]
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_staging_is_allocated_once(hosts):
-    counts = np.arange(len(hosts) ** 2).reshape(len(hosts), -1) % 7 + 1
-
-    def rank_main(group: RankGroup) -> int:
-        exchanged(group, Transport("hierarchical", hosts), counts)
-        before = group.buffers.allocations
-        for _ in range(3):
-            exchanged(group, Transport("hierarchical", hosts), counts)
-        return group.buffers.allocations - before
-
-    assert run_ranks(rank_main, len(hosts)) == [0] * len(hosts)
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "hosts", "argument"),
     [
-        ("smoke signals", (), "transport"),
-        ("hierarchical", (), "hosts"),
-        ("pairwise", (0, 1), "hosts"),
-        ("hierarchical", (0, 2), "hosts"),
-        ("hierarchical", (1, 2), "hosts"),
-        ("hierarchical", (-1, 0), "hosts"),
-        ("hierarchical", (0, 1.0), "hosts"),
-        ("hierarchical", (False, True), "hosts"),
-        ("hierarchical", ("a", "b"), "hosts"),
-        ("hierarchical", "01", "hosts"),
-        ("hierarchical", {0, 1}, "hosts"),
-        ("hierarchical", 2, "hosts"),
-        ("hierarchical", None, "hosts"),
+        ("smoke signals", (), "transport"), ("hierarchical", (), "hosts"), ("pairwise", (0, 1), "hosts"),
+        ("hierarchical", (0, 2), "hosts"), ("hierarchical", (1, 2), "hosts"), ("hierarchical", (-1, 0), "hosts"),
+        ("hierarchical", (0, 1.0), "hosts"), ("hierarchical", (False, True), "hosts"),
+        ("hierarchical", ("a", "b"), "hosts"), ("hierarchical", "01", "hosts"), ("hierarchical", {0, 1}, "hosts"),
+        ("hierarchical", 2, "hosts"), ("hierarchical", None, "hosts"),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_is_no_transport(name, hosts, argument):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        Transport(name, hosts)
+    rejects(f"^{argument}: got ", Transport, name, hosts)
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 1], np.array([0, 0, 1]), torch.tensor([0, 0, 1]), [np.int64(0)] * 2 + [1]])
@@ -276,8 +253,7 @@ def test_hosts_may_be_any_sequence(hosts):
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
 def test_rejects_more_hosts_than_ranks(num_hosts, name):
-    with pytest.raises(ArgumentError, match=r"^hosts: got "):
-        Transport.even_hosts(name, 4, num_hosts)
+    rejects(r"^hosts: got ", Transport.even_hosts, name, 4, num_hosts)
 
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
@@ -289,20 +265,14 @@ def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
     assert run_ranks(hosts_of, 4) == [(0, 1, 0, 2)] * 4
 
 
-def test_rejects_a_transport_that_is_none():
-    with pytest.raises(ArgumentError, match="transport: got 'carrier'"):
-        Transport("carrier")
+def test_rejects_transports_and_hosts_that_do_not_fit():
+    rejects("transport: got 'carrier'", Transport, "carrier")
 
-
-def test_hosts_share_ranks_as_evenly_as_they_can():
-    assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
-    assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE
-
-
-def test_rejects_hosts_of_another_number_of_ranks():
     def rank_main(group: RankGroup) -> str:
         with pytest.raises(ArgumentError) as caught:
             Communicator(group, Transport("hierarchical", (0, 1, 1)))
         return caught.value.argument
 
     assert run_ranks(rank_main, 2) == ["hosts"] * 2
+    assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
+    assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE

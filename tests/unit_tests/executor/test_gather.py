@@ -80,14 +80,11 @@ def cases_in_processes(group: RankGroup) -> list[tuple[Tensor, Tensor]]:
     return [gathered(group, layout, (2,), dtype, same) for dtype in DTYPES.values() for same in (False, True)]
 
 
-def test_gather_over_processes():
+def test_gather_over_processes_and_equals_unshard():
     answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=limit(60))
     cases = [(dtype, same) for dtype in DTYPES.values() for same in (False, True)]
     for number, (dtype, same) in enumerate(cases):
         check([answer[number] for answer in answers], LAYOUTS["zigzag, cp 3, align 4"], (2,), dtype, same)
-
-
-def test_gather_equals_unshard():
     layout = LAYOUTS["zigzag, cp 3, align 4"]
     locals_ = [layout.shard(torch.randn(RAGGED.total, 2), rank) for rank in range(3)]
     for full in run_ranks(lambda group: gather(locals_[group.rank], layout, group), 3):
@@ -119,7 +116,7 @@ def test_same_loss_sends_nothing_backward():
     assert all((gradient == 1).all() for gradient in run_ranks(rank_main, 3))
 
 
-def test_expanded_gradient():
+def test_an_expanded_gradient_and_no_group():
     layout = LAYOUTS["zigzag, cp 5"]
 
     def rank_main(group: RankGroup) -> Tensor:
@@ -128,9 +125,6 @@ def test_expanded_gradient():
         return local.grad
 
     assert all((gradient == 5).all() for gradient in run_ranks(rank_main, 5))
-
-
-def test_one_rank_needs_no_group():
     local = torch.arange(23.0)
     assert torch.equal(gather(local, LAYOUTS["one rank"], None), local)
 
@@ -152,13 +146,7 @@ def _refused(local: Tensor, group: RankGroup | None) -> str:
     return caught.value.argument
 
 
-def test_rejects_wrong_rows():
+def test_rejects_wrong_rows_and_groups():
     assert _refused(torch.zeros(9), ThreadGroup.create(3, timeout=1.0)[0]) == "local"
-
-
-def test_rejects_a_group_of_another_size():
     assert _refused(torch.zeros(7), ThreadGroup.create(2, timeout=1.0)[0]) == "group"
-
-
-def test_rejects_no_group_for_several_ranks():
     assert _refused(torch.zeros(7), None) == "group"

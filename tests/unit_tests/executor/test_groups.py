@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_cp.errors import ArgumentError, PeerError
+from megatron_cp.errors import PeerError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.groups.base import Done
@@ -18,6 +18,7 @@ from megatron_cp.executor.groups.tagged import is_peer_failure
 from megatron_cp.executor.groups.torch_group import _Unpacked, _Works
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
 from tests.limits import limit
+from tests.refusals import rejects
 
 SIZE = 3
 COUNTS = [[2, 0, 5], [1, 3, 0], [0, 0, 0]]  # elements from each rank to each rank; rank 2 sends nothing
@@ -128,17 +129,12 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "place": (type(group).__name__, group.rank, group.size),
         "all_to_all": [_all_to_all(group, dtype) for dtype in DTYPES],
         "all_gather": [_all_gather(group, dtype, count=2) for dtype in DTYPES],
-        "all_gather of nothing": _all_gather(group, torch.float32, count=0),
-        "messages": _messages(group),
-        "messages by the host": _by_host(group),
-        "messages together": _together(group),
-        "no messages": _no_messages(group),
-        "one way": _one_way(group),
-        "meta": _under_another_default_device(group),
-        "barrier": _barrier(group),
-        "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
+        "all_gather of nothing": _all_gather(group, torch.float32, count=0), "messages": _messages(group),
+        "messages by the host": _by_host(group), "messages together": _together(group),
+        "no messages": _no_messages(group), "one way": _one_way(group), "meta": _under_another_default_device(group),
+        "barrier": _barrier(group), "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
         "objects": group.all_gather_object({"rank": group.rank, "text": "é" * 50 * group.rank}),
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RANK_KINDS)
@@ -146,59 +142,32 @@ def answers(request) -> list[dict[str, Any]]:
     return run_ranks(conversation, SIZE, kind=request.param, timeout=limit(60))
 
 
-def test_ranks_know_their_place(answers, request):
+def test_all_to_all_and_all_gather_have_the_order_of_ranks(answers, request):
     kind = {"threads": "ThreadGroup", "processes": "TorchGroup"}[request.node.callspec.params["answers"]]
     assert [answer["place"] for answer in answers] == [(kind, rank, SIZE) for rank in range(SIZE)]
-
-
-def test_all_to_all_with_uneven_and_empty_pieces(answers):
     received = [[0, 1, 100], [110, 111, 112], [20, 21, 22, 23, 24]]
     assert [answer["all_to_all"] for answer in answers] == [[pieces] * len(DTYPES) for pieces in received]
-
-
-def test_all_gather_in_rank_order(answers):
     assert all(answer["all_gather"] == [[10, 10, 11, 11, 12, 12]] * len(DTYPES) for answer in answers)
     assert all(answer["all_gather of nothing"] == [] for answer in answers)
+    for answer in answers:
+        assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
+        assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
+    assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
+    assert all(answer["barrier"] for answer in answers)
 
 
-def test_messages_of_a_pair_stay_in_order_and_may_be_empty(answers):
+def test_messages_of_a_pair_stay_in_order_staged_or_in_one_collective(answers):
     for rank, answer in enumerate(answers):
         expected = []
         for peer in (peer for peer in range(SIZE) if peer != rank):
             first = 100.0 * peer + 10 * rank
             expected += [(peer, [first]), (peer, []), (peer, [first + 2] * 4), (peer, [first + 3] * 4)]
         assert answer["messages"] == expected
-
-
-def test_messages_that_are_staged_on_the_host_are_the_same_and_allocate_once(answers):
     for answer in answers:
         assert answer["messages by the host"] == [answer["messages"]] * 2 + [0]
-
-
-def test_messages_that_go_in_one_collective_are_the_same_and_allocate_once(answers):
     for rank, answer in enumerate(answers):
         assert answer["messages together"] == [answer["messages"]] * 2 + [0, [(rank - 1) % SIZE] * 3]
-
-
-def test_messages_go_one_way(answers):
     assert [answer["one way"] for answer in answers] == [[0, 0], [1, 2], [0, 0]]
-
-
-def test_barrier_waits_for_the_last_rank(answers):
-    assert all(answer["barrier"] for answer in answers)
-
-
-def test_all_gather_bytes_and_objects(answers):
-    for answer in answers:
-        assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
-        assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
-
-
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
-def test_host_bytes_are_on_the_host_whatever_the_default_device(answers):
-    assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -269,36 +238,17 @@ def test_rejects_splits_that_do_not_add_up():
         (two, two, [1, 1, 0], [1, 1], "received_splits"),
         (two, two, [1, 1], [2], "sent_splits"),
     ):
-        with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-            group.all_to_all(received, sent, received_splits, sent_splits)
-
-
-def test_rejects_a_group_of_no_ranks():
-    with pytest.raises(ArgumentError, match=r"^size: got "):
-        ThreadGroup.create(0)
-
-
-# -- as_rank_group ---------------------------------------------------------------------------------------------------
-
-
-def test_rank_group_is_taken_as_it_is():
-    group = ThreadGroup.create(3)[1]
-    assert as_rank_group(group, 3) is group
+        rejects(f"^{argument}: got ", group.all_to_all, received, sent, received_splits, sent_splits)
 
 
 def test_no_group_stands_for_the_only_rank():
+    group = ThreadGroup.create(3)[1]
+    assert as_rank_group(group, 3) is group
     group = as_rank_group(None, 1)
     assert (group.rank, group.size) == (0, 1)
-
-
-def test_rejects_a_group_of_another_size():
-    with pytest.raises(ArgumentError, match=r"^group: got "):
-        as_rank_group(ThreadGroup.create(3)[0], 2)
-
-
-def test_rejects_no_group_for_several_ranks():
-    with pytest.raises(ArgumentError, match=r"^group: got "):
-        as_rank_group(None, 2)
+    rejects(r"^size: got ", ThreadGroup.create, 0)
+    rejects(r"^group: got ", as_rank_group, ThreadGroup.create(3)[0], 2)
+    rejects(r"^group: got ", as_rank_group, None, 2)
 
 
 def test_who_waits_again_changes_nothing_of_others():

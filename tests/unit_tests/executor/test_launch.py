@@ -22,6 +22,7 @@ from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
+from tests.refusals import rejects
 
 T = TypeVar("T")
 
@@ -93,9 +94,6 @@ def never_come() -> None:
     time.sleep(120)
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_threads_return_in_rank_order(size: int):
     answers = run_ranks(lambda group, word: (type(group), group.rank, word), size, "word")
@@ -138,20 +136,14 @@ def test_threads_run_backward_through_the_group():
     assert run_ranks(rank_main, 5) == [1, 2, 3, 4, 0]
 
 
-def test_thread_that_raises_is_named_at_once():
+def test_a_thread_that_raises_or_does_not_come_is_named():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 3 failed: KeyError: .rank one's own fault") as caught:
         run_ranks(raise_on_rank_1, 3, timeout=limit(60))
     assert time.monotonic() - start < limit(10)
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_only_rank_that_raises_is_an_error_too():
     with pytest.raises(RankError, match="rank 0 of 1 failed"):
         run_ranks(lambda group: [][0], 1)
-
-
-def test_threads_time_out_when_a_rank_does_not_come():
     with pytest.raises(RankError, match=r"waited|did not finish"):
         run_ranks(lambda group: group.rank or group.barrier(), 2, timeout=0.3)
 
@@ -172,11 +164,7 @@ def test_thread_that_hangs_has_its_stack_shown(capfd):
 
 
 def test_rejects_an_unknown_kind_of_rank():
-    with pytest.raises(ArgumentError, match=r"^kind: got "):
-        run_ranks(lambda group: None, 2, kind="fibres")
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
+    rejects(r"^kind: got ", run_ranks, lambda group: None, 2, kind="fibres")
 
 
 @pytest.mark.usefixtures("spawned")
@@ -200,9 +188,12 @@ def test_where_all_ranks_complain_of_others_all_are_heard():
     assert str(_first_cause(texts | {1: "KeyError: 'x'"}, 3)) == "rank 1 of 3 failed:\nKeyError: 'x'"
 
 
-def test_process_that_exits_is_an_error():
+def test_processes_that_end_or_refuse_are_errors():
     with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
         run_ranks(exit_on_rank_1, 2, kind="processes", timeout=limit(60))
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 0 and no result"):
+        run_ranks(end_without_a_word, 2, kind="processes", timeout=None)
+    rejects(r"mask: got .*lambda.*; allowed: a mask\.", run_ranks, refuse_a_function, 2, kind="processes", timeout=None)
 
 
 def test_process_that_hangs_has_its_stack_shown(capfd):
@@ -229,20 +220,10 @@ def refuse_a_function(group: RankGroup) -> None:
     raise ArgumentError("mask", lambda: None, "a mask")
 
 
-def test_a_refusal_of_what_cannot_be_pickled_arrives_all_the_same():
-    with pytest.raises(ArgumentError, match=r"mask: got .*lambda.*; allowed: a mask\."):
-        run_ranks(refuse_a_function, 2, kind="processes", timeout=None)
-
-
 @pytest.mark.usefixtures("spawned")
 def test_process_that_is_killed_is_named():
     with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
         run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
-
-
-def test_process_that_ends_without_a_result_is_an_error():
-    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 0 and no result"):
-        run_ranks(end_without_a_word, 2, kind="processes", timeout=None)
 
 
 def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):
@@ -287,12 +268,8 @@ def _state(process: int) -> str:
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_ranks_may_take_as_long_as_they_like(kind: str):
-    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=None) == [(0, 0.5), (1, 0.5)]
-
-
-@pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_timeout_is_for_ranks_that_need_longer(kind: str):
+    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=None) == [(0, 0.5), (1, 0.5)]
     assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=limit(30)) == [(0, 0.5), (1, 0.5)]
 
 

@@ -198,21 +198,10 @@ def spelled(case, step):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_has_a_range_forward_and_backward(ranks, name):
+def test_every_step_has_a_range_on_every_rank_and_no_bit_changes(ranks, name):
     assert ranks[0][name][0] == [spelled(CASES[name], step) for step in EXPECTED[name]]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_same_names(ranks, name):
     assert [rank[name][0] for rank in ranks[1:]] == [ranks[0][name][0]] * 3
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_profiler_changes_no_bit(ranks, name):
     assert [rank[name][1] for rank in ranks] == [True] * 4
-
-
-# -- without a profiler ------------------------------------------------------------------------------------------------
 
 
 def made(*_, **__):
@@ -256,8 +245,6 @@ def test_a_profiler_sees_ranks_that_are_threads_only_if_they_started_it():
     assert found["gdn"] == ([f"cp headwise {step} layer 12" for step in ALONE], True)
 
 
-# -- a profiler that is on for a part ----------------------------------------------------------------------------------
-
 ALONE = ["conv", "gates", "rule", "rule backward", "gates backward", "conv backward"]  # nothing moves on one rank
 
 
@@ -291,9 +278,6 @@ def test_gather_has_a_range_forward_and_backward():
         stream.sum().backward()
     names = ["cp gather", "cp gather wait"]
     assert names_in(record) == [f"{name}{way} layer 3" for way in ("", " backward") for name in names]
-
-
-# -- local work --------------------------------------------------------------------------------------------------------
 
 
 def test_what_needs_no_gradient_gets_none_and_results_may_be_written_to():
@@ -334,9 +318,6 @@ def test_work_without_gradients_has_a_range_forward_alone(grad):
     assert names_in(record) == ["cp True"]
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -350,16 +331,13 @@ def test_a_name_leaves_out_what_is_not_known_and_what_there_is_one_of(given, nam
     assert range_name(scheme, step, what, chunk=chunk, stage=stage, forward=forward, layer=layer) == name
 
 
-def test_layers_may_lie_in_layers():
+def test_layers_may_lie_in_layers_and_parts_of_ranks_are_of_theirs():
     group = one_rank()
     with layer_scope(1):
         with layer_scope(None):
             assert communicator.Communicator(group).layer is None
         assert communicator.Communicator(group).layer == 1
     assert communicator.Communicator(group).layer is None
-
-
-def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
     with layer_scope(4):
         comm = communicator.Communicator(ThreadGroup.create(4)[0], scheme="p2p")
     part = comm.chunk_comm(1, 2).part(range(0, 4, 2))

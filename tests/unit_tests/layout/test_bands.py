@@ -33,18 +33,13 @@ def ranges(draw):
 
 @many
 @given(bands=ANY_BANDS)
-def test_tight_bands_have_the_same_pairs_and_no_row_or_column_without_one(bands):
+def test_tight_bands_and_areas_are_those_of_the_pairs(bands):
     shrink = band.shrink(bands)
     np.testing.assert_array_equal(pairs(shrink), pairs(bands))
     for row in shrink:
         box = pairs([row])[row[0] : row[1], row[2] : row[3]]
         assert box.any(axis=0).all()
         assert box.any(axis=1).all()
-
-
-@many
-@given(bands=ANY_BANDS)
-def test_areas_count_pairs(bands):
     assert band.areas(bands).tolist() == [pairs([row]).sum() for row in bands]
     assert band.area(bands) == pairs(bands).sum()
 
@@ -65,8 +60,19 @@ def test_areas_beyond_53_bits_are_exact():
 
 @many
 @given(bands=DISJOINT)
-def test_keys_seen_by_each_query(bands):
+def test_canonical_and_unbound_bands_are_the_same_pairs(bands):
     assert band.keys_seen(bands, TOTAL).tolist() == pairs(bands).sum(axis=1).tolist()
+    canonical = band.canonical(bands)
+    np.testing.assert_array_equal(pairs(canonical), pairs(bands))
+    for q0, q1, k0, k1, lo, hi in canonical.tolist():
+        assert lo == -UNBOUNDED or lo == k0 - q0
+        assert hi == UNBOUNDED or hi == k1 - q1
+    np.testing.assert_array_equal(pairs(band.unbound(bands)), pairs(bands))
+    for row in band.unbound(bands):
+        for bound, far in ((4, -UNBOUNDED), (5, UNBOUNDED)):
+            freed = row.copy()
+            freed[bound] = far
+            assert row[bound] == far or pairs([freed]).sum() > pairs([row]).sum()
 
 
 @many
@@ -89,27 +95,6 @@ def test_moved(bands, queries, keys):
     moved = pairs_of(band.moved(bands, queries, keys), TOTAL + queries, TOTAL + keys)
     np.testing.assert_array_equal(moved[queries:, keys:], pairs(bands))
     assert moved.sum() == pairs(bands).sum()
-
-
-@many
-@given(bands=DISJOINT)
-def test_pure_bands_have_straight_edges(bands):
-    canonical = band.canonical(bands)
-    np.testing.assert_array_equal(pairs(canonical), pairs(bands))
-    for q0, q1, k0, k1, lo, hi in canonical.tolist():
-        assert lo == -UNBOUNDED or lo == k0 - q0
-        assert hi == UNBOUNDED or hi == k1 - q1
-
-
-@many
-@given(bands=DISJOINT)
-def test_unbound_bands_are_the_same_pairs_and_bounded_only_where_it_matters(bands):
-    np.testing.assert_array_equal(pairs(band.unbound(bands)), pairs(bands))
-    for row in band.unbound(bands):
-        for bound, far in ((4, -UNBOUNDED), (5, UNBOUNDED)):
-            freed = row.copy()
-            freed[bound] = far
-            assert row[bound] == far or pairs([freed]).sum() > pairs([row]).sum()
 
 
 @many
@@ -139,7 +124,7 @@ def test_a_band_cut_up_is_joined_again(whole, queries, data):
     np.testing.assert_array_equal(band.joined(shuffled), whole)
 
 
-def test_chains_of_pieces_of_all_lengths_are_joined():
+def test_bands_are_joined_where_they_can_be():
     # Side by side, so that every break of one chain lies within pieces of the other.
     rows = [
         [q, q + 4, k, k + 1, -UNBOUNDED, UNBOUNDED]
@@ -147,14 +132,8 @@ def test_chains_of_pieces_of_all_lengths_are_joined():
         for q in range(phase, 400 + phase, 4)
     ]
     assert band.joined(np.array(rows))[:, :4].tolist() == [[0, 400, 0, 1], [2, 402, 5, 6]]
-
-
-def test_bands_that_share_no_query_are_left_alone():
     rows = np.array([[0, 5, 0, 5, -UNBOUNDED, 0], [7, 9, 0, 5, -UNBOUNDED, UNBOUNDED]])
     np.testing.assert_array_equal(band.disjoint(rows), rows)
-
-
-def test_side_by_side_bands_become_one():
     rows = np.array([[2, 5, 0, 2, -UNBOUNDED, UNBOUNDED], [2, 5, 2, 5, -UNBOUNDED, 0]])
     np.testing.assert_array_equal(band.disjoint(rows), [[2, 5, 0, 5, -UNBOUNDED, 0]])
 

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.block_masks import BLOCK_TABLES, is_block_table
 from tests import mask_oracle as oracle
+from tests.refusals import rejects
 
 TABLES = ["strided", "global_local", "star", "streaming"]
 WITH_BLOCKS = ["strided:8", "global_local:5", "star:1", "streaming:3"]
@@ -58,12 +58,9 @@ def test_a_table_is_the_one_of_from_blocks_where_blocks_are_even():
         assert Mask.named(p, f"{name}:{blocks}") == Mask.named(p, name)
 
 
-def test_a_longer_document_has_no_more_bands():
+def test_a_table_has_as_many_bands_as_a_long_document_and_rows_of_a_short_one():
     counts = {name: len(Mask.named(Packing([1_000_003]), name).bands) for name in TABLES}
     assert counts == {"strided": 56, "global_local": 17, "star": 4, "streaming": 6}
-
-
-def test_a_short_document_has_the_first_rows_of_the_table():
     seen = {name: Mask.named(Packing([1, 3, 0, 6]), name).seen.tolist() for name in TABLES}
     assert seen == {
         "strided": [1, 1, 1, 1, 2, 2, 1, 1, 2, 2],
@@ -74,23 +71,15 @@ def test_a_short_document_has_the_first_rows_of_the_table():
 
 
 @pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_an_empty_packing_has_no_bands(spec):
+def test_tables_are_cut_of_tokens_and_shares_of_them_are_even(spec):
     assert not Mask.named(Packing([0, 0]), spec).bands.size
-
-
-@pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_balanced_shares_of_a_table_are_even(spec):
     packing = Packing([700, 1, 1300, 3, 640])
     mask = Mask.named(packing, spec)
     layout = Layout.balanced(packing, 5, mask=mask)
     work = [mask.seen[layout.tokens(rank)].sum() for rank in range(5)]
     assert np.ptp(layout.token_counts) <= 1
     assert max(work) < 1.01 * np.mean(work)
-
-
-@pytest.mark.parametrize("spec", [*TABLES, *WITH_BLOCKS])
-def test_blocks_are_cut_of_tokens_and_not_of_pads(spec):
-    """A document sees the same with pads behind it and without."""
+    # A document sees the same with pads behind it and without.
     real, filled = [29, 3, 0, 0, 17], [32, 4, 0, 5, 20]
     documents = Packing(filled)
     tokens = documents.positions() < np.repeat(real, filled)
@@ -113,5 +102,4 @@ def test_blocks_are_cut_of_tokens_and_not_of_pads(spec):
     ],
 )
 def test_rejects_a_number_of_blocks_that_a_table_cannot_have(spec, allowed):
-    with pytest.raises(ArgumentError, match=re.escape(f"mask: got '{spec}'; allowed: {allowed}")):
-        Mask.named(Packing([5, 2]), spec)
+    rejects(re.escape(f"mask: got '{spec}'; allowed: {allowed}"), Mask.named, Packing([5, 2]), spec)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import timeit
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
-from tests.refusals import refusal_of
+from tests.refusals import refusal_of, rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -47,29 +47,20 @@ def ranks(layout):
     return range(layout.cp_size)
 
 
-# -- who holds what --------------------------------------------------------------------------------------------------
-
-
 @ragged
 @given(layout=layouts())
-def test_every_token_is_held_exactly_once(layout):
+def test_every_token_is_held_once_in_an_order_that_can_be_undone(layout):
     held = [layout.tokens(rank).tolist() for rank in ranks(layout)]
     assert sorted(itertools.chain(*held)) == list(range(layout.packing.total))
     assert layout.token_counts.tolist() == [len(tokens) for tokens in held]
     assert layout.order.tolist() == list(itertools.chain(*held))
-
-
-@ragged
-@given(layout=layouts())
-def test_inverse_order_undoes_order(layout):
     np.testing.assert_array_equal(layout.order[layout.inverse_order], np.arange(layout.packing.total))
     np.testing.assert_array_equal(layout.inverse_order[layout.order], np.arange(layout.packing.total))
-
-
-@ragged
-@given(layout=layouts())
-def test_in_stream_order_exactly_where_order_is_the_stream(layout):
     assert layout.in_stream_order == np.array_equal(layout.order, np.arange(layout.packing.total))
+    singles = [[(token, token + 1) for token in layout.tokens(rank).tolist()] for rank in ranks(layout)]
+    assert Layout.from_fragments(layout.packing, singles) == layout
+    assert not layout.pad_rows.any()
+    np.testing.assert_array_equal(layout.row_counts, layout.token_counts)
 
 
 def test_in_stream_order_is_a_plain_bool():
@@ -78,16 +69,21 @@ def test_in_stream_order_is_a_plain_bool():
 
 @ragged
 @given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_contiguous_totals_differ_by_at_most_1_and_ranks_follow_the_stream(lengths, cp_size):
+def test_contiguous_and_zigzag_totals_differ_by_at_most_1(lengths, cp_size):
     layout = Layout.contiguous(Packing(lengths), cp_size)
     assert np.ptp(layout.token_counts) <= 1
     assert layout.in_stream_order
-
-
-@ragged
-@given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_zigzag_totals_differ_by_at_most_1(lengths, cp_size):
     assert np.ptp(Layout.zigzag(Packing(lengths), cp_size).token_counts) <= 1
+    layout = Layout.zigzag(Packing(lengths), cp_size)
+    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == zigzag_by_loop(lengths, cp_size)
+    layout = Layout.zigzag_of_pack(Packing(lengths), cp_size)
+    whole = Layout.zigzag(Packing([sum(lengths)]), cp_size)
+    assert layout.packing == Packing(lengths)
+    assert [layout.fragments_of(rank) for rank in ranks(layout)] == [whole.fragments_of(rank) for rank in ranks(whole)]
+    layout = Layout.striped(Packing(lengths), cp_size)
+    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == [
+        list(range(rank, sum(lengths), cp_size)) for rank in ranks(layout)
+    ]
 
 
 def zigzag_by_loop(lengths, cp_size):
@@ -106,13 +102,6 @@ def zigzag_by_loop(lengths, cp_size):
             held[min(chunk, 2 * cp_size - 1 - chunk)] += range(start, start + size)
             start += size
     return held
-
-
-@ragged
-@given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_zigzag_assigns_left_over_tokens_in_turn(lengths, cp_size):
-    layout = Layout.zigzag(Packing(lengths), cp_size)
-    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == zigzag_by_loop(lengths, cp_size)
 
 
 @pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
@@ -139,15 +128,6 @@ def test_zigzag_of_one_document_is_megatrons_batch_split(cp_size, monkeypatch):
         assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
 
 
-@ragged
-@given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_zigzag_of_pack_is_the_zigzag_of_one_document_of_all_tokens(lengths, cp_size):
-    layout = Layout.zigzag_of_pack(Packing(lengths), cp_size)
-    whole = Layout.zigzag(Packing([sum(lengths)]), cp_size)
-    assert layout.packing == Packing(lengths)
-    assert [layout.fragments_of(rank) for rank in ranks(layout)] == [whole.fragments_of(rank) for rank in ranks(whole)]
-
-
 @pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
 def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp_size, monkeypatch):
     megatron_utils = pytest.importorskip("megatron.core.utils")
@@ -165,32 +145,18 @@ def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp
 
 
 @ragged
-@given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_striped_gives_ranks_the_tokens_in_turn(lengths, cp_size):
-    layout = Layout.striped(Packing(lengths), cp_size)
-    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == [
-        list(range(rank, sum(lengths), cp_size)) for rank in ranks(layout)
-    ]
-
-
-# -- the value of a layout -------------------------------------------------------------------------------------------
-
-
-@ragged
 @given(layout=layouts(aligns=(1, 4)))
-def test_its_fragments_make_an_equal_layout(layout):
+def test_fragments_make_an_equal_layout_and_positions_travel_with_tokens(layout):
     fragments = [layout.fragments_of(rank) for rank in ranks(layout)]
     again = Layout.from_fragments(layout.packing, fragments, align=layout.align)
     assert again == layout
     assert hash(again) == hash(layout)
     assert [again.fragments_of(rank) for rank in ranks(layout)] == fragments
-
-
-@ragged
-@given(layout=layouts())
-def test_cutting_fragments_finer_changes_nothing(layout):
-    singles = [[(token, token + 1) for token in layout.tokens(rank).tolist()] for rank in ranks(layout)]
-    assert Layout.from_fragments(layout.packing, singles) == layout
+    held = [(document, position) for document, n in enumerate(layout.packing.lengths) for position in range(n)]
+    for rank in ranks(layout):
+        rows = [held[token] for token in layout.tokens(rank)]
+        assert layout.document_ids(rank)[: len(rows)].tolist() == [document for document, _ in rows]
+        assert layout.positions(rank)[: len(rows)].tolist() == [position for _, position in rows]
 
 
 def test_touching_fragments_of_one_rank_are_joined_and_empty_ones_dropped():
@@ -243,21 +209,11 @@ def test_is_immutable_and_so_is_what_it_derives(name):
         getattr(Layout.zigzag(Packing([5, 3]), 2), name)[0] = 7
 
 
-# -- align -----------------------------------------------------------------------------------------------------------
-
-
 @ragged
 @given(layout=layouts(aligns=(2, 3, 16)))
 def test_align_makes_rows_the_least_multiple_that_is_not_empty(layout):
     for tokens, pad, rows in zip(layout.token_counts, layout.pad_rows, layout.row_counts, strict=True):
         assert rows == tokens + pad == next(n for n in itertools.count(layout.align, layout.align) if n >= tokens)
-
-
-@ragged
-@given(layout=layouts())
-def test_without_align_there_are_no_pad_rows(layout):
-    assert not layout.pad_rows.any()
-    np.testing.assert_array_equal(layout.row_counts, layout.token_counts)
 
 
 @ragged
@@ -269,19 +225,6 @@ def test_pad_rows_belong_to_no_document(layout):
         labels, mask = layout.labels(stream, rank, ignore_index=-9)
         for rows, fill in ((layout.positions(rank), 0), (layout.document_ids(rank), -1), (labels, -9), (mask, False)):
             assert rows[pad].tolist() == [fill] * layout.pad_rows[rank]
-
-
-@ragged
-@given(layout=layouts(aligns=(1, 4)))
-def test_positions_and_documents_travel_with_the_tokens(layout):
-    held = [(document, position) for document, n in enumerate(layout.packing.lengths) for position in range(n)]
-    for rank in ranks(layout):
-        rows = [held[token] for token in layout.tokens(rank)]
-        assert layout.document_ids(rank)[: len(rows)].tolist() == [document for document, _ in rows]
-        assert layout.positions(rank)[: len(rows)].tolist() == [position for _, position in rows]
-
-
-# -- shard and unshard -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 1)], ids=str)
@@ -304,21 +247,15 @@ def test_unshard_undoes_shard(layout, library, trailing):
     assert again.tolist() == stream.tolist()
 
 
-def test_a_shard_is_a_copy_and_labels_leave_the_tokens_as_they_are():
+def test_a_shard_is_a_copy_through_which_gradients_flow():
     stream, layout = np.arange(8), Layout.contiguous(Packing([8]), 1)
     layout.shard(stream, 0)[:] = -1
     layout.labels(stream, 0)
     assert stream.tolist() == list(range(8))
-
-
-def test_gradients_flow_through_shard_and_unshard():
     stream = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     layout = Layout.zigzag(Packing([5, 3]), 3, align=4)
     layout.unshard([layout.shard(stream, rank) for rank in ranks(layout)]).sum().backward()
     assert stream.grad.tolist() == torch.ones(8, 2).tolist()
-
-
-# -- labels ----------------------------------------------------------------------------------------------------------
 
 
 def sources_by_loop(packing, shift):
@@ -343,13 +280,11 @@ def test_labels_are_later_tokens_of_the_same_document(layout, shift, library):
     assert sorted(labelled) == [token for token, source in enumerate(sources) if source is not None]
 
 
-def test_labels_of_an_empty_stream_are_all_ignored():
+def test_an_empty_stream_has_pad_rows_and_ignored_labels():
     labels, mask = Layout.contiguous(Packing([0]), 2, align=2).labels(np.arange(0), 1)
     assert labels.tolist() == [-100, -100]
     assert mask.tolist() == [False, False]
-
-
-# -- cost ------------------------------------------------------------------------------------------------------------
+    assert Layout.zigzag(Packing([0]), 2, align=4).shard(np.arange(0), 0, pad_value=7).tolist() == [7] * 4
 
 
 def test_ten_thousand_documents_over_64_ranks_take_under_50_ms():
@@ -385,70 +320,37 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+EIGHT = Packing([8])
+HALVES = Layout.zigzag(EIGHT, 2)
+FRAGMENTS = [
+    ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
+    ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"), ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
+    ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"), ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
+    ([[(0, 8)], [(5, 3)]], "(5, 3)"), ([[(0, 8)], *[[]] * 1024], "'those of 1025 ranks'"),
+]  # fmt: skip
+REFUSED = [
+    *(("cp_size", repr(size), partial(partition, EIGHT, size))
+      for size in (0, -1, 1025, 2.0, "4") for partition in (Layout.contiguous, Layout.zigzag)),
+    *(("align", repr(align), partial(Layout.contiguous, EIGHT, 2, align=align)) for align in (0, -8, 1.5)),
+    *(("fragments", given, partial(Layout.from_fragments, EIGHT, fragments)) for fragments, given in FRAGMENTS),
+    *(("rank", rank, partial(getattr(HALVES, ask), rank))
+      for rank in (-1, 2) for ask in ("tokens", "fragments_of", "positions", "document_ids")),
+    *(("rank", rank, partial(ask, np.arange(8), rank)) for rank in (-1, 2) for ask in (HALVES.shard, HALVES.labels)),
+    *(("tokens", "'7 rows'", partial(ask, np.arange(7), 0)) for ask in (HALVES.shard, HALVES.labels)),
+    *(("shift", shift, partial(HALVES.labels, np.arange(8), 0, shift=shift)) for shift in (0, -1)),
+    ("shards", "'1 tensors'", partial(HALVES.unshard, [np.arange(4)])),
+    ("shards[1]", "'3 rows'", partial(HALVES.unshard, [np.arange(4), np.arange(3)])),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("cp_size", [0, -1, 1025, 2.0, "4"], ids=repr)
-@pytest.mark.parametrize("partition", [Layout.contiguous, Layout.zigzag], ids=["contiguous", "zigzag"])
-def test_rejects_a_cp_size_out_of_range(partition, cp_size):
-    with refusal_of("cp_size", repr(cp_size)):
-        partition(Packing([8]), cp_size)
-
-
-def test_rejects_fragments_for_too_many_ranks():
-    with refusal_of("fragments", "'those of 1025 ranks'"):
-        Layout.from_fragments(Packing([8]), [[(0, 8)], *[[]] * 1024])
-
-
-@pytest.mark.parametrize("align", [0, -8, 1.5], ids=repr)
-def test_rejects_an_align_below_1_or_fractional(align):
-    with refusal_of("align", repr(align)):
-        Layout.contiguous(Packing([8]), 2, align=align)
-
-
-@pytest.mark.parametrize(
-    ("fragments", "given"),
-    [
-        ([[(0, 3)], [(5, 8)]], "'tokens 3 to 4 are held by no rank'"),
-        ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"),
-        ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
-        ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"),
-        ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
-        ([[(0, 8)], [(5, 3)]], "(5, 3)"),
-    ],
-)
-def test_rejects_fragments_that_are_not_the_stream(fragments, given):
-    with refusal_of("fragments", given):
-        Layout.from_fragments(Packing([8]), fragments)
+@pytest.mark.parametrize(("argument", "given", "call"), REFUSED)
+def test_rejects_what_is_no_layout(argument, given, call):
+    with refusal_of(argument, given):
+        call()
 
 
 def test_rejects_a_fragment_before_the_stream():
-    with pytest.raises(ArgumentError, match="a fragment starts at -3"):
-        Layout.from_fragments(Packing([8]), [[(-3, 8)]])
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-@pytest.mark.parametrize("ask", ["tokens", "fragments_of", "positions", "document_ids"])
-def test_rejects_a_rank_outside_the_group(ask, rank):
-    with refusal_of("rank", rank):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(rank)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-@pytest.mark.parametrize("ask", ["shard", "labels"])
-def test_rejects_tokens_for_a_rank_outside_the_group(ask, rank):
-    with refusal_of("rank", rank):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(8), rank)
-
-
-@pytest.mark.parametrize("ask", ["shard", "labels"])
-def test_rejects_tokens_of_another_length(ask):
-    with refusal_of("tokens", "'7 rows'"):
-        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(7), 0)
-
-
-def test_an_empty_stream_shards_to_pad_rows():
-    assert Layout.zigzag(Packing([0]), 2, align=4).shard(np.arange(0), 0, pad_value=7).tolist() == [7] * 4
+    rejects("a fragment starts at -3", Layout.from_fragments, EIGHT, [[(-3, 8)]])
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
@@ -456,22 +358,6 @@ def test_labels_of_unsigned_token_ids_can_be_ignored(make):
     tokens = make([250, 251, 252], dtype=(np if make is np.array else torch).uint8)
     labels, _ = Layout.contiguous(Packing([2, 1]), 1).labels(tokens, 0)
     assert labels.tolist() == [251, -100, -100]
-
-
-@pytest.mark.parametrize("shift", [0, -1])
-def test_rejects_a_shift_below_1(shift):
-    with refusal_of("shift", shift):
-        Layout.zigzag(Packing([8]), 2).labels(np.arange(8), 0, shift=shift)
-
-
-def test_rejects_too_few_shards():
-    with refusal_of("shards", "'1 tensors'"):
-        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4)])
-
-
-def test_rejects_a_shard_of_another_length():
-    with refusal_of("shards[1]", "'3 rows'"):
-        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4), np.arange(3)])
 
 
 def test_ranges_are_counted_block_by_block():
@@ -501,5 +387,4 @@ def test_a_layout_from_the_counts_of_each_rank():
 
 @pytest.mark.parametrize("counts", [[], [1, 2], [[1], [2, 3]], [[1.5]], [[-1], [2]], 3])
 def test_counts_that_are_no_layout(counts):
-    with pytest.raises(ArgumentError, match="counts: got"):
-        Layout.from_counts(counts)
+    rejects("counts: got", Layout.from_counts, counts)

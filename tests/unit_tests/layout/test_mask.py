@@ -19,9 +19,6 @@ SPELLED = ["causal", "full", "window:3,0", "window:-1,2", "window:2,-1", "prefix
            *TABLES, *WITH_BLOCKS]  # fmt: skip
 
 
-# -- random ragged cases: a mask and its pairs ------------------------------------------------------------------------
-
-
 def lengths(rng, documents):
     return rng.choice([0, 0, 1, 1, 2, 3, 5, 7, 11], documents)
 
@@ -122,7 +119,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_agrees_with_the_oracle(kind):
+def test_agrees_with_the_oracle_and_queries_rise(kind):
     rng = np.random.default_rng(list(KINDS).index(kind))
     for _ in range(CASES):
         mask, expected = KINDS[kind](rng)
@@ -130,10 +127,6 @@ def test_agrees_with_the_oracle(kind):
         np.testing.assert_array_equal(count, expected.astype(int), err_msg=f"{mask!r} {mask.bands.tolist()}")
         assert mask.area == expected.sum()
         assert mask.seen.tolist() == expected.sum(axis=1).tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_band_lies_in_one_document_and_queries_rise(kind):
     rng = np.random.default_rng(1)
     for _ in range(50):
         mask, _ = KINDS[kind](rng)
@@ -142,7 +135,18 @@ def test_every_band_lies_in_one_document_and_queries_rise(kind):
         assert (np.diff(mask.bands[:, 0]) >= 0).all()
 
 
-def test_the_first_tokens_stay_visible_but_never_before_their_time():
+def test_named_reads_every_number():
+    p = Packing([9, 4])
+    assert Mask.named(p, "first:2+window:3,1") == Mask.window(p, 3, 1, first=2)
+    assert Mask.named(p, "window:3,1") == Mask.window(p, 3, 1)
+    assert Mask.named(p, "prefix:3") == Mask.prefix(p, 3)
+    assert Mask.named(p, "chunk:3") == Mask.chunk(p, 3)
+    assert Mask.named(p, "full", Packing([2, 3])) == Mask.full(p, Packing([2, 3]))
+    assert Mask.named(p, "causal", Packing([2, 3])) == Mask.causal(p, Packing([2, 3]))
+    assert Mask.window(p, 3, first=0).name == "window:3,0"
+    huge = "9" * 15
+    assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
+    assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
     assert Mask.window(Packing([6]), 1, 0, first=2).seen.tolist() == [1, 2, 3, 4, 4, 4]
 
 
@@ -163,17 +167,11 @@ def test_what_was_cut_needlessly_is_joined():
     assert len(Mask.shared_question(documents, [[10, 20, 10], [13]]).bands) == 4
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
-def test_equal_by_bands_whatever_the_way_they_were_asked_for():
+def test_masks_are_compared_by_bands_and_packings():
     p = Packing([5, 1, 0, 3])
     assert Mask.causal(p) == Mask.window(p, -1, 0) == Mask.window(p, 9) == Mask.prefix(p, 1) == Mask.chunk(p, 5)
     assert hash(Mask.causal(p)) == hash(Mask.window(p, 9))
     assert Mask.causal(Packing([1, 1])) == Mask.full(Packing([1, 1]))
-
-
-def test_unequal_by_bands_and_by_packings():
     p = Packing([5, 1])
     assert Mask.causal(p) != Mask.full(p)
     assert Mask.causal(p) != Mask.causal(Packing([5, 1, 0]))
@@ -200,24 +198,6 @@ def test_names_round_trip(spec):
     assert mask.name == spec
     assert Mask.named(mask.packing, mask.name) == mask
     assert mask.describe() == f"{spec} in each document"
-
-
-def test_named_reads_every_number():
-    p = Packing([9, 4])
-    assert Mask.named(p, "first:2+window:3,1") == Mask.window(p, 3, 1, first=2)
-    assert Mask.named(p, "window:3,1") == Mask.window(p, 3, 1)
-    assert Mask.named(p, "prefix:3") == Mask.prefix(p, 3)
-    assert Mask.named(p, "chunk:3") == Mask.chunk(p, 3)
-    assert Mask.named(p, "full", Packing([2, 3])) == Mask.full(p, Packing([2, 3]))
-    assert Mask.named(p, "causal", Packing([2, 3])) == Mask.causal(p, Packing([2, 3]))
-    assert Mask.window(p, 3, first=0).name == "window:3,0"
-
-
-def test_numbers_beyond_any_pack_bound_nothing():
-    p = Packing([9, 4])
-    huge = "9" * 15
-    assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
-    assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
 
 
 def test_describe_tells_masks_of_one_name_apart():
@@ -277,8 +257,6 @@ def test_pads_behind_documents_see_nothing_and_nobody_sees_them(spec):
     assert len({one.describe() for one in (mask, padded, mask.unpadded([4, 3, 0, 0, 3]))}) == 3
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
 P = Packing([5, 2])
 NAMES = "causal | full | window:LEFT,RIGHT | prefix:N | chunk:N | first:N+window:LEFT,RIGHT | " + " | ".join(
     f"{name}[:BLOCKS]" for name in TABLES
@@ -317,32 +295,21 @@ def test_rejects_a_name_without_meaning_for_cross_attention(spec):
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
-        ("packing", lambda: Mask.causal([5, 2])),
-        ("packing", lambda: Mask.window([5, 2], 1)),
-        ("packing", lambda: Mask.prefix([5, 2], 1)),
-        ("packing", lambda: Mask.chunk([5, 2], 1)),
+        ("packing", lambda: Mask.causal([5, 2])), ("packing", lambda: Mask.window([5, 2], 1)),
+        ("packing", lambda: Mask.prefix([5, 2], 1)), ("packing", lambda: Mask.chunk([5, 2], 1)),
         ("packing", lambda: Mask.shared_question([5, 2], [[5], [2]])),
         ("packing", lambda: Mask.from_slices([5, 2], [])),
         ("packing", lambda: Mask.from_blocks([5, 2], np.ones((1, 1), dtype=bool), 7)),
-        ("kv_packing", lambda: Mask.full(P, Packing([5]))),
-        ("kv_packing", lambda: Mask.full(P, [5, 2])),
-        ("left", lambda: Mask.window(P, -2)),
-        ("left", lambda: Mask.window(P, 1.5)),
-        ("right", lambda: Mask.window(P, 1, -2)),
-        ("first", lambda: Mask.window(P, 1, first=-1)),
-        ("n", lambda: Mask.prefix(P, -1)),
-        ("n", lambda: Mask.prefix(P, 1.5)),
-        ("n", lambda: Mask.prefix(P, [1])),
-        ("n", lambda: Mask.prefix(P, [1, -1])),
-        ("n", lambda: Mask.prefix(P, [1.0, 1.0])),
-        ("size", lambda: Mask.chunk(P, 0)),
-        ("lengths", lambda: Mask.full(P).unpadded([5])),
-        ("lengths", lambda: Mask.full(P).unpadded([5, 3])),
-        ("lengths", lambda: Mask.full(P).unpadded([-1, 2])),
+        ("kv_packing", lambda: Mask.full(P, Packing([5]))), ("kv_packing", lambda: Mask.full(P, [5, 2])),
+        ("left", lambda: Mask.window(P, -2)), ("left", lambda: Mask.window(P, 1.5)),
+        ("right", lambda: Mask.window(P, 1, -2)), ("first", lambda: Mask.window(P, 1, first=-1)),
+        ("n", lambda: Mask.prefix(P, -1)), ("n", lambda: Mask.prefix(P, 1.5)), ("n", lambda: Mask.prefix(P, [1])),
+        ("n", lambda: Mask.prefix(P, [1, -1])), ("n", lambda: Mask.prefix(P, [1.0, 1.0])),
+        ("size", lambda: Mask.chunk(P, 0)), ("lengths", lambda: Mask.full(P).unpadded([5])),
+        ("lengths", lambda: Mask.full(P).unpadded([5, 3])), ("lengths", lambda: Mask.full(P).unpadded([-1, 2])),
         ("lengths", lambda: Mask.full(P).unpadded([1.5, 2])),
         ("lengths", lambda: Mask.full(P, Packing([4, 2])).unpadded([4, 2])),
-        ("parts", lambda: Mask.shared_question(P, [[5]])),
-        ("parts[0]", lambda: Mask.shared_question(P, [5, 2])),
+        ("parts", lambda: Mask.shared_question(P, [[5]])), ("parts[0]", lambda: Mask.shared_question(P, [5, 2])),
         ("parts[0]", lambda: Mask.shared_question(P, [[5.0], [2]])),
         ("parts[1]", lambda: Mask.shared_question(P, [[5], [1, 2]])),
         ("parts[0]", lambda: Mask.shared_question(P, [[6, -1], [2]])),
@@ -358,7 +325,7 @@ def test_rejects_a_name_without_meaning_for_cross_attention(spec):
         ("table", lambda: Mask.from_blocks(P, np.ones((2, 2)), 4)),
         ("table", lambda: Mask.from_blocks(P, [[True, True], [True, True]], 4)),
     ],
-)
+)  # fmt: skip
 def test_rejects_bad_arguments(argument, make):
     with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got ")) as caught:
         make()

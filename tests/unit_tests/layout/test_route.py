@@ -83,27 +83,21 @@ def test_both_ends_of_a_route_agree_on_its_counts(layouts):
     np.testing.assert_array_equal(sent.sum(axis=0), target.token_counts)
 
 
-def test_a_route_to_the_same_layout_stays_on_the_rank():
+def test_a_route_moves_only_what_must():
     layout = Layout.zigzag(Packing([7, 1, 13]), 3)
     route = Route.between(layout, layout, 1)
     assert route.send_counts.tolist() == route.recv_counts.tolist() == [0, layout.token_counts[1], 0]
     assert route.send_rows.tolist() == route.recv_rows.tolist()
-
-
-def test_a_route_between_different_layouts_moves_only_what_must():
     route = Route.between(Layout.zigzag(Packing([8]), 2), Layout.contiguous(Packing([8]), 2), 0)
     assert (route.send_rows.tolist(), route.send_counts.tolist()) == ([0, 1, 2, 3], [2, 2])
     assert (route.recv_rows.tolist(), route.recv_counts.tolist()) == ([0, 1, 2, 3], [2, 2])
 
 
-def test_rejects_another_packing():
+def test_rejects_another_packing_and_another_number_of_ranks():
     source, target = Layout.zigzag(Packing([8]), 2), Layout.zigzag(Packing([3, 5]), 2)
     with pytest.raises(ArgumentError, match=re.escape(f"target: got {target!r}")) as refusal:
         Route.between(source, target, 0)
     assert refusal.value.argument == "target"
-
-
-def test_rejects_another_number_of_ranks():
     source, target = Layout.zigzag(Packing([8]), 2), Layout.zigzag(Packing([8]), 3)
     with pytest.raises(ArgumentError, match=re.escape(f"target: got {target!r}") + ".* over 2 ranks") as refusal:
         Route.between(source, target, 0)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron_cp import extras
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.extras import install
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.common import installed
+from tests.refusals import rejects
 
 RULE, CONV = mamba_ssm.MambaSsmRule(), causal_conv1d.CausalConv1dConv()
 PAIRS = [(RULE, mamba_ssm, "mamba"), (CONV, causal_conv1d, "conv1d")]
@@ -36,13 +36,9 @@ def test_takes_what_the_package_computes(kernel, module, kind, dtype):
 
 
 @of_both
-def test_rejects_a_missing_package(monkeypatch, kernel, module, kind):
+def test_rejects_a_missing_and_an_old_package(monkeypatch, kernel, module, kind):
     monkeypatch.setattr(installed, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {install('mamba')}"
-
-
-@of_both
-def test_rejects_an_old_package(monkeypatch, kernel, module, kind):
     major, minor = module.OLDEST
     monkeypatch.setattr(installed, "installed_version", lambda package: (major, minor))
     assert kernel.refusal(_call(kind)) is None
@@ -61,13 +57,10 @@ def test_rejects_a_package_that_cannot_be_imported(monkeypatch, kernel, module, 
 
 
 @of_both
-def test_rejects_the_cpu(kernel, module, kind):
+def test_rejects_the_cpu_and_float64_and_the_user_hears_of_it(kernel, module, kind):
     assert "runs on CUDA, the tensors are on cpu; use chunked" in kernel.refusal(_call(kind, device="cpu"))
-
-
-@of_both
-def test_rejects_float64(kernel, module, kind):
     assert "has no torch.float64; use chunked" in kernel.refusal(_call(kind, torch.float64))
+    rejects(f"{kernel.name}: runs on CUDA", choose_kernel, [kernel], kernel.name, _call(kind, device="cpu"))
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -82,12 +75,6 @@ def test_takes_two_to_four_taps(width):
 
 def test_rejects_channels_that_are_no_multiple_of_8():
     assert "has multiples of 8 channels, not 12; use fla" in CONV.refusal(_call("conv1d", channels=(64, 12)))
-
-
-@of_both
-def test_a_refusal_reaches_the_user(kernel, module, kind):
-    with pytest.raises(ArgumentError, match=f"{kernel.name}: runs on CUDA"):
-        choose_kernel([kernel], kernel.name, _call(kind, device="cpu"))
 
 
 @of_both

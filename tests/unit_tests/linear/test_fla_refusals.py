@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from megatron_cp import extras
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import fla
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.chunked import ChunkedRule
 from megatron_cp.linear.kernels.common import installed
+from tests.refusals import rejects
 
 RULE, CONV = fla.FlaRule(), fla.FlaConv()
 KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]
@@ -35,24 +35,16 @@ def test_takes_what_fla_computes(kernel, kind, dtype):
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_a_missing_fla(monkeypatch, kernel, kind):
+def test_rejects_a_missing_and_an_old_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(installed, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == "fla-core is not installed; pip install fla-core==0.6.0 einops==0.8.2"
-
-
-@pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_an_old_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(installed, "installed_version", lambda package: (0, 5))
     assert kernel.refusal(_call(kind)) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops==0.8.2"
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_the_cpu(kernel, kind):
+def test_rejects_the_cpu_and_float64(kernel, kind):
     assert "runs on CUDA, the tensors are on cpu; use chunked" in kernel.refusal(_call(kind, device="cpu"))
-
-
-@pytest.mark.parametrize(("kernel", "kind"), KINDS)
-def test_rejects_float64(kernel, kind):
     assert "has no torch.float64; use chunked" in kernel.refusal(_call(kind, torch.float64))
 
 
@@ -82,8 +74,7 @@ def test_kda_does_not_call_what_has_wrong_gradients(name):
 
 
 def test_a_refusal_reaches_the_user():
-    with pytest.raises(ArgumentError, match="fla: runs on CUDA"):
-        choose_kernel([RULE], "fla", _call(device="cpu"))
+    rejects("fla: runs on CUDA", choose_kernel, [RULE], "fla", _call(device="cpu"))
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
@@ -97,13 +88,10 @@ def test_rejects_an_fla_that_cannot_be_imported(monkeypatch, kernel, kind):
 @pytest.mark.parametrize(
     ("hopper", "from_3_4", "from_3_7_1", "tilelang", "wrong"),
     [
-        (True, True, False, False, True),
-        (True, True, False, True, False),
-        (True, True, True, False, False),
-        (True, False, False, False, False),
-        (False, True, False, False, False),
+        (True, True, False, False, True), (True, True, False, True, False), (True, True, True, False, False),
+        (True, False, False, False, False), (False, True, False, False, False),
     ],
-)
+)  # fmt: skip
 def test_gradients_are_wrong_where_fla_would_raise(monkeypatch, hopper, from_3_4, from_3_7_1, tilelang, wrong):
     pytest.importorskip("fla")
     monkeypatch.undo()

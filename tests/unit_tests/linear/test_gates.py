@@ -6,11 +6,8 @@ The interpreter has a process of its own, since it changes Triton for good.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +18,7 @@ from megatron_cp.linear.activations import sigmoid_value, softplus
 from megatron_cp.linear.gates import delta, steps
 from megatron_cp.linear.gates.tensors import dense
 from megatron_cp.linear.reductions import L2_EPS, expand_to_tokens
+from tests.commands import run_module
 from tests.gates_host_work import host_work
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -40,15 +38,10 @@ class Sizes(NamedTuple):
 
 
 DELTA = [
-    Sizes(130, 3, 24, 5, before=2, after=1),
-    Sizes(7, 2, 8, 4),
-    Sizes(1, 1, 1, 1),
-    Sizes(33, 2, 16, 4, channels=16, before=1),
-    Sizes(70, 1, 20, 3, channels=20, lower_bound=-5.0, after=2),
-    Sizes(600, 1, 8, 17, channels=3),
-    Sizes(0, 2, 8, 4, after=1),
-    Sizes(5, 0, 8, 0, before=3, channels=4),
-]
+    Sizes(130, 3, 24, 5, before=2, after=1), Sizes(7, 2, 8, 4), Sizes(1, 1, 1, 1),
+    Sizes(33, 2, 16, 4, channels=16, before=1), Sizes(70, 1, 20, 3, channels=20, lower_bound=-5.0, after=2),
+    Sizes(600, 1, 8, 17, channels=3), Sizes(0, 2, 8, 4, after=1), Sizes(5, 0, 8, 0, before=3, channels=4),
+]  # fmt: skip
 LIMITS = [(None, True), ((0.5, 2.0), True), ((0.0, 1.0), False), ((0.0, float("inf")), False)]
 STEPS = [(130, 5), (7, 40), (1, 1), (0, 3), (4, 0)]
 
@@ -74,9 +67,6 @@ def with_gradients(function: Callable[..., Any], *inputs: Tensor | None) -> list
     gradients = [torch.randn(y.shape, generator=draw).to(y) for y in outputs]
     given = [x for x in leaves if x is not None]
     return [*outputs, *torch.autograd.grad(outputs, given, gradients, materialize_grads=True)]
-
-
-# -- the bits of torch's autograd ------------------------------------------------------------------------------------
 
 
 class Sigmoid(torch.autograd.Function):
@@ -220,8 +210,6 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
     assert dense((rates[::2],), (1,))[0].stride() == (1,)
 
 
-# -- the kernels -----------------------------------------------------------------------------------------------------
-
 CHECKS = ["delta_rules", "alone", "extremes", "step_sizes"]
 EVERY = {"delta_rules": 5, "step_sizes": 5}  # of their cases, in `make test`
 INTERPRETED = [[f"{check}={EVERY.get(check, 1)}" for check in CHECKS]]  # each list in one process
@@ -230,13 +218,7 @@ INTERPRETED += [pytest.param([f"{check}=1"], marks=pytest.mark.thorough) for che
 
 @pytest.mark.parametrize("checks", INTERPRETED, ids=" ".join)
 def test_interpreted(checks: list[str]):
-    subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", *checks],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=240,
-        check=True,  # what fails is on stderr, which pytest shows
-    )
+    run_module("tests.unit_tests.linear.test_gates", *checks, TRITON_INTERPRET="1")
 
 
 # Of a number. A GPU's exp is off by as many units as its argument; kernels and torch round before they store.

@@ -86,9 +86,6 @@ def test_no_number_and_no_place_makes_another_kernel(made):
     assert made["drawn"] == made["expected"]
 
 
-# -- in a process of its own -----------------------------------------------------------------------------------------
-
-
 def rows(tokens: int, heads: int, dim: int, *, dtype: torch.dtype = BF16, first: int = 0, gap: int = 0) -> Tensor:
     """A section of a table, `first` elements into its rows."""
     table = torch.zeros(tokens, first + heads * dim + gap, dtype=dtype)

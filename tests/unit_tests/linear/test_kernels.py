@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import CONVS, RULES, Delta, LinearCall, StateSpace, choose_conv, choose_rule
+from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in RULES}
 CONV_BY_NAME = {kernel.name: kernel for kernel in CONVS}
@@ -147,17 +147,13 @@ def test_convolution_is_torchs_conv1d_of_each_document(name, width, bias):
         assert (a - b).abs().max() <= 1e-13 * max(1, b.abs().max())
 
 
-def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match=r"auto or .*chunked or reference"):
-        choose_rule("triton", call_for([3]))
+def test_rejects_an_unknown_kernel_and_a_convolution_has_the_name_of_its_rule():
+    rejects(r"auto or .*chunked or reference", choose_rule, "triton", call_for([3]))
+    assert choose_conv("reference", call_for([3])).name == "reference"
+    assert choose_conv("mamba_ssm", call_for([3])).name == "chunked"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_auto_is_chunked_on_the_cpu(kind):
     assert choose_rule("auto", call_for([3], kind=kind)).name == "chunked"
     assert choose_conv("auto", call_for([3], kind=kind)).name == "chunked"
-
-
-def test_a_convolution_has_the_name_of_its_rule_or_is_the_fastest():
-    assert choose_conv("reference", call_for([3])).name == "reference"
-    assert choose_conv("mamba_ssm", call_for([3])).name == "chunked"

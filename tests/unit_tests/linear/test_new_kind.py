@@ -100,7 +100,7 @@ def test_equals_the_recurrence(mode, cp_size, kernel):
     torch.testing.assert_close(of_decay, gradients[3], rtol=0, atol=1e-11)
 
 
-def test_has_no_exchange_for_a_convolution_that_it_has_not():
+def test_has_no_convolution_and_a_slot_with_the_sizes_that_it_has():
     layout = cp.Layout.contiguous(cp.Packing(LENGTHS), 3)
     plan = plan_of(layout, "chunkwise")
     assert not any(isinstance(step, Halo) for step in plan.steps)
@@ -108,6 +108,11 @@ def test_has_no_exchange_for_a_convolution_that_it_has_not():
     gdn = cp.plan_linear(layout.packing, layout, "gdn", heads=HEADS, head_dim=KEY_DIM, mode="chunkwise")
     assert "convolution" in gdn.explain()
     assert plan.collectives(forward=True) == gdn.collectives(forward=True) - 1
+    layout = cp.Layout.zigzag(cp.Packing(LENGTHS), 2)
+    slot = cp.LinearSpec("retention", HEADS, HEADS, KEY_DIM, VALUE_DIM, mode="headwise", head_chunks=2)
+    assert slot.plan(layout).steps == plan_of(layout, "headwise", head_chunks=2).steps
+    channels = cp.LinearSpec("conv1d", 6, 6, 8, 8, mode="headwise").plan(layout)
+    assert channels.steps == cp.plan_linear(layout.packing, layout, "conv1d", channels=6, mode="headwise").steps
 
 
 def test_chooses_no_kernel_for_a_convolution_that_it_has_not(monkeypatch):
@@ -118,11 +123,3 @@ def test_chooses_no_kernel_for_a_convolution_that_it_has_not(monkeypatch):
     plan = plan_of(cp.Layout.contiguous(cp.Packing(LENGTHS), 1), "headwise")
     rows = [torch.ones(sum(LENGTHS), HEADS, dim) for dim in (KEY_DIM, KEY_DIM, VALUE_DIM)]
     retention(*rows, -torch.ones(HEADS), plan)
-
-
-def test_a_slot_gives_a_kind_the_sizes_that_it_has():
-    layout = cp.Layout.zigzag(cp.Packing(LENGTHS), 2)
-    slot = cp.LinearSpec("retention", HEADS, HEADS, KEY_DIM, VALUE_DIM, mode="headwise", head_chunks=2)
-    assert slot.plan(layout).steps == plan_of(layout, "headwise", head_chunks=2).steps
-    channels = cp.LinearSpec("conv1d", 6, 6, 8, 8, mode="headwise").plan(layout)
-    assert channels.steps == cp.plan_linear(layout.packing, layout, "conv1d", channels=6, mode="headwise").steps

@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.megatron.batch import shard_batch
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned, planned_params
+from tests.refusals import rejects
 from tests.unit_tests.batch.test_shard import MISFITS, RAGGED, ids
 
 SLOTS = [
@@ -54,9 +55,6 @@ def next_tokens(tokens, packing):
     return labels, learnt
 
 
-# -- what the ranks are given ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "random"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
 def test_the_ranks_are_given_the_stream(name, cp_size):
@@ -73,16 +71,13 @@ def test_the_ranks_are_given_the_stream(name, cp_size):
             assert field.dtype == (torch.float32 if field is batch.loss_mask else torch.int64)
 
 
-def test_given_labels_are_taken_as_they_are_and_negative_ones_masked():
+def test_given_labels_and_weights_are_taken():
     labels = torch.arange(RAGGED.total)
     labels[3], labels[100:120] = -100, -1
     batches = sharded(Layout.zigzag(RAGGED, 3), labels=labels)
     assert torch.equal(stream(batches, "labels"), labels.clamp(min=0))
     assert torch.equal(stream(batches, "loss_mask"), (labels >= 0).float())
     assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
-
-
-def test_a_loss_mask_weighs_only_what_has_a_label():
     mask = torch.randint(0, 3, (RAGGED.total,), generator=torch.Generator().manual_seed(1)) / 2
     batches = sharded(Layout.zigzag(RAGGED, 3), loss_mask=mask)
     labels, learnt = next_tokens(ids(), RAGGED)
@@ -91,7 +86,7 @@ def test_a_loss_mask_weighs_only_what_has_a_label():
     assert {batch.num_tokens for batch in batches} == {int((mask * learnt).count_nonzero())}
 
 
-def test_a_rank_without_tokens_is_given_one_pad_row():
+def test_a_rank_without_tokens_is_given_pad_rows():
     packing = Packing([2, 0])
     batches = sharded(Layout.contiguous(packing, 5), slots=SLOTS)
     assert torch.equal(stream(batches, "tokens"), ids(packing))
@@ -100,22 +95,13 @@ def test_a_rank_without_tokens_is_given_one_pad_row():
         assert batch.pad_rows == 3
         assert batch.num_tokens == 1
         assert bool(batch.tokens.any()) == (batch.packed_seq_params.plans.layout.token_counts[rank] == 1)
-
-
-def test_a_batch_without_tokens_is_pad_rows():
     for batch in sharded(Layout.zigzag(Packing([0, 0]), 2), slots=SLOTS):
         assert batch.tokens.tolist() == batch.labels.tolist() == [[0]]
         assert batch.loss_mask.tolist() == [[0.0]]
         assert (batch.num_tokens, batch.pad_rows) == (0, 2)
-
-
-def test_rows_keep_the_layouts_alignment():
     batches = sharded(Layout.zigzag(Packing([7, 1, 2]), 3, align=4))
     assert [batch.tokens.shape[1] for batch in batches] == [4, 4, 4]
     assert {batch.pad_rows for batch in batches} == {2}
-
-
-# -- plans and Megatron's fields -------------------------------------------------------------------------------------
 
 
 def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
@@ -199,19 +185,10 @@ def test_megatrons_padded_lengths_are_those_of_the_rows():
     found = planned(params, ThreadGroup.create(2)[0], "document")
     assert found.plans.layout.packing == Packing([8, 8])
     assert found.plans.lengths.tolist() == [5, 8]
-
-
-def test_pads_are_turned_by_angles_that_a_table_has():
     params = padded_megatrons([3, 2], [8, 4], max_seqlen_q=3)
     assert planned(params, ThreadGroup.create(1)[0]).positions.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
-
-
-def test_keys_without_offsets_of_their_own_are_the_queries():
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets_of([3, 2]))
     assert planned(params, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([3, 2])
-
-
-def test_any_lengths_do_on_one_rank():
     found = planned(megatrons([7, 1, 3]), ThreadGroup.create(1)[0])
     assert found.plans.layout.packing == Packing([7, 1, 3])
 
@@ -234,9 +211,6 @@ def test_parameters_of_two_microbatches_share_nothing():
     assert {field.name for field in dataclasses.fields(PackedSeqParams)} < {
         field.name for field in dataclasses.fields(PlannedSeqParams)
     }
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def disagreement(group, layouts, slots, agree=True):
@@ -280,17 +254,13 @@ def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
         shard_batch(layout=ONE_RANK, **arguments)
 
 
-def test_rejects_a_group_of_another_size():
+def test_rejects_other_groups_and_layers():
     with pytest.raises(ArgumentError):
         shard_batch(ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
     with pytest.raises(ArgumentError):
         shard_batch(ids(), Layout.zigzag(RAGGED, 2))
-
-
-def test_rejects_layers_that_cannot_be_planned():
     slot = dataclasses.replace(SLOTS[0], kv_heads=3)
-    with pytest.raises(ArgumentError, match="kv_heads: got 3; allowed: a divisor of heads, 8"):
-        shard_batch(ids(), ONE_RANK, slots=[slot])
+    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", shard_batch, ids(), ONE_RANK, slots=[slot])
 
 
 def test_the_seed_of_dropout_is_the_batchs():
@@ -307,10 +277,12 @@ def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
     assert "shard_batch" in caught.value.remedy
 
 
-def test_rejects_packs_that_megatrons_sharding_cannot_deal():
+def test_rejects_packs_and_orders_that_megatron_has_not():
     with pytest.raises(ArgumentError, match=re.escape("packs of [14] tokens")) as caught:
         planned(megatrons([8, 6]), ThreadGroup.create(2)[0], "pack")
     assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
+    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
+        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
 
 
 @pytest.mark.parametrize("lengths", [[8, 4], [12]])
@@ -319,11 +291,6 @@ def test_rejects_several_ranks_where_nobody_says_what_was_cut(lengths):
         planned(megatrons(lengths), ThreadGroup.create(2)[0])
     for flag in ("--sft", "--dataloader-inter-document-masking", "TransformerConfig", "shard_batch"):
         assert flag in caught.value.remedy
-
-
-def test_rejects_an_order_that_there_is_not():
-    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
-        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
 
 
 def idx(*counts):
@@ -357,14 +324,11 @@ def test_rejects_documents_longer_than_their_rows(lengths):
         planned(padded_megatrons(lengths, [8, 4]), ThreadGroup.create(1)[0])
 
 
-def test_fields_that_agree_are_taken():
+def test_a_batch_is_packed_where_it_says_so():
     params = megatrons([4, 8], total_tokens=12, max_seqlen_kv=torch.tensor(8))
     assert planned(params, ThreadGroup.create(1)[0]).seq_idx.tolist() == idx(4, 8).tolist()
     named = megatrons([4, 8], seq_idx=idx(4, 8))
     assert planned(named, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([4, 8])
-
-
-def test_a_batch_is_packed_where_it_says_so():
     offsets = offsets_of([6, 6])
     assert is_packed(megatrons([4, 8]), 1)
     assert not is_packed(None, 3)
@@ -375,8 +339,7 @@ def test_a_batch_is_packed_where_it_says_so():
 @pytest.mark.parametrize("qkv_format", [None, "bshd", "sbhd"])
 def test_rejects_documents_in_a_format_that_is_not_packed(qkv_format):
     params = PackedSeqParams(qkv_format=qkv_format, cu_seqlens_q=offsets_of([4, 8]))
-    with pytest.raises(ArgumentError, match=r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1"):
-        is_packed(params, 1)
+    rejects(r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1", is_packed, params, 1)
 
 
 def test_positions_of_several_axes_are_dealt_like_tokens():
@@ -395,15 +358,9 @@ def test_positions_of_several_axes_are_dealt_like_tokens():
 @pytest.mark.parametrize(
     "given",
     [
-        np.arange(9),
-        np.arange(24).reshape(3, 8),
-        np.ones((3, 9)),
-        torch.ones(3, 9, dtype=torch.bool),
-        torch.zeros(3, 9, dtype=torch.int64, device="meta"),
-        5,
-        [[0] * 9] * 3,
+        np.arange(9), np.arange(24).reshape(3, 8), np.ones((3, 9)), torch.ones(3, 9, dtype=torch.bool),
+        torch.zeros(3, 9, dtype=torch.int64, device="meta"), 5, [[0] * 9] * 3,
     ],
-)
+)  # fmt: skip
 def test_rejects_positions_of_other_tokens(given):
-    with pytest.raises(ArgumentError, match=r"^position_ids: got"):
-        shard_batch(torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)
+    rejects(r"^position_ids: got", shard_batch, torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.indexed import IndexedCorpus
+from tests.refusals import rejects
 from tests.unit_tests.megatron.indexed_files import write_indexed
 
 # The reader's destructors must not speak.
@@ -47,11 +48,15 @@ def test_documents_are_their_sequences(suffix, prefix):
     assert (corpus.name, corpus.vocab_size) == (str(prefix), 10)
 
 
-def test_without_empty_documents_nothing_is_skipped(tmp_path):
+def test_a_corpus_without_empty_documents_skips_nothing_and_one_without_tokens_is_rejected(tmp_path):
     write_indexed(tmp_path / "corpus", [[[1, 2]], [[3], [4]]])
     corpus = IndexedCorpus(tmp_path / "corpus", 10)
     assert corpus.skipped == {}
     assert [corpus.tokens(number).tolist() for number in range(2)] == [[1, 2], [3, 4]]
+    write_indexed(tmp_path / "corpus", [[[]], []])
+    assert "Cannot read it" in rejected(tmp_path / "corpus")  # a .bin of no bytes cannot be mapped
+    (tmp_path / "corpus.bin").write_bytes(b"spare")
+    assert "at least one document. It holds none." in rejected(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
@@ -60,30 +65,19 @@ def test_tokens_of_every_type(dtype, tmp_path):
     assert IndexedCorpus(tmp_path / "corpus", 65536).tokens(0).tolist() == [65535, 0]
 
 
-def test_an_epoch_of_packs_holds_every_token_once(prefix):
+def test_rejects_tokens_outside_the_vocabulary_and_epochs_hold_the_others(prefix):
     stream = PackedStream(IndexedCorpus(prefix, 10), 4, seed=3)
     packs = [stream.pack(number)[1] for number in range(stream.packs_per_epoch(0))]
     assert sorted(np.concatenate(packs).tolist()) == sorted(itertools.chain(*TOKENS))
-
-
-def test_rejects_tokens_outside_the_vocabulary(prefix):
     corpus = IndexedCorpus(prefix, 9)
     assert corpus.tokens(0).tolist() == TOKENS[0]
-    with pytest.raises(ArgumentError, match=r"vocab_size: got 9; allowed: more than every token .* where 9 occurs"):
-        corpus.tokens(1)
+    rejects(r"vocab_size: got 9; allowed: more than every token .* where 9 occurs", corpus.tokens, 1)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_rejects_half_a_pair(suffix, prefix):
     prefix.with_suffix(suffix).unlink()
     assert f"There is no {prefix}{suffix}." in rejected(prefix)
-
-
-def test_rejects_a_corpus_without_tokens(tmp_path):
-    write_indexed(tmp_path / "corpus", [[[]], []])
-    assert "Cannot read it" in rejected(tmp_path / "corpus")  # a .bin of no bytes cannot be mapped
-    (tmp_path / "corpus.bin").write_bytes(b"spare")
-    assert "at least one document. It holds none." in rejected(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 9, 12, 17, 20, 30, 40])
@@ -113,8 +107,6 @@ def test_rejects_truncated_tokens(kept, prefix):
     assert f"{prefix}.bin has {kept} bytes and should have 48" in found or kept == 0
 
 
-# -- an index that is damaged where no size shows it ----------------------------------------------------------------
-
 # Of two documents of 5 and 7 tokens in 4 bytes each.
 SOUND = {"lengths": [5, 7], "pointers": [0, 20], "documents": [0, 1, 2], "code": 4}
 
@@ -130,9 +122,14 @@ def write_index(tmp_path, spare=0, **changes):
     return tmp_path / "corpus"
 
 
-def test_an_index_without_damage_is_read(tmp_path):
+def test_a_pair_without_damage_or_as_other_tools_write_it_is_read(tmp_path):
     corpus = IndexedCorpus(write_index(tmp_path), 12)
     assert [corpus.tokens(number).tolist() for number in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+    # Sequences in another order than their tokens, with holes between, and some of them twice.
+    changes = {"lengths": [5, 3, 5, 0, 5], "pointers": [28, 0, 28, 4, 28], "documents": [0, 1, 3, 5]}
+    corpus = IndexedCorpus(write_index(tmp_path, spare=4, **changes), 16)
+    shown = [corpus.tokens(number).tolist() for number in range(3)]
+    assert shown == [[7, 8, 9, 10, 11], [0, 1, 2, 7, 8, 9, 10, 11], [7, 8, 9, 10, 11]]
 
 
 DAMAGED = {
@@ -169,20 +166,11 @@ def test_rejects_a_damaged_index(damage, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_other_tools_may_write_is_read(tmp_path):
-    """Sequences in another order than their tokens, with holes between, and some of them twice."""
-    changes = {"lengths": [5, 3, 5, 0, 5], "pointers": [28, 0, 28, 4, 28], "documents": [0, 1, 3, 5]}
-    corpus = IndexedCorpus(write_index(tmp_path, spare=4, **changes), 16)
-    shown = [corpus.tokens(number).tolist() for number in range(3)]
-    assert shown == [[7, 8, 9, 10, 11], [0, 1, 2, 7, 8, 9, 10, 11], [7, 8, 9, 10, 11]]
-
-
 def test_rejects_tokens_below_0(tmp_path):
     prefix = write_index(tmp_path)
     (tmp_path / "corpus.bin").write_bytes(np.array([3, -1, *range(10)], np.int32).tobytes())
     corpus = IndexedCorpus(prefix, 12)
-    with pytest.raises(ArgumentError, match=r"data_path: got .* tokens of at least 0. Document 0 holds -1."):
-        corpus.tokens(0)
+    rejects(r"data_path: got .* tokens of at least 0. Document 0 holds -1.", corpus.tokens, 0)
 
 
 def test_what_is_a_pair_and_what_is_text(prefix, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 
@@ -11,6 +10,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_cp.megatron.pack import Pack, broadcast_pack
 from tests.limits import limit
+from tests.refusals import rejects
 
 PAD = 99
 
@@ -35,14 +35,9 @@ def test_a_sample_of_megatrons_becomes_a_pack_without_its_filling():
     assert Pack.from_megatron(sample()).packing == Packing([3, 9])
 
 
-def test_rejects_samples_of_two_packs():
-    with pytest.raises(ArgumentError, match="micro_batch_size: got 2; allowed: 1"):
-        Pack.from_megatron(sample(2), PAD)
-
-
-def test_rejects_offsets_beyond_the_sample():
-    with pytest.raises(ArgumentError, match="cu_seqlens: got"):
-        Pack.from_megatron({**sample(), "cu_seqlens": torch.tensor([[0, 13]])})
+def test_rejects_samples_of_two_packs_and_offsets_beyond_them():
+    rejects("micro_batch_size: got 2; allowed: 1", Pack.from_megatron, sample(2), PAD)
+    rejects("cu_seqlens: got", Pack.from_megatron, {**sample(), "cu_seqlens": torch.tensor([[0, 13]])})
 
 
 def broadcast(group, packs):
@@ -69,5 +64,4 @@ def nothing(group):
 
 
 def test_rejects_a_first_rank_without_a_pack():
-    with pytest.raises(ArgumentError, match="pack: got None"):
-        run_ranks(nothing, 1, kind="processes", timeout=limit(60))
+    rejects("pack: got None", run_ranks, nothing, 1, kind="processes", timeout=limit(60))

@@ -22,22 +22,16 @@ def module():
     return made
 
 
-def test_other_values_are_there_for_a_block():
+def test_other_values_are_there_for_a_block_alone():
     made = module()
     with exchanged(made, first=3):
         assert (made.first, made.second) == (3, 2)
     assert (made.first, made.second) == (1, 2)
-
-
-def test_the_values_from_before_are_back_after_an_error():
     made = module()
     with pytest.raises(RuntimeError, match="inside"), exchanged(made, first=3, second=4):
         raise RuntimeError("inside")
     assert (made.first, made.second) == (1, 2)
-
-
-def test_rejects_a_name_that_the_module_does_not_have():
-    """An update of Megatron may rename it: then nothing would be replaced, without a word."""
+    # An update of Megatron may rename it: then nothing would be replaced, without a word.
     made = module()
     with pytest.raises(KeyError, match="third"), exchanged(made, first=3, third=5):
         pass

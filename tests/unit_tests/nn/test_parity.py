@@ -94,18 +94,14 @@ def test_ranks_without_tokens(name, number):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_documents_do_not_touch(name):
-    """Also positions start anew in each."""
+def test_documents_do_not_touch_and_pad_rows_change_nothing(name):
+    # Also positions start anew in each.
     layer, packing = drawn(name), cp.Packing([5, 9])
     hidden = torch.randn(14, HIDDEN, **WIDE)
     together = layer(hidden, cp.BatchPlan(cp.Layout.contiguous(packing, 1)))
     for start, end in packing.spans():
         alone = cp.BatchPlan(cp.Layout.contiguous(cp.Packing([end - start]), 1))
         assert off(together[start:end], layer(hidden[start:end], alone)) < CLOSE
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_pad_rows_leave_the_others_as_they_are(name):
     layer, packing = drawn(name), cp.Packing([5, 6])
     hidden = torch.randn(11, HIDDEN, **WIDE)
     plain, padded = (cp.Layout.contiguous(packing, 1, align=align) for align in (1, 4))

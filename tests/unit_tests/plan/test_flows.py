@@ -127,8 +127,6 @@ def test_sums_travel_in_at_least_four_bytes():
     assert [Payload.KEY_GRADIENT_SUMS.row_bytes(each, 4, 2) for each in sizes] == [40, 40, 40, 80]
 
 
-# -- stages ----------------------------------------------------------------------------------------------------------
-
 MASKS = {"causal": (Mask.causal(RAGGED), causal(RAGGED)), "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1))}
 
 

@@ -1,5 +1,7 @@
 """Tests of the refusals of `plan_attention` and `plan_linear`, the capability table, and the forms of arguments."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.planner.linear import plan_linear
-from tests.refusals import refusal_of
+from tests.refusals import refusal_of, rejects
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, refused
 
 
@@ -24,8 +26,7 @@ def test_rejects_what_is_not_built(argument, value):
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
-    with pytest.raises(ArgumentError, match=r"allowed: GPTModel or .*not built yet .*; use one rank \("):
-        require("megatron", "sparse_attention")
+    rejects(r"allowed: GPTModel or .*not built yet .*; use one rank \(", require, "megatron", "sparse_attention")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))
@@ -69,35 +70,41 @@ def test_auto_takes_the_cheapest_way():
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("state", {"state": None}),
-        ("head_dim", {"head_dim": None}),
-        ("key_heads", {"key_heads": 2}),
-        ("value_head_dim", {"value_head_dim": 8}),
-        ("groups", {"groups": 4}),
-        ("conv_width", {"conv_width": 65}),
-        ("conv_width", {"conv_width": 0}),
-        ("hidden_size", {"mode": "redistribute"}),
-        ("hidden_size", {"hidden_size": 0}),
-        ("layers", {"layers": 0}),
+        ("state", {"state": None}), ("head_dim", {"head_dim": None}), ("key_heads", {"key_heads": 2}),
+        ("value_head_dim", {"value_head_dim": 8}), ("groups", {"groups": 4}), ("conv_width", {"conv_width": 65}),
+        ("conv_width", {"conv_width": 0}), ("hidden_size", {"mode": "redistribute"}),
+        ("hidden_size", {"hidden_size": 0}), ("layers", {"layers": 0}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rejects_shapes_that_mamba_does_not_have(argument, change):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        plan_linear(PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
+    rejects(f"^{argument}: got ", plan_linear, PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
 
 
-def test_rejects_keys_of_another_packing():
+def test_rejects_keys_and_layouts_of_another_packing():
     with refusal_of("kv_packing", repr(Packing([3, 5]))):
         plan_attention(**ATTENTION, kv_packing=Packing([3, 5]))
+    rejects("kv_packing: got None", plan_attention, **ATTENTION, kv_layout=LAYOUT)
 
 
-@pytest.mark.parametrize(
-    "kv_layout", [Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None], ids=repr
-)
-def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
-    with pytest.raises(ArgumentError, match=r"^kv_layout: got .*over 3 ranks"):
-        plan_attention(**ATTENTION, kv_packing=PACKING, kv_layout=kv_layout)
+FOUR = Layout.zigzag(PACKING, 4)
+REFUSED = [
+    *(("kv_layout", "over 3 ranks", {"kv_packing": PACKING, "kv_layout": layout})
+      for layout in (Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None)),
+    *(("scheme", f"3 has no other divisor; use a2a, {inner} or", {"scheme": f"a2a+{inner}"})
+      for inner in ("p2p", "all_gather", "exact")),
+    *(("ulysses_degree", f"allowed: {allowed}", {"layout": FOUR, "scheme": scheme, "ulysses_degree": degree})
+      for scheme, degree, allowed in (("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1"))),
+    *(("head_chunks", f"got {chunks}; allowed: ", {"scheme": scheme, "head_chunks": chunks})
+      for scheme, chunks in (("p2p", 2), ("exact", 0))),
+    *(("mask", re.escape(f"got {mask!r}; allowed: "), {"mask": mask})
+      for mask in (Mask.causal(Packing([3, 5])), "causal")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "says", "options"), REFUSED)
+def test_rejects_options_of_attention(argument, says, options):
+    rejects(rf"^{argument}: (got .*)?{says}", plan_attention, **ATTENTION | options)
 
 
 def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():
@@ -119,36 +126,11 @@ def test_fingerprints_see_the_layout_of_the_keys(scheme):
     assert plan.fingerprint() != other.fingerprint()
 
 
-def test_rejects_keys_with_a_layout_and_no_packing():
-    with pytest.raises(ArgumentError, match="kv_packing: got None"):
-        plan_attention(**ATTENTION, kv_layout=LAYOUT)
-
-
 @pytest.mark.parametrize(("kv_heads", "cp_size", "degree"), [(8, 12, 4), (2, 12, 2), (1, 9, 3), (6, 12, 6)])
 def test_a_product_shares_the_key_value_heads_evenly_where_it_can(kv_heads, cp_size, degree):
     layout = Layout.zigzag(PACKING, cp_size)
     plan = plan_attention(PACKING, layout, heads=24, kv_heads=kv_heads, head_dim=8, scheme="a2a+p2p")
     assert plan.ulysses_degree == degree
-
-
-@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather", "a2a+exact"])
-def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
-    with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
-        plan_attention(**ATTENTION, scheme=scheme)
-    assert refusal.value.argument == "scheme"
-
-
-@pytest.mark.parametrize(("scheme", "degree", "allowed"), [("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1")])
-def test_rejects_a_degree_that_is_no_divisor_or_not_the_schemes(scheme, degree, allowed):
-    with pytest.raises(ArgumentError, match=f"allowed: {allowed}") as refusal:
-        plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme, ulysses_degree=degree)
-    assert refusal.value.argument == "ulysses_degree"
-
-
-@pytest.mark.parametrize(("scheme", "chunks"), [("p2p", 2), ("exact", 0)])
-def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
-    with refusal_of("head_chunks", chunks):
-        plan_attention(**ATTENTION, scheme=scheme, head_chunks=chunks)
 
 
 @PLANNERS
@@ -181,7 +163,7 @@ def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
 
 
 @PLANNERS
-def test_transports_may_be_names(planner, arguments):
+def test_transports_may_be_names_and_counts_numpy_integers(planner, arguments):
     for name in ("collective", "pairwise"):
         assert planner(**arguments, transport=name) == planner(**arguments, transport=Transport(name))
     with pytest.raises(ArgumentError, match=r'Transport.even_hosts\("hierarchical", cp_size, hosts\)') as caught:
@@ -190,6 +172,10 @@ def test_transports_may_be_names(planner, arguments):
     for wrong in ("carrier", None, 1):
         with refusal_of("transport", repr(wrong)):
             planner(**arguments, transport=wrong)
+    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)
+    other = Layout.zigzag(Packing([3, 5]), 3)
+    with refusal_of("layout", repr(other)):
+        planner(**{**arguments, "layout": other})
 
 
 def test_plans_by_other_transports_differ_in_one_line():
@@ -197,19 +183,6 @@ def test_plans_by_other_transports_differ_in_one_line():
     assert [pair for pair in zip(*lines, strict=True) if len(set(pair)) == 2] == [
         ("transport: collective", "transport: pairwise")
     ]
-
-
-@pytest.mark.parametrize("mask", [Mask.causal(Packing([3, 5])), "causal"])
-def test_rejects_a_mask_over_another_packing_and_one_that_is_only_a_name(mask):
-    with refusal_of("mask", repr(mask)):
-        plan_attention(**ATTENTION, mask=mask)
-
-
-@PLANNERS
-def test_rejects_a_layout_of_another_packing(planner, arguments):
-    other = Layout.zigzag(Packing([3, 5]), 3)
-    with refusal_of("layout", repr(other)):
-        planner(**{**arguments, "layout": other})
 
 
 @PLANNERS
@@ -226,8 +199,3 @@ def test_rejects_key_heads_that_are_no_divisor_of_the_heads(planner, arguments, 
     name = "kv_heads" if planner is plan_attention else "key_heads"
     with refusal_of(name, repr(count)):
         planner(**{**arguments, name: count})
-
-
-@PLANNERS
-def test_counts_may_be_numpy_integers(planner, arguments):
-    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)

@@ -27,23 +27,18 @@ from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
-# -- the plans -------------------------------------------------------------------------------------------------------
-
 
 def sections_of(step):
     return [(block.name, block.num_heads, block.head_dim) for block in step.exchange.sections.blocks]
 
 
-def test_attention_is_one_exchange_in_and_one_out():
+def test_a_plan_is_one_exchange_in_and_one_out():
     plan = plan_attention(**ATTENTION, value_head_dim=5)
     assert [type(step) for step in plan.steps] == [ToHeads, Attend, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
     assert sections_of(plan.steps[2]) == [("out", 6, 5)]
     assert (plan.kind, plan.scheme, plan.attend.num_kv_ranks) == ("attention", "a2a", 1)
     assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.partition.heads_per_group) == (PACKING, 3, 3, 3)
-
-
-def test_gdn_is_one_exchange_in_and_one_out():
     plan = plan_linear(**LINEAR, value_head_dim=5)
     assert [type(step) for step in plan.steps] == [ToHeads, Compute, Compute, Compute, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 2, 8), ("k", 2, 8), ("v", 6, 5), ("beta", 6, 1), ("alpha", 6, 1)]
@@ -53,15 +48,12 @@ def test_gdn_is_one_exchange_in_and_one_out():
     assert plan.mask is None
 
 
-def test_attention_defaults():
+def test_arguments_that_are_left_out():
     plan = plan_attention(PACKING, LAYOUT, heads=6, head_dim=8)
     assert plan == plan_attention(
         PACKING, LAYOUT, heads=6, kv_heads=6, head_dim=8, value_head_dim=8, mask=Mask.causal(PACKING), scheme="a2a",
         kv_packing=PACKING, kv_layout=LAYOUT,
     )  # fmt: skip
-
-
-def test_linear_defaults():
     assert plan_linear(PACKING, LAYOUT, heads=6, head_dim=8) == plan_linear(
         PACKING, LAYOUT, "gdn", heads=6, key_heads=6, head_dim=8, value_head_dim=8, mode="auto", conv_width=4,
         hidden_size=None, layers=1,
@@ -69,21 +61,46 @@ def test_linear_defaults():
 
 
 @PLANNERS
-def test_collectives_are_counted_where_something_moves(planner, arguments):
+def test_collectives_and_fingerprints_are_those_of_equal_plans(planner, arguments):
     alone = planner(**{**arguments, "layout": Layout.contiguous(PACKING, 1)})
     assert [alone.collectives(forward=forward) for forward in (True, False)] == [0, 0]
     assert [planner(**arguments).collectives(forward=forward) for forward in (True, False)] == [2, 2]
+    packing = Packing(PACKING.lengths.tolist())
+    fragments = [LAYOUT.fragments_of(rank) for rank in range(3)]
+    again = planner(**{**arguments, "packing": packing, "layout": Layout.from_fragments(packing, fragments)})
+    plan = planner(**arguments)
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+    assert {plan: "found"}[again] == "found"
+    assert len(plan.fingerprint()) == 16
+    plan = planner(**arguments)
+    assert plan.memo("key", lambda: "device tensor") == plan.memo("key", lambda: "made again")
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert copy.fingerprint() == plan.fingerprint()
+    assert copy.memo("key", lambda: "made again") == "made again"
 
 
 @ragged
 @given(plan=plans())
-def test_backward_runs_the_adjoints_in_reverse(plan):
+def test_backward_runs_the_adjoints_and_work_is_that_of_the_busiest(plan):
     forward = list(plan.exchanges(forward=True))
     assert list(plan.exchanges(forward=False)) == [(exchange, not to_heads) for exchange, to_heads in forward[::-1]]
     assert [to_heads for _, to_heads in forward] == ([True, False] if plan.mask is None or plan.cp_size > 1 else [])
-
-
-# -- what it costs ---------------------------------------------------------------------------------------------------
+    work = plan.work_per_rank()
+    per_head = plan.mask.area if plan.mask else plan.packing.total
+    assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
+    mean = Fraction(sum(work), plan.cp_size)
+    assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
+    text = plan.explain()
+    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
+    assert rows_of(text) == list(
+        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
+    )
+    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
+    documents, tokens = plan.packing.num_documents, plan.packing.total
+    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
+    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
 def bytes_by_loop(plan, item_size, *, forward, alignment):
@@ -123,34 +140,19 @@ def test_the_area_of_a_mask_counts_visible_pairs(mask, visible):
     assert mask(PACKING).area == pairs
 
 
-@ragged
-@given(plan=plans())
-def test_work_imbalance_is_the_busiest_share_over_the_mean(plan):
-    work = plan.work_per_rank()
-    per_head = plan.mask.area if plan.mask else plan.packing.total
-    assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
-    mean = Fraction(sum(work), plan.cp_size)
-    assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
-
-
-def test_work_imbalance_of_uneven_heads():
+def test_explain_says_what_is_sent_and_what_is_empty():
+    packing = Packing([512])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
+    assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
+    for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
+        said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
+        assert plan.explain(item_size).count(said) == 2
+    packing = Packing([0])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
+    assert "the packed stream is empty" in plan.explain()
+    assert plan.work_imbalance == 1.0
     assert plan_attention(PACKING, LAYOUT, heads=5, head_dim=8).work_imbalance == 2 / (5 / 3)
     assert plan_attention(PACKING, LAYOUT, heads=6, head_dim=8).work_imbalance == 1.0
-
-
-# -- the value of a plan ---------------------------------------------------------------------------------------------
-
-
-@PLANNERS
-def test_equal_plans_have_one_fingerprint_and_one_place_in_a_cache(planner, arguments):
-    packing = Packing(PACKING.lengths.tolist())
-    fragments = [LAYOUT.fragments_of(rank) for rank in range(3)]
-    again = planner(**{**arguments, "packing": packing, "layout": Layout.from_fragments(packing, fragments)})
-    plan = planner(**arguments)
-    assert again == plan
-    assert again.fingerprint() == plan.fingerprint()
-    assert {plan: "found"}[again] == "found"
-    assert len(plan.fingerprint()) == 16
 
 
 def other_batch(packing, partition=Layout.zigzag, **options):
@@ -159,16 +161,12 @@ def other_batch(packing, partition=Layout.zigzag, **options):
 
 SINGLES = np.stack([np.arange(PACKING.total), np.arange(PACKING.total) + 1], axis=-1)
 DIFFERENT = {
-    "lengths": other_batch(Packing([7, 1, 0, 131, 1])),
-    "an empty document": other_batch(Packing([7, 1, 0, 130, 2, 0])),
+    "lengths": other_batch(Packing([7, 1, 0, 131, 1])), "an empty document": other_batch(Packing([7, 1, 0, 130, 2, 0])),
     "layout": other_batch(PACKING, Layout.contiguous),
     "fragments": {"layout": Layout.from_fragments(PACKING, np.split(SINGLES, np.cumsum(LAYOUT.token_counts)[:-1]))},
-    "align": other_batch(PACKING, align=4),
-    "cp_size": {"layout": Layout.zigzag(PACKING, 5)},
-    "heads": {"heads": 12},
-    "head_dim": {"head_dim": 16},
-    "value_head_dim": {"value_head_dim": 16},
-}
+    "align": other_batch(PACKING, align=4), "cp_size": {"layout": Layout.zigzag(PACKING, 5)}, "heads": {"heads": 12},
+    "head_dim": {"head_dim": 16}, "value_head_dim": {"value_head_dim": 16},
+}  # fmt: skip
 DIFFERENT_LONG = {
     "a late length": ([3] * 20 + [5, 7], [3] * 20 + [7, 5]),
     "the last document": ([3] * 20 + [8], [3] * 20 + [7, 1]),
@@ -211,30 +209,12 @@ def test_fingerprints_see_which_heads_each_rank_computes():
     layout, partition = Layout.zigzag(PACKING, 2), partition_heads(4, 4, 2)
     fingerprints = {
         Plan(
-            "attention",
-            "a2a",
-            layout,
-            Sections((q,)),
-            partition,
-            None,
+            "attention", "a2a", layout, Sections((q,)), partition, None,
             (ToHeads(Exchange(layout, Sections((q,))), (0, 1)),),
         ).fingerprint()
         for q in (Section("q", 4, 8, ((0, 2), (2, 4))), Section("q", 4, 8, ((0, 1), (1, 4))))
-    }
+    }  # fmt: skip
     assert len(fingerprints) == 2
-
-
-@PLANNERS
-def test_pickling_keeps_the_value_and_drops_device_tables(planner, arguments):
-    plan = planner(**arguments)
-    assert plan.memo("key", lambda: "device tensor") == plan.memo("key", lambda: "made again")
-    copy = pickle.loads(pickle.dumps(plan))
-    assert copy == plan
-    assert copy.fingerprint() == plan.fingerprint()
-    assert copy.memo("key", lambda: "made again") == "made again"
-
-
-# -- explain ---------------------------------------------------------------------------------------------------------
 
 
 def rows_of(text):
@@ -242,47 +222,18 @@ def rows_of(text):
     return [tuple(map(int, found)) for found in re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)]
 
 
-@ragged
-@given(plan=plans())
-def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
-    text = plan.explain()
-    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
-    assert rows_of(text) == list(
-        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
-    )
-    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
-    documents, tokens = plan.packing.num_documents, plan.packing.total
-    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
-    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
-
-
-def test_explain_says_how_many_ranks_it_leaves_out():
+def test_explain_says_who_holds_what():
     text = plan_attention(PACKING, Layout.zigzag(PACKING, 70), heads=70, head_dim=8).explain()
     assert len(rows_of(text)) == 64
     assert "... and 6 more ranks" in text
-
-
-def test_explain_draws_who_owns_what():
     packing = Packing([5, 0, 4])
     layout = Layout.from_fragments(packing, [[(6, 9)], [(0, 2)], [(2, 6)]])
     text = plan_attention(packing, layout, heads=3, head_dim=8).explain()
     assert "documents  |    |   \nowner      112222000   (1 token a character)" in text
-
-
-def test_explain_says_which_heads_each_rank_gets():
     with pytest.warns(UserWarning, match="1 of 3 ranks"):
         text = plan_attention(PACKING, LAYOUT, heads=2, kv_heads=1, head_dim=8, scheme="a2a").explain()
     rows = [line.split()[4:] for line in text.splitlines() if re.match(r" +\d+ ", line)]
     assert rows == [["0", "0", "50.0%"], ["1", "0", "50.0%"], ["none", "none", "0.0%"]]
-
-
-def test_explain_says_what_is_sent_at_which_item_size():
-    packing = Packing([512])
-    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
-    assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
-    for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
-        said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
-        assert plan.explain(item_size).count(said) == 2
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -290,16 +241,6 @@ def test_explain_says_where_nothing_moves(cp_size):
     text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8, scheme="a2a").explain()
     assert text.count("all tokens at hand") == 1
     assert text.count("one collective") == (0 if cp_size == 1 else 2)
-
-
-def test_explain_an_empty_batch():
-    packing = Packing([0])
-    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
-    assert "the packed stream is empty" in plan.explain()
-    assert plan.work_imbalance == 1.0
-
-
-# -- warnings and notes ----------------------------------------------------------------------------------------------
 
 
 @PLANNERS
@@ -321,9 +262,6 @@ def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
     assert len(plan.notes) == notes
 
 
-# -- no torch --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("module", "linear"), [("megatron_cp",) * 2, ("megatron_cp.planner.attention", "megatron_cp.planner.linear")]
 )
@@ -343,9 +281,6 @@ for plan in (
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-# -- what a plan's numbers take ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])

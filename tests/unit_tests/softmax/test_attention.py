@@ -13,6 +13,7 @@ from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.softmax.on_rank import attention_call
+from tests.refusals import rejects
 
 
 def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):
@@ -44,33 +45,23 @@ def test_pad_rows_are_zero_and_pass_no_gradient():
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("q", lambda q, k, v: (q[:-1], k, v)),
-        ("q", lambda q, k, v: (q.flatten(1), k, v)),
-        ("k", lambda q, k, v: (q, k[:, :1], v)),
-        ("k", lambda q, k, v: (q, k.float(), v)),
-        ("v", lambda q, k, v: (q, k, v[..., :4])),
-        ("v", lambda q, k, v: (q, k, v[:, None])),
-        ("k", lambda q, k, v: (q, k.to("meta"), v)),
-        ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
+        ("q", lambda q, k, v: (q[:-1], k, v)), ("q", lambda q, k, v: (q.flatten(1), k, v)),
+        ("k", lambda q, k, v: (q, k[:, :1], v)), ("k", lambda q, k, v: (q, k.float(), v)),
+        ("v", lambda q, k, v: (q, k, v[..., :4])), ("v", lambda q, k, v: (q, k, v[:, None])),
+        ("k", lambda q, k, v: (q, k.to("meta"), v)), ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
     ],
-)
+)  # fmt: skip
 def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
-    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
-        cp.attention(*change(*tensors()), plan_for())
+    rejects(f"^{argument}: got ", cp.attention, *change(*tensors()), plan_for())
 
 
-def test_rejects_a_plan_of_another_kind():
+def test_rejects_plans_and_groups_of_another_kind():
     packing = cp.Packing([12])
     plan = cp.plan_linear(packing, cp.Layout.zigzag(packing, 1), heads=4, key_heads=2, head_dim=8)
-    with pytest.raises(cp.ArgumentError, match="plan_attention"):
-        cp.attention(*tensors(), plan)
-
-
-def test_rejects_a_group_of_another_size():
-    with pytest.raises(cp.ArgumentError, match="the 2 ranks"):
-        cp.attention(*tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
-    with pytest.raises(cp.ArgumentError, match="group"):
-        cp.attention(*tensors(), plan_for(cp_size=2))
+    rejects("plan_attention", cp.attention, *tensors(), plan)
+    rejects("the 2 ranks", cp.attention, *tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
+    rejects("group", cp.attention, *tensors(), plan_for(cp_size=2))
+    rejects("plan_attention", cp.attention, *tensors(), None)
 
 
 class Counting(ReferenceAttention):
@@ -88,6 +79,9 @@ def test_a_kernel_of_the_callers_is_the_one_that_runs():
     out = cp.attention(*tensors(), plan_for(), kernel=kernel)
     assert torch.equal(out, cp.attention(*tensors(), plan_for(), kernel="reference"))
     assert kernel.calls > 0
+    kernel = Counting()
+    kernel.refusal = lambda call: "it never runs"
+    rejects("counting: it never runs", cp.attention, *tensors(), plan_for(), kernel=kernel)
 
 
 def test_ranks_that_bring_other_kernels_are_told_apart():
@@ -100,14 +94,10 @@ def test_ranks_that_bring_other_kernels_are_told_apart():
         run_ranks(rank, 2)
 
 
-def test_rejects_a_kernel_of_the_callers_that_cannot_run():
-    kernel = Counting()
-    kernel.refusal = lambda call: "it never runs"
-    with pytest.raises(cp.ArgumentError, match="counting: it never runs"):
-        cp.attention(*tensors(), plan_for(), kernel=kernel)
-
-
-def test_rejects_a_device_without_a_kernel():
+def test_rejects_tensors_on_no_device_and_the_heads_first():
+    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
+    rejects(remedy, cp.attention, *(x.transpose(0, 1) for x in tensors()), plan_for())
+    rejects(r"^q: got .*cpu or cuda", cp.attention, *(x.to("meta") for x in tensors()), plan_for())
     with pytest.raises(cp.ArgumentError, match=r"^device: got .*cpu or cuda"):
         choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
 
@@ -131,22 +121,6 @@ def test_rejects_the_batch_first_and_says_how_to_turn_it(order, remedy):
     with pytest.raises(cp.ArgumentError, match=re.escape(remedy)) as error:
         cp.attention(batch[0], *(x.permute(order) for x in batch[1:]), plan_for())
     assert error.value.argument == "k"
-
-
-def test_rejects_the_heads_first_and_says_how_to_turn_them():
-    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
-    with pytest.raises(cp.ArgumentError, match=remedy):
-        cp.attention(*(x.transpose(0, 1) for x in tensors()), plan_for())
-
-
-def test_rejects_tensors_that_hold_nothing():
-    with pytest.raises(cp.ArgumentError, match=r"^q: got .*cpu or cuda"):
-        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
-
-
-def test_rejects_something_that_is_no_plan():
-    with pytest.raises(cp.ArgumentError, match="plan_attention"):
-        cp.attention(*tensors(), None)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
@@ -183,12 +157,17 @@ def test_odd_head_sizes_are_the_same_bits_on_every_rank(head_dim, dtype):
     assert torch.equal(plan.layout.unshard(ranks), cp.attention(q, k, v, alone, kernel="cpu"))
 
 
-def test_forward_without_gradients_is_the_same():
+def test_without_gradients_forward_is_the_same_and_a_sink_alone_has_one():
     q, k, v = (x.requires_grad_() for x in tensors())
     with torch.no_grad():
         quiet = cp.attention(q, k, v, plan_for())
     assert not quiet.requires_grad
     assert torch.equal(quiet, cp.attention(q, k, v, plan_for()).detach())
+    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
+    assert sink.grad.abs().min() > 0
+    with torch.no_grad():
+        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad
 
 
 def test_rejects_a_second_derivative_instead_of_returning_a_wrong_one():
@@ -215,22 +194,14 @@ def test_inputs_that_share_memory_get_gradients_of_their_own(share):
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
-        ("softcap", -1.0),
-        ("softcap", float("inf")),
-        ("softcap", float("nan")),
-        ("dropout", 1.0),
-        ("dropout", -0.1),
-        ("dropout", "much"),
-        ("softmax_scale", float("nan")),
-        ("sink", torch.zeros(3, dtype=torch.float64)),
-        ("sink", torch.zeros(4, 1, dtype=torch.float64)),
-        ("sink", torch.zeros(4, dtype=torch.int64)),
+        ("softcap", -1.0), ("softcap", float("inf")), ("softcap", float("nan")), ("dropout", 1.0), ("dropout", -0.1),
+        ("dropout", "much"), ("softmax_scale", float("nan")), ("sink", torch.zeros(3, dtype=torch.float64)),
+        ("sink", torch.zeros(4, 1, dtype=torch.float64)), ("sink", torch.zeros(4, dtype=torch.int64)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rejects_options_that_are_none(argument, given):
-    with pytest.raises(cp.ArgumentError, match=f"^{argument}: got "):
-        cp.attention(*tensors(), plan_for(), **{argument: given})
+    rejects(f"^{argument}: got ", cp.attention, *tensors(), plan_for(), **{argument: given})
 
 
 @pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
@@ -247,14 +218,5 @@ def test_rejects_dropout_without_a_seed():
         lambda **given: cp.projected_attention(lambda heads, kv_heads: (q, k, v), plan_for(), **given),
     )
     for call in calls:
-        with pytest.raises(cp.ArgumentError, match=r"seed: got None; .* dropout is 0\.5\. Pass the number of the step"):
-            call(dropout=0.5)
+        rejects(r"seed: got None; .* dropout is 0\.5\. Pass the number of the step", call, dropout=0.5)
         assert not torch.equal(call(dropout=0.5, seed=0), call(dropout=0.5, seed=1))
-
-
-def test_gradients_of_a_sink_alone_and_of_nothing():
-    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
-    assert sink.grad.abs().min() > 0
-    with torch.no_grad():
-        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad

@@ -17,13 +17,10 @@ from tests.mask_oracle import pairs_of
 PACKING = Packing([7, 1, 300, 64, 2, 200])
 TOTAL = PACKING.total
 MASKS = {
-    "causal": Mask.causal(PACKING),
-    "full": Mask.full(PACKING),
-    "window": Mask.window(PACKING, 40, 3),
-    "first+window": Mask.window(PACKING, 30, 0, first=5),
-    "prefix": Mask.prefix(PACKING, 20),
+    "causal": Mask.causal(PACKING), "full": Mask.full(PACKING), "window": Mask.window(PACKING, 40, 3),
+    "first+window": Mask.window(PACKING, 30, 0, first=5), "prefix": Mask.prefix(PACKING, 20),
     "blind queries": Mask.from_slices(PACKING, [(8, 100, 8, 60, "causal"), (320, 400, 310, 400, "full")]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

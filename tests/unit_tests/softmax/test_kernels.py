@@ -19,6 +19,7 @@ from megatron_cp.softmax.kernels.common import dropout
 from megatron_cp.softmax.kernels.common.partials import merge
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
+from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 DRAWN = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -187,7 +188,10 @@ def test_reference_is_a_dense_softmax_and_its_derivative(heads, groups, rate, so
 
 
 @named
-def test_reference_in_blocks_is_the_reference_at_once(tiles, monkeypatch):
+def test_the_reference_in_blocks_and_by_segments_is_the_reference_at_once(tiles, monkeypatch):
+    call = call_for(dtype=torch.float32)
+    tensors = draw(tiles, call, dtype=torch.float32)
+    check(both(EmulatedFlash(), tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-5)
     call = call_for(dropout=0.2, softcap=2.0)
     tensors = draw(tiles, call)
     whole = both(BY_NAME["reference"], tensors, tiles, call)
@@ -289,13 +293,6 @@ def test_segment_calls_see_what_the_bands_see(tiles, sizes):
     emulated, expected = (both(kernel, tensors, tiles, call) for kernel in (EmulatedFlash(), BY_NAME["reference"]))
     for a, b, tolerance in zip(emulated, expected, (1e-12, 1e-12, 1e-5, 1e-5, 1e-5), strict=True):
         assert torch.allclose(a, b, atol=tolerance, rtol=0)  # lse goes into the operator in fp32
-
-
-@named
-def test_segment_calls_see_what_named_masks_see(tiles):
-    call = call_for(dtype=torch.float32)
-    tensors = draw(tiles, call, dtype=torch.float32)
-    check(both(EmulatedFlash(), tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -448,21 +445,14 @@ def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
     module = "megatron_cp.softmax.kernels.flash_attn"
     monkeypatch.setattr(f"{module}.installed_version", lambda package: None)
     monkeypatch.setattr(f"{module}.find_spec", lambda package: None)
-    with pytest.raises(ArgumentError, match=f"not installed.*{says}"):
-        choose_kernel(KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
+    rejects(f"not installed.*{says}", choose_kernel, KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
 
 
-def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or flex or cpu or reference"):
-        choose_kernel(KERNELS, "flash", call_for())
-
-
-def test_auto_takes_the_fastest_that_can():
+def test_auto_takes_the_fastest_that_can_and_says_why():
     assert choose_kernel(KERNELS, "auto", call_for()).name == "cpu"
     assert choose_kernel(KERNELS, "auto", call_for(softcap=1.0)).name == "reference"
     assert choose_kernel(KERNELS, "auto", call_for(device="cuda", dtype=torch.bfloat16)).name == "varlen"
-
-
-def test_auto_says_on_cuda_why_it_passes_a_kernel_over():
     with pytest.warns(UserWarning, match="reference, not on varlen .*float64"):
         assert choose_kernel(KERNELS, "auto", call_for(device="cuda")).name == "reference"
+    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or flex or cpu or reference"):
+        choose_kernel(KERNELS, "flash", call_for())

@@ -9,8 +9,5 @@ def test_limits_grow_with_the_time_that_ranks_take_to_start(monkeypatch):
     for start_up, expected in ((0.1, 20), (limits.IDLE, 20), (3 * limits.IDLE, 60)):
         monkeypatch.setattr(limits, "start_up", lambda seconds=start_up: seconds)
         assert math.isclose(limits.limit(20), expected)
-
-
-def test_the_start_of_a_rank_is_measured_once():
     assert 0.2 < limits.start_up() < 240
     assert limits.start_up() == limits.start_up()

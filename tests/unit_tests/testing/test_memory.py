@@ -84,15 +84,11 @@ def grids(schemes, sizes):
 @pytest.mark.parametrize(
     ("scheme", "cp", "layout", "dtype", "shape"),
     covering(
-        tuple(SCHEMES),
-        (3, 4),
-        ("zigzag", "contiguous", "random"),
-        (torch.bfloat16, torch.float32, torch.float64),
-        tuple(SHAPES),
-        allowed=lambda scheme, cp, *_: cp == 4 or "+" not in scheme,
+        tuple(SCHEMES), (3, 4), ("zigzag", "contiguous", "random"), (torch.bfloat16, torch.float32, torch.float64),
+        tuple(SHAPES), allowed=lambda scheme, cp, *_: cp == 4 or "+" not in scheme,
     ),
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.few(of=lambda **values: tuple(values.values()))
 def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
     check(planned(scheme, cp, layout, shape=shape), dtype)
@@ -102,14 +98,11 @@ def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": "window:20,0"},
-        {"mask": "full", "lengths": (5, 1030)},
-        {"align": 16},
-        {"lengths": (1, 1)},
+        {"mask": "window:20,0"}, {"mask": "full", "lengths": (5, 1030)}, {"align": 16}, {"lengths": (1, 1)},
         {"lengths": (300,), "shape": "24/16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.few
 def test_the_peak_is_the_formula_where_ranks_differ(scheme, cp, options):
     check(planned(scheme, cp, **options))
@@ -194,9 +187,6 @@ def test_one_rank_allocates_what_it_returns_and_saves():
     assert peak_bytes(plan, 0, 4, forward=True) == tokens * heads * (16 + 1) * 4
 
 
-# -- the measure -------------------------------------------------------------------------------------------------------
-
-
 def test_freed_tensors_leave_the_peak_and_not_the_count():
     memory = PeakMemory()
     with memory:
@@ -217,9 +207,6 @@ def test_views_and_what_was_there_before_are_not_counted():
         made = torch.zeros(10)
         kept += [made[5:], made.view(2, 5)]
     assert memory.peak == 40
-
-
-def test_restart_forgets_the_peak_and_not_what_is_alive():
     memory = PeakMemory()
     with memory:
         x = torch.ones(100) + torch.ones(100)

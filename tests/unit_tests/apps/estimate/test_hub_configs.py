@@ -160,13 +160,10 @@ def test_parameters_are_those_of_the_published_checkpoint(read, config, paramete
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (LLAMA, "llama3-8b"),
-        (QWEN3, "qwen3-8b"),
-        (QWEN3_NEXT, "qwen3-next"),
-        (NEMOTRON_H, "nemotron-h"),
+        (LLAMA, "llama3-8b"), (QWEN3, "qwen3-8b"), (QWEN3_NEXT, "qwen3-next"), (NEMOTRON_H, "nemotron-h"),
         (KIMI_LINEAR, "kimi-linear"),
     ],
-)
+)  # fmt: skip
 def test_presets_are_their_configurations(read, config, name):
     model, preset = read(config), PRESETS[name]
     assert model.blocks == preset.blocks
@@ -246,8 +243,8 @@ def test_deepseek_attends_with_a_latent_and_has_dense_layers_first(read):
     assert every_other.blocks[4].mlp.shared_size == 0
 
 
-def test_deepseek_needs_the_size_of_dense_layers_only_where_it_has_some(read):
-    """The stock class has its first three layers dense unless the configuration says otherwise."""
+def test_models_of_experts_have_dense_layers_only_where_they_say_so(read):
+    # The stock class has its first three layers dense unless the configuration says otherwise.
     rest = {name: value for name, value in DEEPSEEK_V3.items() if name != "intermediate_size"}
     model = read(rest, first_k_dense_replace=0)
     assert [block.mlp.experts for block in model.blocks] == [256] * 61
@@ -255,9 +252,6 @@ def test_deepseek_needs_the_size_of_dense_layers_only_where_it_has_some(read):
     for dense in ({"first_k_dense_replace": 1}, {"first_k_dense_replace": None}, {"moe_layer_freq": 2}):
         with pytest.raises(ArgumentError, match=r"intermediate_size: got None.*Add intermediate_size"):
             read(rest, **{"first_k_dense_replace": 0, **dense})
-
-
-def test_kimi_without_shared_or_dense_layers(read):
     rest = {
         name: value
         for name, value in KIMI_LINEAR.items()
@@ -300,7 +294,7 @@ def test_a_gate_of_full_rank_is_one_projection(read):
     assert read(KIMI_LINEAR, linear_attn_config=linear).parameters - read(KIMI_LINEAR).parameters == more
 
 
-def test_layers_of_nemotron_have_names_of_two_generations(read):
+def test_layers_of_nemotron_have_names_of_two_generations_and_mixtures(read):
     letters = {"M": "mamba", "*": "attention", "-": "mlp"}
     words = [letters[letter] for letter in NEMOTRON_H["hybrid_override_pattern"]]
     older = read(NEMOTRON_H, hybrid_override_pattern=None, layers_block_type=words)
@@ -308,9 +302,6 @@ def test_layers_of_nemotron_have_names_of_two_generations(read):
     words = [newer[word] for word in words]
     assert older.blocks == read(NEMOTRON_H).blocks
     assert read(NEMOTRON_H, hybrid_override_pattern=None, layers_block_type=words).blocks == older.blocks
-
-
-def test_nemotron_has_mixtures(read):
     sizes = {
         "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
         "moe_shared_expert_intermediate_size": 3712,

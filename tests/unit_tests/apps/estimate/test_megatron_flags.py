@@ -39,13 +39,10 @@ def test_presets_can_be_said_in_flags(flags, name):
     assert (model.parameters, model.tied_embeddings) == (preset.parameters, False)
 
 
-def test_flags_are_read_as_megatron_spells_them():
+def test_flags_are_read_as_megatron_spells_them_and_others_are_named():
     quoted = LLAMA.replace("--num-layers 32", "'--num-layers=32'").replace("--hidden-size", "--hidden_size")
     assert read_flags(quoted).blocks == read_flags(LLAMA).blocks
     assert len(read_flags(LLAMA + "--num-layers 7").blocks) == 7  # the last of two
-
-
-def test_flags_that_shape_no_model_are_named_in_its_source():
     model = read_flags(LLAMA + "--lr 1e-4 --seed -1 --data-path 0.5 a 0.5 b --bf16 --lr 2")
     assert model.source == "Megatron's flags; not read: --lr --seed --data-path --bf16"
     assert model.blocks == PRESETS["llama3-8b"].blocks
@@ -105,14 +102,11 @@ def test_linear_layers_are_in_their_places(freq, expected):
     assert "".join("*" if block.mixer.layer == "attention" else "G" for block in model.blocks) == expected
 
 
-def test_mamba_has_twice_the_hidden_size_unless_told_otherwise():
+def test_sizes_that_are_not_given_are_megatrons():
     model = read_flags("--hybrid-layer-pattern M|M --hidden-size 512 --vocab-size 10")
     assert [(slot.heads, slot.key_heads, slot.head_dim, slot.value_head_dim) for slot in model.slots()] == [
         (16, 8, 128, 64)
     ] * 2
-
-
-def test_latent_attention_has_megatrons_default_sizes():
     mixer = read_flags(SMALL + "--multi-latent-attention").blocks[0].mixer
     sizes = (mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.value_head_dim, mixer.kv_rank, mixer.shared_key_dim)
     assert sizes == (4, 4, 192, 128, 32, 64)

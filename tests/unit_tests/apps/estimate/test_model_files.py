@@ -7,6 +7,7 @@ import pytest
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -19,13 +20,10 @@ def test_presets_are_read_by_name(name):
     assert read_model(f" {name}\n") is PRESETS[name]
 
 
-def test_a_folder_is_read_by_its_file(tmp_path):
+def test_a_folder_is_read_by_its_file_and_a_file_next_to_the_user_is_found(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert read_model(str(tmp_path)).blocks == read_model(str(tmp_path / "config.json")).blocks
     assert read_model(str(tmp_path)).name == tmp_path.name
-
-
-def test_a_file_next_to_the_user_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").write_text(json.dumps(SMALL))
     assert len(read_model("small").blocks) == 2
@@ -38,19 +36,12 @@ NAMES = "allowed: qwen3-next or kimi-linear or nemotron-h or llama3-8b or llama3
     ("text", "message"),
     [
         ("lama3-8b", f"model: got 'lama3-8b'; {NAMES} a config.json, or Megatron's flags in one string. Did you mean"),
-        ("qwen3_next", "Did you mean qwen3-next?"),
-        ("gpt5", NAMES),
-        ("", NAMES),
-        (" ", NAMES),
-        (None, NAMES),
-        (8, NAMES),
-        ("a\0b", NAMES),
-        ("a\0b/config.json", "a file of JSON"),
-        ("x" * 5000, NAMES),
+        ("qwen3_next", "Did you mean qwen3-next?"), ("gpt5", NAMES), ("", NAMES), (" ", NAMES), (None, NAMES),
+        (8, NAMES), ("a\0b", NAMES), ("a\0b/config.json", "a file of JSON"), ("x" * 5000, NAMES),
         ("no/such/config.json", "allowed: a file that can be read (No such file or directory)"),
         ("x/" * 5000, "allowed: a file that can be read"),
     ],
-)
+)  # fmt: skip
 def test_rejects_models_that_nobody_knows(text, message):
     with pytest.raises(ArgumentError, match=r"^model: got") as error:
         read_model(text)
@@ -60,18 +51,13 @@ def test_rejects_models_that_nobody_knows(text, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a file of JSON"),
-        (b"{", "a file of JSON"),
-        (b"\xff\xfe", "a file of JSON"),
-        (b"[" * 100_000, "a file of JSON"),
-        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a file of JSON"),
-        (b"[1]", "a file with one JSON object"),
-        (b"null", "a file with one JSON object"),
-        (b" " * 10_000_001, "a config.json of at most 10000000 bytes"),
-        (b"{}", "model_type: got None"),
+        (b"", "a file of JSON"), (b"{", "a file of JSON"), (b"\xff\xfe", "a file of JSON"),
+        (b"[" * 100_000, "a file of JSON"), (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a file of JSON"),
+        (b"[1]", "a file with one JSON object"), (b"null", "a file with one JSON object"),
+        (b" " * 10_000_001, "a config.json of at most 10000000 bytes"), (b"{}", "model_type: got None"),
     ],
     ids=["empty", "cut", "binary", "deep", "long", "list", "null", "large", "none"],
-)
+)  # fmt: skip
 def test_rejects_files_that_are_no_configurations(tmp_path, content, message):
     path = tmp_path / "config.json"
     path.write_bytes(content)
@@ -81,5 +67,4 @@ def test_rejects_files_that_are_no_configurations(tmp_path, content, message):
 
 
 def test_rejects_a_folder_without_a_file(tmp_path):
-    with pytest.raises(ArgumentError, match="No such file"):
-        read_model(str(tmp_path))
+    rejects("No such file", read_model, str(tmp_path))

@@ -22,10 +22,10 @@ from megatron_cp.apps.estimate.model_layers import (
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli.options import LayerShape
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
+from tests.refusals import rejects
 
 ATTENTION = AttentionMixer(4, 2, 16, 16)
 LINEAR = gated_delta_net(heads=4, key_heads=2, head_dim=16, value_head_dim=8)
@@ -36,17 +36,11 @@ def model_of(*blocks, tied=True):
     return ModelSpec("small", 64, 100, tied, blocks)
 
 
-# -- presets -----------------------------------------------------------------------------------------------------------
-
 # Of the published checkpoints, multi-token prediction left out, and without the embedding as their names say it.
 PUBLISHED = {
-    "llama3-8b": (8_030_261_248, 8.03e9),
-    "llama3-70b": (70_553_706_496, 70.6e9),
-    "qwen3-8b": (8_190_735_360, 8.19e9),
-    "qwen3-next": (79_674_391_296, 3e9),
-    "kimi-linear": (49_122_681_728, 3e9),
-    "nemotron-h": (8_100_852_736, 8.1e9),
-}
+    "llama3-8b": (8_030_261_248, 8.03e9), "llama3-70b": (70_553_706_496, 70.6e9), "qwen3-8b": (8_190_735_360, 8.19e9),
+    "qwen3-next": (79_674_391_296, 3e9), "kimi-linear": (49_122_681_728, 3e9), "nemotron-h": (8_100_852_736, 8.1e9),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -59,8 +53,9 @@ def test_parameters_are_those_of_the_published_models(name):
     assert model.active_parameters + embedding > 0.99 * active
 
 
-def test_active_parameters_are_those_counted_elsewhere():
-    """The counts are of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next."""
+def test_every_preset_has_its_source_and_the_parameters_counted_elsewhere():
+    assert all(model.source and model.name == name for name, model in PRESETS.items())
+    # The counts are of all products and convolutions of Kimi-Linear, and of mixers and mixtures of Qwen3-Next.
     kimi, qwen = PRESETS["kimi-linear"], PRESETS["qwen3-next"]
     norms = (2 * 27 + 1) * 2304 + 7 * 512
     assert kimi.active_parameters - norms - 20 * (32 + 4096 + 128) - 26 * 256 == 3_106_750_464
@@ -71,23 +66,15 @@ def test_active_parameters_are_those_counted_elsewhere():
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("qwen3-next", "GGG*" * 12),
-        ("kimi-linear", "KKK*" * 6 + "KK*"),
-        ("nemotron-h", "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
-        ("llama3-8b", "*" * 32),
-        ("llama3-70b", "*" * 80),
-        ("qwen3-8b", "*" * 36),
-        ("tiny", "GKM*"),
+        ("qwen3-next", "GGG*" * 12), ("kimi-linear", "KKK*" * 6 + "KK*"),
+        ("nemotron-h", "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"), ("llama3-8b", "*" * 32),
+        ("llama3-70b", "*" * 80), ("qwen3-8b", "*" * 36), ("tiny", "GKM*"),
     ],
-)
+)  # fmt: skip
 def test_presets_have_their_layers_in_order(name, layers):
     letters = {"attention": "*", "gdn": "G", "kda": "K", "mamba": "M"}
     blocks = PRESETS[name].blocks
     assert "".join(letters[block.mixer.layer] if block.mixer else "-" for block in blocks) == layers
-
-
-def test_every_preset_says_where_its_numbers_come_from():
-    assert all(model.source and model.name == name for name, model in PRESETS.items())
 
 
 def test_shapes_of_single_layers_are_those_of_the_presets():
@@ -104,17 +91,11 @@ def test_shapes_of_single_layers_are_those_of_the_presets():
     }
 
 
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
 def test_slots_are_in_order_and_know_their_runs():
     slots = PRESETS["qwen3-next"].slots()
     linear = LinearSpec("gdn", 32, 16, 128, 128)
     assert slots[:4] == (*[replace(linear, hidden_size=2048, run=(linear,) * 3)] * 3, AttentionSpec(16, 2, 256, 256))
     assert sorted(Counter(slots).values()) == [12, 36]
-
-
-def test_mlps_do_not_end_a_run():
     slots = PRESETS["nemotron-h"].slots()
     runs = [
         len(next(run).run)
@@ -122,70 +103,49 @@ def test_mlps_do_not_end_a_run():
         if is_linear
     ]
     assert runs == [4, 5, 5, 5, 5]
-
-
-def test_a_run_has_layers_of_several_kinds():
     *linear, attention = PRESETS["tiny"].slots()
     assert [slot.kind for slot in linear] == ["gdn", "kda", "mamba"]
     assert all([other.kind for other in slot.run] == ["gdn", "kda", "mamba"] for slot in linear)
     assert attention == AttentionSpec(6, 2, 16, 16)
-
-
-def test_choices_are_those_of_every_slot():
-    choices = {"head_chunks": 2, "transport": "pairwise", "codec": "fp8"}
-    model = model_of(Block(LINEAR), Block(ATTENTION))
-    linear, attention = model.slots(scheme="a2a+p2p", ulysses_degree=2, mode="headwise", item_size=4, **choices)
-    assert attention == AttentionSpec(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
-    own = LinearSpec("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
-    assert linear == replace(own, hidden_size=64, run=(own,))
-
-
-def test_windows_are_masks_of_their_slots():
-    model = model_of(Block(replace(ATTENTION, mask="window:7,0")), Block(ATTENTION))
-    assert [slot.mask for slot in model.slots()] == ["window:7,0", "causal"]
-
-
-def test_another_mask_is_that_of_every_attention_and_changes_nothing_else():
-    model = PRESETS["qwen3-next"]
-    masked = model.with_mask("strided")
-    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSpec)]
-    assert masks == ["strided"] * 12
-    assert masked.with_mask("causal") == model
-    with pytest.raises(ArgumentError, match="mask: got 'strided:6'"):
-        model.with_mask("strided:6")
-
-
-def test_slots_are_planned():
     layout = Layout.contiguous(Packing([70, 1, 130]), 3)
     plans = BatchPlan(layout, PRESETS["tiny"].slots())
     assert [plan.kind for plan in plans.plans if plan.attend is None] == ["gdn", "kda", "mamba"]
     assert len(plans.plans) == 4
 
 
-def test_rejects_choices_that_do_not_exist():
-    with pytest.raises(ArgumentError, match="scheme: got 'ring'"):
-        PRESETS["tiny"].slots(scheme="ring")
-    with pytest.raises(ArgumentError, match="mode: got 'a2a'"):
-        PRESETS["tiny"].slots(mode="a2a")
-    with pytest.raises(ArgumentError, match="transport: got 'pigeon'"):
-        PRESETS["tiny"].slots(transport="pigeon")
+def test_choices_and_masks_are_those_of_their_slots():
+    choices = {"head_chunks": 2, "transport": "pairwise", "codec": "fp8"}
+    model = model_of(Block(LINEAR), Block(ATTENTION))
+    linear, attention = model.slots(scheme="a2a+p2p", ulysses_degree=2, mode="headwise", item_size=4, **choices)
+    assert attention == AttentionSpec(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
+    own = LinearSpec("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
+    assert linear == replace(own, hidden_size=64, run=(own,))
+    model = model_of(Block(replace(ATTENTION, mask="window:7,0")), Block(ATTENTION))
+    assert [slot.mask for slot in model.slots()] == ["window:7,0", "causal"]
+    model = PRESETS["qwen3-next"]
+    masked = model.with_mask("strided")
+    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSpec)]
+    assert masks == ["strided"] * 12
+    assert masked.with_mask("causal") == model
+    rejects("mask: got 'strided:6'", model.with_mask, "strided:6")
+    rejects("scheme: got 'ring'", PRESETS["tiny"].slots, scheme="ring")
+    rejects("mode: got 'a2a'", PRESETS["tiny"].slots, mode="a2a")
+    rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
 
 
-# -- products and parameters -------------------------------------------------------------------------------------------
-
-
-def test_products_of_llama():
+def test_products_and_parameters_are_those_that_a_token_meets():
     assert PRESETS["llama3-8b"].gemms == (
         (32, 4096, 6144), (32, 4096, 4096), (32, 4096, 28672), (32, 14336, 4096), (1, 4096, 128256),
     )  # fmt: skip
-
-
-def test_a_token_meets_the_experts_that_it_is_routed_to():
     model = model_of(Block(mlp=MIXTURE), tied=False)
     assert model.gemms == ((1, 64, 8), (2, 64, 64), (2, 32, 64), (1, 64, 96), (1, 48, 64), (1, 64, 1), (1, 64, 100))
     expert, shared = 3 * 64 * 32, 3 * 64 * 48
     assert model.active_parameters == 2 * expert + shared + 64 * (8 + 1 + 100) + 2 * 64
     assert model.parameters - model.active_parameters == 6 * expert + 64 * 100
+    blocks = (Block(ATTENTION, MLP(32)),)
+    tied, untied = model_of(*blocks), model_of(*blocks, tied=False)
+    assert untied.parameters - tied.parameters == 64 * 100
+    assert untied.active_parameters == tied.active_parameters
 
 
 @pytest.mark.parametrize(
@@ -211,16 +171,6 @@ def test_a_token_meets_the_experts_that_it_is_routed_to():
 )
 def test_projections_are_as_wide_as_what_they_make(mixer, gemms):
     assert mixer.gemms(64) == tuple((1, *shape) for shape in gemms)
-
-
-def test_tied_embeddings_are_counted_once():
-    blocks = (Block(ATTENTION, MLP(32)),)
-    tied, untied = model_of(*blocks), model_of(*blocks, tied=False)
-    assert untied.parameters - tied.parameters == 64 * 100
-    assert untied.active_parameters == tied.active_parameters
-
-
-# -- activations -------------------------------------------------------------------------------------------------------
 
 
 class SwiGLU(torch.autograd.Function):
@@ -346,11 +296,7 @@ def test_recomputation_saves_less_and_less(name):
 def test_rejects_another_word_for_recomputation():
     for ask in (PRESETS["tiny"].activation_bytes, PRESETS["tiny"].recomputed_bytes):
         for word in ("all", None, ["full"]):
-            with pytest.raises(ArgumentError, match=r"recompute: got .*; allowed: none or selective or full"):
-                ask(word)
-
-
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+            rejects(r"recompute: got .*; allowed: none or selective or full", ask, word)
 
 
 @pytest.mark.parametrize(
@@ -387,5 +333,4 @@ def test_rejects_another_word_for_recomputation():
     ],
 )
 def test_rejects_sizes_that_cannot_be(make, message):
-    with pytest.raises(ArgumentError, match=message):
-        make()
+    rejects(message, make)

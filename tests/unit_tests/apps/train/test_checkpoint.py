@@ -20,6 +20,7 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.run_folder import TRACKER
 from megatron_cp.data import TokenCorpus
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 from tests.unit_tests.apps.train.evil import Evil
 
 
@@ -58,18 +59,19 @@ def saved_by(options, iteration):
     return {"megatron_cp": {"iteration": iteration, "shape": options.shape(257)}}
 
 
-def test_a_checkpoint_of_the_same_model_is_taken_at_other_sizes(monkeypatch, tmp_path):
+def test_rejects_other_vocabularies_and_unknown_shapes(monkeypatch, tmp_path):
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
     assert check_checkpoint(tmp_path, TrainingOptions(context_parallel_size=3, train_iters=300), 257) == 7
-
-
-def test_rejects_a_vocabulary_that_is_padded_to_another_size(monkeypatch, tmp_path):
-    """Its additional entries, untrained, would take part in the softmax."""
+    # Its additional entries, untrained, would take part in the softmax.
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
     with pytest.raises(ArgumentError, match=r"--padded-vocab-size was 384, is 512.*--make-vocab-size-divisible-by"):
         check_checkpoint(tmp_path, TrainingOptions(tensor_model_parallel_size=2, train_iters=300), 257)
     same = TrainingOptions(tensor_model_parallel_size=2, make_vocab_size_divisible_by=64, train_iters=300)
     assert check_checkpoint(tmp_path, same, 257) == 7
+    saved = saved_by(TrainingOptions(), 7)
+    del saved["megatron_cp"]["shape"]["adam_beta1"]
+    holding(monkeypatch, saved)
+    rejects(r"--adam-beta1 was not known, is 0\.9", check_checkpoint, tmp_path, TrainingOptions(), 257)
 
 
 def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
@@ -89,14 +91,6 @@ def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
     ):
         assert difference in text
     assert text.count(" was ") == 6
-
-
-def test_rejects_a_checkpoint_that_does_not_say_all_of_its_shape(monkeypatch, tmp_path):
-    saved = saved_by(TrainingOptions(), 7)
-    del saved["megatron_cp"]["shape"]["adam_beta1"]
-    holding(monkeypatch, saved)
-    with pytest.raises(ArgumentError, match=r"--adam-beta1 was not known, is 0\.9"):
-        check_checkpoint(tmp_path, TrainingOptions(), 257)
 
 
 @pytest.mark.parametrize("train_iters", [6, 7])
@@ -125,7 +119,7 @@ def test_rejects_a_damaged_checkpoint(common, says, monkeypatch, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_the_checkpoint_to_resume_from_is_never_removed(tmp_path):
+def test_a_checkpoint_is_replaced_unless_it_is_the_one_to_resume_from(tmp_path):
     (tmp_path / TRACKER).write_text("5")
     for name in ("iter_0000005", "iter_0000005.new"):
         (tmp_path / name).mkdir()
@@ -133,9 +127,6 @@ def test_the_checkpoint_to_resume_from_is_never_removed(tmp_path):
     with pytest.raises(ArgumentError, match=r"run_dir: got .*iter_0000005'; .* to go on from there: --resume"):
         checkpoint._make_latest(tmp_path / "iter_0000005.new", tmp_path / "iter_0000005", 5)
     assert (tmp_path / "iter_0000005" / "file").read_text() == "iter_0000005"
-
-
-def test_a_checkpoint_that_nobody_named_is_replaced(tmp_path):
     (tmp_path / TRACKER).write_text("5")
     for name in ("iter_0000010", "iter_0000010.new"):
         (tmp_path / name).mkdir()
@@ -144,9 +135,6 @@ def test_a_checkpoint_that_nobody_named_is_replaced(tmp_path):
     assert (tmp_path / "iter_0000010" / "file").read_text() == "iter_0000010.new"
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000010"
     assert not (tmp_path / "iter_0000010.new").exists()
-
-
-# -- gradients -------------------------------------------------------------------------------------------------------
 
 
 def compared(tmp_path, *ranks):
@@ -159,28 +147,19 @@ def compared(tmp_path, *ranks):
     return compare_gradients(*paths)
 
 
-def test_equal_gradients_differ_by_nothing(tmp_path):
+def test_differences_of_gradients_are_relative_to_each_parameter(tmp_path):
     gradients = {"a": [1.0, -2.0], "b": [0.0]}
     found = compared(tmp_path, (gradients, gradients))
     assert (found.error, found.worst_error) == (0, 0)
-
-
-def test_differences_are_relative_to_each_parameter(tmp_path):
     found = compared(tmp_path, ({"big": [100.0], "small": [1.01]}, {"big": [100.0], "small": [1.0]}))
     assert found.error == pytest.approx(0.01, rel=1e-4)
     assert found.worst == "small"
     assert found.worst_share == pytest.approx(0.01)
-
-
-def test_below_a_thousandth_of_the_largest_they_are_relative_to_that(tmp_path):
     found = compared(tmp_path, ({"big": [1.0], "tiny": [3e-8]}, {"big": [1.0], "tiny": [1e-8]}))
     assert found.error == pytest.approx(2e-5, rel=1e-4)
     assert found.worst == "tiny"
     assert found.worst_error == pytest.approx(2, rel=1e-4)
     assert found.worst_share == pytest.approx(1e-8)
-
-
-def test_the_floor_is_of_all_ranks_and_each_is_compared(tmp_path):
     same = {"weight": [1000.0]}
     found = compared(tmp_path, (same, same), ({"weight": [2.0]}, {"weight": [1.0]}))
     assert found.error == pytest.approx(1)

@@ -18,15 +18,10 @@ from megatron_cp.cli.main import main
 @pytest.mark.parametrize(
     ("loss_diff", "gradient_diff", "agrees"),
     [
-        (None, None, True),
-        (0.0, 0.0, True),
-        (1e-3, 1e-5, True),
-        (1.1e-3, 0.0, False),
-        (0.0, 1.1e-5, False),
-        (math.nan, 0.0, False),
-        (0.0, math.nan, False),
+        (None, None, True), (0.0, 0.0, True), (1e-3, 1e-5, True), (1.1e-3, 0.0, False), (0.0, 1.1e-5, False),
+        (math.nan, 0.0, False), (0.0, math.nan, False),
     ],
-)
+)  # fmt: skip
 def test_two_runs_agree_up_to_rounding(loss_diff, gradient_diff, agrees):
     data = {"max_loss_diff": loss_diff, "first_step_grad_diff": gradient_diff}
     assert train._agrees(data, TrainingOptions()) is agrees

@@ -53,9 +53,10 @@ def test_an_older_checkpoint_is_named(checkpoint, tmp_path_factory):
     )
 
 
-def test_rejects_a_file_that_is_missing_and_one_that_is_new(checkpoint):
+def test_rejects_files_that_are_missing_or_new(checkpoint, tmp_path):
     (checkpoint / "__1_0.distcp").rename(checkpoint / "__2_0.distcp")
     assert rejected(checkpoint) == "__1_0.distcp is missing; __2_0.distcp is not one of its files."
+    assert DIGESTS in rejected(tmp_path / "nowhere")
 
 
 @pytest.mark.timeout(20)
@@ -78,10 +79,6 @@ def test_rejects_damaged_digests(content, checkpoint):
 def test_rejects_a_checkpoint_without_digests(checkpoint):
     (checkpoint / DIGESTS).unlink()
     assert rejected(checkpoint) == f"It has no {DIGESTS}: damage would not be noticed."
-
-
-def test_rejects_a_folder_that_is_not_there(tmp_path):
-    assert DIGESTS in rejected(tmp_path / "nowhere")
 
 
 def _on_ranks(group, checkpoint):

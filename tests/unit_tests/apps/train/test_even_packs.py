@@ -43,16 +43,13 @@ def test_even_packs_share_a_step_by_what_the_models_flops_take():
     assert even < given
 
 
-def test_packs_are_for_the_named_machine():
+def test_packs_are_for_the_named_machine_and_not_for_the_context_parallel_size():
     costs = [
         packed_stream(TrainingOptions(**BATCH, cp_even_packs=True, cp_hardware=name), CORPUS, replicas=2).even.cost
         for name in (None, "h100", "a100")
     ]
     assert costs[0] == costs[1] != costs[2]
-
-
-def test_the_context_parallel_size_does_not_decide_packs():
-    """Or a run would not be the same on one rank and on two."""
+    # Or a run would not be the same on one rank and on two.
     packs = [
         lengths_of(packed_stream(TrainingOptions(**BATCH, cp_even_packs=True, context_parallel_size=size), CORPUS, 2))
         for size in (1, 2)

@@ -170,14 +170,11 @@ def test_rejects_values_of_another_type(options, says):
         {"position_embedding_type": "none", "kv_channels": 15},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"tensor_model_parallel_size": 2, "num_query_groups": 1},
-        {"tensor_model_parallel_size": 2, "mamba_num_groups": 1},
-        {"linear_cp_mode": "chunkwise"},
-        {"context_parallel_size": 5, "seq_length": 5},
-        {"data_parallel_size": 3, "global_batch_size": 6},
-        {"lr_warmup_iters": 20, "train_iters": 1, "lr_decay_iters": 21},
-        {"seed": 2**63 - 1},
+        {"tensor_model_parallel_size": 2, "mamba_num_groups": 1}, {"linear_cp_mode": "chunkwise"},
+        {"context_parallel_size": 5, "seq_length": 5}, {"data_parallel_size": 3, "global_batch_size": 6},
+        {"lr_warmup_iters": 20, "train_iters": 1, "lr_decay_iters": 21}, {"seed": 2**63 - 1},
     ],
-)
+)  # fmt: skip
 def test_allows_what_does(options):
     TrainingOptions(**options).check()
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.pack_cost import pack_cost_of
-from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 OPTIONS = TrainingOptions()
 LENGTHS = [700, 1, 3000, 395]
@@ -77,5 +77,4 @@ def test_a_layer_with_a_window_costs_tokens_alone():
 
 @pytest.mark.parametrize("layers", ["GX", ["*", "E"], "+"])
 def test_rejects_layers_that_are_not_counted(layers):
-    with pytest.raises(ArgumentError, match=r"layers: got .* allowed: letters of M, G, \* and -"):
-        pack_cost_of(OPTIONS, layers, vocab_size=512)
+    rejects(r"layers: got .* allowed: letters of M, G, \* and -", pack_cost_of, OPTIONS, layers, vocab_size=512)

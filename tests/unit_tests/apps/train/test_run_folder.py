@@ -14,6 +14,7 @@ import pytest
 from megatron_cp.apps.train import run_folder
 from megatron_cp.apps.train.run_folder import LOCK, locked, write_whole, writing
 from megatron_cp.errors import ArgumentError
+from tests.refusals import rejects
 
 
 def test_rejects_a_folder_in_which_a_run_is_under_way(tmp_path):
@@ -34,8 +35,7 @@ def test_a_run_that_is_killed_leaves_its_folder_to_the_next(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", source, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(ArgumentError, match=f"process {holder.pid} on "):
-            locked(tmp_path, "run_dir").__enter__()
+        rejects(f"process {holder.pid} on ", locked(tmp_path, "run_dir").__enter__)
         holder.send_signal(signal.SIGKILL)
         holder.wait(10)
         with locked(tmp_path, "run_dir"):

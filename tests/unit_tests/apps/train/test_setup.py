@@ -9,6 +9,7 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.setup import _layer_spec, resolve_spec, transformer_config
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.specs import gpt_layer_spec, hybrid_stack_spec
+from tests.refusals import rejects
 
 CPU = torch.device("cpu")
 GPT = ("megatron_cp.megatron.specs", "gpt_layer_spec")
@@ -42,19 +43,14 @@ def test_rejects_modules_without_a_spec(source, says, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("module", ["", ".specs", "no.such", "megatron_cp.no_such"])
 def test_rejects_modules_that_are_not_there(module):
-    with pytest.raises(ArgumentError, match=f"Cannot import '{module}'"):
-        resolve_spec((module, "spec"))
+    rejects(f"Cannot import '{module}'", resolve_spec, (module, "spec"))
 
 
-def test_rejects_functions_that_are_not_pythons():
-    with pytest.raises(ArgumentError, match="'system' is neither a ModuleSpec for HybridModel nor a function"):
-        resolve_spec(("os", "system"))
-
-
-def test_a_spec_of_ones_own(tmp_path, monkeypatch):
+def test_a_spec_of_ones_own_is_a_function_of_pythons(tmp_path, monkeypatch):
     (tmp_path / "own_spec_of_a_test.py").write_text("from megatron_cp.megatron.specs import gpt_layer_spec as mine")
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve_spec(("own_spec_of_a_test", "mine")) == (gpt_layer_spec, False)
+    rejects("'system' is neither a ModuleSpec for HybridModel nor a function", resolve_spec, ("os", "system"))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +67,13 @@ def test_rejects_functions_that_make_no_spec(spec, says):
     assert says in str(caught.value)
 
 
-def test_a_hybrid_model_has_the_layers_of_its_pattern():
+def test_a_configuration_has_the_layers_that_the_flags_say():
     assert transformer_config(TrainingOptions(hybrid_layer_pattern="G*-", num_layers=7), CPU).num_layers == 3
     assert transformer_config(TrainingOptions(spec=GPT, num_layers=7), CPU).num_layers == 7
-
-
-def test_mamba_layers_have_the_shape_that_the_flags_say():
     options = TrainingOptions(hybrid_layer_pattern="MM*-", mamba_num_heads=6, mamba_num_groups=3)
     config = transformer_config(options, CPU)
     found = (config.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim, config.mamba_num_groups)
     assert found == (6, 32, 16, 3)
-
-
-def test_schemes_are_one_or_one_for_each_layer():
     options = {"spec": GPT, "num_layers": 2, "context_parallel_size": 2}
     assert transformer_config(TrainingOptions(**options), CPU).cp_comm_type == "auto"
     each = ("a2a", "auto")
@@ -108,8 +98,7 @@ def test_rejects_gpts_variant_of_a_hybrid_model():
 @pytest.mark.parametrize("name", ["bf16", "use_distributed_optimizer"])
 def test_rejects_what_needs_cuda(name):
     options = TrainingOptions(**{name: True})
-    with pytest.raises(ArgumentError, match=f"{name}: got True; allowed: off on cpu"):
-        transformer_config(options, CPU)
+    rejects(f"{name}: got True; allowed: off on cpu", transformer_config, options, CPU)
 
 
 @pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(257, 1, 384), (384, 1, 384), (385, 2, 512), (1, 3, 384)])

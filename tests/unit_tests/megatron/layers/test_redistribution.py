@@ -16,6 +16,7 @@ from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.redistribution import _RunHooks, arrange_runs
 from megatron_cp.planner.batch import LinearSpec
 from tests.counting_group import CountingGroup
+from tests.refusals import rejects
 
 SLOTS = {"G": LinearSpec("gdn", 8, 8, 16, 16), "M": LinearSpec("mamba", 8, 1, 16, 16)}
 
@@ -97,19 +98,15 @@ def test_rejects_redistribution_with_sequence_parallelism():
         arrange_runs(stack("GG*-", "redistribute"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
 
 
-def test_rejects_redistribution_of_batches_that_are_not_packed():
-    layers = stack("GG*-", "redistribute")
-    arrange_runs(layers, Config())
-    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; .* that are not packed"):
-        layers[0][0].plan_of(16, 1, None)
-
-
 def test_unpacked_batches_are_planned_layer_by_layer():
     layers = stack("GG*-")
     arrange_runs(layers, Config())
     plan = layers[0][0].plan_of(4096, 2, None)
     assert plan.redistribution is None
     assert plan.packing.lengths.tolist() == [4 * 4096] * 2
+    layers = stack("GG*-", "redistribute")
+    arrange_runs(layers, Config())
+    rejects(r"--linear-cp-mode: got 'redistribute'; .* that are not packed", layers[0][0].plan_of, 16, 1, None)
 
 
 def test_rejects_a_padding_mask_inside_a_redistributed_run(monkeypatch):

@@ -42,6 +42,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_unsupported,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from tests.refusals import rejects
 
 
 @dataclasses.dataclass
@@ -85,6 +86,9 @@ def test_a_layer_searches_for_tiles_as_its_flags_say(tmp_path):
     flags = add_arguments(argparse.ArgumentParser()).parse_args(["--cp-search", "3", "--cp-search-cache", "kept"])
     latent = with_options(configure(MLATransformerConfig), flags)
     assert (latent.cp_search, latent.cp_search_cache) == (3.0, "kept")
+    config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
+    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
+    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
 
 
 @pytest.mark.parametrize(
@@ -108,28 +112,16 @@ def test_rejects_searches_that_no_layer_reads(option, schemes):
         configure(OurConfig, **changes)
 
 
-def test_layers_without_tiles_stand_beside_others_that_search():
-    config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
-    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
-    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
-
-
-def test_a_layer_that_needs_none_of_this_is_built():
+def test_windows_and_sinks_are_megatrons():
     layer = build()
     assert (layer.slot.heads, layer.slot.head_dim, layer.slot.mask, layer.slot.scheme) == (4, 8, "causal", "auto")
     assert build(AttnMaskType.no_mask).slot.mask == "full"
-
-
-def test_windows_are_megatrons_layer_by_layer():
     assert build(window_size=(4, 0)).slot.mask == "window:4,0"
     assert build(window_size=(4, 3)).slot.mask == "window:4,0"  # it is causal
     assert build(AttnMaskType.no_mask, window_size=(4, 3)).slot.mask == "window:4,3"
     layers = [CoreAttention(configure(window_size=(4, 0), window_attn_skip_freq=2), number, AttnMaskType.causal, "self",
                             pg_collection=Groups()) for number in (1, 2)]  # fmt: skip
     assert [layer.slot.mask for layer in layers] == ["window:4,0", "causal"]
-
-
-def test_sinks_are_megatrons():
     assert build().softmax_offset is None
     off_by_one, learnable = build(softmax_type="off-by-one"), build(softmax_type="learnable")
     assert off_by_one.softmax_offset.tolist() == [0] * 4
@@ -193,18 +185,14 @@ def test_rejects_a_mean_of_the_ranks_means():
 @pytest.mark.parametrize(
     ("flags", "align"),
     [
-        ({}, 1),
-        ({"tensor_model_parallel_size": 2}, 1),
-        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
-        ({"fp8": "e4m3"}, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
-        ({"fp8": "hybrid", "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64),
-        ({"fp4": "e2m1"}, 128),
+        ({}, 1), ({"tensor_model_parallel_size": 2}, 1),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2), ({"fp8": "e4m3"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16), ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp8": "hybrid", "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64), ({"fp4": "e2m1"}, 128),
         ({"fp8_recipe": "mxfp8", "fp4_recipe": "nvfp4"}, 1),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rows_are_aligned_by_the_flags(flags, align):
     config = configure(**flags)
     assert layout_options(config) == {"align": align, "min_rows": 1}
@@ -227,8 +215,7 @@ def test_rejects_parameters_in_shards_over_ranks(name, cls):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rejects_pipelines_whose_stages_take_batches_of_one_length(layer):
     config = configure(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
-    with pytest.raises(ArgumentError, match=r"^variable_seq_lengths: got False; allowed: True"):
-        LAYERS[layer](config)
+    rejects(r"^variable_seq_lengths: got False; allowed: True", LAYERS[layer], config)
     config.variable_seq_lengths = True
     refuse_unsupported(config)
 
@@ -257,13 +244,10 @@ def test_what_megatrons_pipeline_cuts_is_known_from_its_flags(flags, order):
     assert (latent.cp_packed_order, latent.cp_codec, latent.cp_layout) == (order, "fp8", "zigzag")
 
 
-def test_options_on_our_configuration_are_there_already():
+def test_options_of_a_configuration_are_kept():
     config = configure(OurConfig, cp_codec="int8")
     assert with_options(config, argparse.Namespace(cp_codec="fp8")) is config
     assert config.cp_codec == "int8"
-
-
-def test_options_for_latent_attention_let_lengths_vary_too():
     config = configure(MLATransformerConfig, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     assert with_options(config, argparse.Namespace()).variable_seq_lengths
 
@@ -284,20 +268,17 @@ def test_rejects_other_attention_variants():
     with refused("experimental-attention-variant", "'dsa'") as caught:
         specs.gpt_layer_spec(config)
     assert "leave --spec out" in caught.value.remedy
+    # Transformer Engine is installed in this case; without it, the layer is refused on one rank, too.
+    refusing = specs._refused_under_cp(Layer)
+    assert refusing(configure(), name="one").name == "one"
+    with refused("hybrid-layer-pattern", "'D'"):
+        refusing(configure(context_parallel_size=2))
 
 
 class Layer(nn.Module):
     def __init__(self, config, name=None):
         super().__init__()
         self.name = name
-
-
-def test_rejects_sparse_attention_over_ranks():
-    """Transformer Engine is installed in this case; without it, the layer is refused on one rank, too."""
-    refusing = specs._refused_under_cp(Layer)
-    assert refusing(configure(), name="one").name == "one"
-    with refused("hybrid-layer-pattern", "'D'"):
-        refusing(configure(context_parallel_size=2))
 
 
 def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch):
@@ -365,8 +346,7 @@ def test_rejects_a_layout_that_stages_would_choose_each_for_itself():
 )
 def test_rejects_options_that_do_not_exist(option):
     name = next(iter(option)).replace("_", "-")
-    with pytest.raises(ArgumentError, match=f"^--{name}: got "):
-        configure(OurConfig, **option)
+    rejects(f"^--{name}: got ", configure, OurConfig, **option)
 
 
 def build_latent(**changes):

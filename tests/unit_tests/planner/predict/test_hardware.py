@@ -8,39 +8,38 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict import Link, Topology, machine, presets
 from megatron_cp.planner.predict.hardware import SAFE, written
+from tests.refusals import rejects
 
 
-def test_the_presets_that_are_promised_are_there():
+def test_presets_have_hosts_that_are_full_but_for_the_last():
     assert {"a100", "h100", "h200", "b200", "h800", "rtx4090", "cpu"} <= set(presets())
     assert SAFE in presets()
     assert machine() is machine(SAFE)
+    found = machine("h100").topology(19)
+    assert found.hosts == (0,) * 8 + (1,) * 8 + (2,) * 3
+    assert found.rail.tolist() == [*range(19)]  # a card each
+    assert machine("h100").topology(5, 2).hosts == (0, 0, 0, 1, 1)
+    assert machine("rtx4090").topology(8).rail.tolist() == [0] * 8
+    # And a file says so.
+    emulated = dataclasses.replace(machine("cpu"), shares_cores=True)
+    assert "shares_cores = true" in written(emulated)
+    assert emulated.topology(4).shares_cores
+    assert not machine("cpu").topology(4).shares_cores
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_number_has_a_source(name):
+def test_a_machine_has_a_source_of_every_number_and_a_file(name, tmp_path):
     found = machine(name)
     numbers = {field.name for field in dataclasses.fields(found.hardware)} - {"name", "about", "sources"}
     lacking = numbers - set(found.hardware.sources)
     assert not lacking
     assert {"within", "between"} <= set(found.hardware.sources)
     assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
-
-
-@pytest.mark.parametrize("name", presets())
-def test_a_machine_is_the_same_from_its_own_file(name, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(written(machine(name)))
     again = machine(path)
     assert again == machine(name)
     assert again.hardware.sources == machine(name).hardware.sources
-
-
-def test_hosts_are_full_but_for_the_last():
-    found = machine("h100").topology(19)
-    assert found.hosts == (0,) * 8 + (1,) * 8 + (2,) * 3
-    assert found.rail.tolist() == [*range(19)]  # a card each
-    assert machine("h100").topology(5, 2).hosts == (0, 0, 0, 1, 1)
-    assert machine("rtx4090").topology(8).rail.tolist() == [0] * 8
 
 
 @pytest.mark.parametrize(
@@ -83,25 +82,20 @@ def test_rejects_malformed_files(change, says, tmp_path):
     path, text = tmp_path / "mine.toml", written(machine("h100"))
     assert change[0] in text
     path.write_text(text.replace(*change))
-    with pytest.raises(ArgumentError, match=re.escape(says)):
-        machine(path)
+    rejects(re.escape(says), machine, path)
 
 
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("hosts", lambda: machine().topology(4, 5)),
-        ("hosts", lambda: machine().topology(4, [0, 0, 1])),
-        ("ranks", lambda: machine().topology(0)),
-        ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
-        ("bandwidth", lambda: Link(0.0, 0.0, 0.0)),
-        ("latency", lambda: Link(-1.0, 0.0, 1.0)),
+        ("hosts", lambda: machine().topology(4, 5)), ("hosts", lambda: machine().topology(4, [0, 0, 1])),
+        ("ranks", lambda: machine().topology(0)), ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
+        ("bandwidth", lambda: Link(0.0, 0.0, 0.0)), ("latency", lambda: Link(-1.0, 0.0, 1.0)),
         ("shares_cores", lambda: Topology((0, 1), Link(0, 0, 1), Link(0, 0, 1), shares_cores=1)),
     ],
-)
+)  # fmt: skip
 def test_rejects_impossible_places(argument, call):
-    with pytest.raises(ArgumentError, match=f"^{argument}: got "):
-        call()
+    rejects(f"^{argument}: got ", call)
 
 
 def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
@@ -113,11 +107,3 @@ def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
     assert [hardware.rule_rate("kda", 80, forward=way) for way in (True, False)] == [4.0, 5.0]
     assert [hardware.rule_rate("kda", 100, forward=way) for way in (True, False)] == [10.0, 11.0]
     assert [hardware.rule_host_seconds(kind, 256) for kind in ("gdn", "kda", "mamba")] == [3.0, 12.0, 9.0]
-
-
-def test_emulated_hosts_share_their_cores():
-    """And a file says so."""
-    emulated = dataclasses.replace(machine("cpu"), shares_cores=True)
-    assert "shares_cores = true" in written(emulated)
-    assert emulated.topology(4).shares_cores
-    assert not machine("cpu").topology(4).shares_cores

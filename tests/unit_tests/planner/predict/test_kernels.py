@@ -40,13 +40,16 @@ def test_an_edge_wastes_half_of_the_tiles_that_it_cuts(band, pairs, wasted):
     assert shapes(band, tile=100) == [[pairs], [wasted], [band[1] - band[0]], [1]]
 
 
-def test_the_stages_of_a_ring_waste_only_where_an_edge_runs():
+def test_masks_waste_only_where_an_edge_runs():
     layout = Layout.contiguous(Packing([400]), 4)
     step = plan_attention(layout.packing, layout, heads=4, head_dim=16, scheme="p2p").attend
     found = stage_shapes(step, 10)
     assert found.cut[0].tolist() == [99 * 10 // 2] * 4
     assert not found.cut[1:].any()
     assert found.pairs.sum() == 400 * 401 // 2
+    layout = Layout.contiguous(Packing([100]), 1)
+    made = plan_attention(layout.packing, layout, heads=1, head_dim=16, mask=Mask.full(layout.packing))
+    assert not stage_shapes(made.attend, 64).cut.any()
 
 
 def test_attention_adds_up():
@@ -94,9 +97,3 @@ def test_a_convolution_takes_its_channels():
     for forward, rate in ((True, 2), (False, 1)):
         seconds = convolution_seconds(plan, hardware, 2, np.array([10]), forward=forward)
         assert seconds == pytest.approx([elements / rate + 0.5])
-
-
-def test_a_mask_that_hides_nothing_wastes_nothing():
-    layout = Layout.contiguous(Packing([100]), 1)
-    made = plan_attention(layout.packing, layout, heads=1, head_dim=16, mask=Mask.full(layout.packing))
-    assert not stage_shapes(made.attend, 64).cut.any()

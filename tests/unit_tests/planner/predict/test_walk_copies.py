@@ -37,15 +37,12 @@ def test_rows_are_copied_where_they_are_not_in_stream_order(scheme, codec, conti
         assert copies(plan, forward=forward) == both
 
 
-def test_a_linear_layer_packs_its_heads_in_any_order():
-    """Its result is no message, unlike attention's."""
+def test_rows_are_put_in_order_where_they_are_not():
+    # Its result is no message, unlike attention's.
     for name, expected in (("contiguous", ["pack heads"]), ("zigzag", ["unpack heads", "pack heads"])):
         layout = getattr(cp.Layout, name)(PACKING, 4)
         plan = cp.plan_linear(PACKING, layout, kind="gdn", heads=4, head_dim=8, mode="headwise")
         assert copies(plan, forward=True) == expected
-
-
-def test_one_rank_puts_rows_in_order_for_attention_where_they_are_not():
     packing = cp.Packing([8])
     for fragments, steps in (([(5, 8), (0, 5)], ["ToHeads", "Attend", "ToTokens"]), ([(0, 8)], ["Attend"])):
         layout = cp.Layout.from_fragments(packing, [fragments])

@@ -21,6 +21,7 @@ from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
+from tests.refusals import rejects
 from tools.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
@@ -208,8 +209,6 @@ def test_seconds_are_bounded_by_work_and_by_transfers():
                 lower_bound_of_seconds(problem, **{"pairs_per_second": 1.0, "bytes_per_second": 1.0} | {name: value})
 
 
-# -- six masks ---------------------------------------------------------------------------------------------------------
-
 # What CP-SAT proves best of the blocks of UltraAttn's tables on 8 ranks, or the best that is known of (backward of
 # causal, strided and global_local: benchmarks/results/tiles_planner.md).
 OPTIMA = {
@@ -235,13 +234,10 @@ def test_the_fast_stage_is_near_the_optimum(name, way):
     assert loads(problem, found.ranks).max() <= problem.load_cap
 
 
-def test_a_bound_that_is_reached_is_an_optimum():
+def test_a_bound_that_is_reached_is_an_optimum_and_queries_stay_with_their_owners():
     _, found = solved("full", FORWARD)
     assert (found.optimal, found.bound) == (True, 8)
-
-
-def test_strong_grouping_leaves_queries_with_their_owners():
-    """With few heads of keys, only keys travel: grids of queries and keys would send more."""
+    # With few heads of keys, only keys travel: grids of queries and keys would send more.
     packing = cp.Packing([4096])
     weights = TileWeights.forward(heads=32, kv_heads=1, head_dim=64)
     problem = tiles_of(cp.Mask.full(packing), cp.Layout.contiguous(packing, 8), weights=weights)
@@ -260,8 +256,6 @@ def test_a_pack_of_documents_on_many_hosts():
     assert found.bound <= cost(problem, found.ranks)
     assert cost(problem, found.ranks) < cost(problem, problem.rows.owners[problem.tile_rows])
 
-
-# -- the same everywhere -----------------------------------------------------------------------------------------------
 
 PRINTS_HASHES = """
 import hashlib
@@ -283,16 +277,12 @@ def test_processes_find_the_same():
 
 
 @needs_solver
-def test_the_exact_stage_finds_the_same_twice():
+def test_the_exact_stage_finds_the_same_twice_and_has_a_gap_where_it_ends_early():
     problem = block_problem("streaming", BACKWARD)
     start = longest_first(problem.work, 8)
     first, second = (exact_stage.search(problem, start, seconds=0.2) for _ in range(2))
     assert np.array_equal(first.ranks, second.ranks)
     assert (first.optimal, first.bound) == (second.optimal, second.bound)
-
-
-@needs_solver
-def test_a_search_that_ends_early_has_a_gap():
     problem = block_problem("global_local", BACKWARD)
     start = longest_first(problem.work, 8)
     found = exact_stage.search(problem, start, seconds=0.01, bound=3)
@@ -329,18 +319,17 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     problem = drawn(1)
-    with pytest.raises(ArgumentError, match=r"^search_seconds: .*pip install ortools=="):
-        solve(problem, search_seconds=5)
+    rejects(r"^search_seconds: .*pip install ortools==", solve, problem, search_seconds=5)
     assert solve(problem).bound > 0
 
 
-def test_rejects_a_load_cap_that_tiles_do_not_keep():
+def test_rejects_load_caps_and_caches_that_cannot_be(tmp_path):
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
         solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
-
-
-# -- answers on disk ---------------------------------------------------------------------------------------------------
+    (tmp_path / "file").write_text("")
+    for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
+        rejects(r"^cache:", solve, drawn(1), cache=cache)
 
 
 def kept(directory):
@@ -430,15 +419,7 @@ def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, spoil):
     solve(problem, cache=tmp_path)
     path = kept(tmp_path)
     path.write_text(spoil(path.read_text(), json.loads(path.read_text())))
-    with pytest.raises(ArgumentError, match=rf"^cache: .*{problem.digest}.json: .* Delete "):
-        solve(problem, cache=tmp_path)
-
-
-def test_rejects_a_cache_that_is_no_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ArgumentError, match=r"^cache:"):
-            solve(drawn(1), cache=cache)
+    rejects(rf"^cache: .*{problem.digest}.json: .* Delete ", solve, problem, cache=tmp_path)
 
 
 def test_problems_that_differ_have_other_names():

@@ -166,10 +166,17 @@ def probed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cp_size", [4, 40])
-def test_pictures_are_painted(probed, cp_size):
-    """Words on their axes alone would be a hundredth of them."""
+def test_the_wheel_the_keyboard_and_clicks_change_pictures(probed, cp_size):
+    # Words on their axes alone would be a hundredth of them.
     for name in ("ownership", "tiles", "timeline", "traffic"):
         assert float(probed[cp_size][f"{name}-painted"]) > 0.3
+    found = probed[cp_size]
+    assert (found["zoomed"], found["back"]) == ("true", "true")
+    assert re.fullmatch(r"From .* to .*\.", found["said"])
+    # In both directions, and the wheel zooms both.
+    found = probed[cp_size]
+    assert re.search(rf"computed by rank {found['chosen']} on", found["tiles-tip"])
+    assert (found["alone"], found["everyone"], found["both-zoomed"]) == ("true", "true", "true")
 
 
 def test_hover_names_what_is_under_the_pointer(probed):
@@ -187,26 +194,8 @@ def test_hover_names_what_is_under_the_pointer(probed):
     assert re.match(r"rank \d on host 0, compute\n[\d.]+ % of the time about ", many["timeline-tip"])
 
 
-@pytest.mark.parametrize("cp_size", [4, 40])
-def test_the_wheel_and_the_keyboard_zoom(probed, cp_size):
-    found = probed[cp_size]
-    assert (found["zoomed"], found["back"]) == ("true", "true")
-    assert re.fullmatch(r"From .* to .*\.", found["said"])
-
-
-@pytest.mark.parametrize("cp_size", [4, 40])
-def test_a_click_on_a_tile_shows_its_rank_alone(probed, cp_size):
-    """In both directions, and the wheel zooms both."""
-    found = probed[cp_size]
-    assert re.search(rf"computed by rank {found['chosen']} on", found["tiles-tip"])
-    assert (found["alone"], found["everyone"], found["both-zoomed"]) == ("true", "true", "true")
-
-
-def test_a_click_on_a_heading_sorts(probed):
+def test_a_click_on_a_heading_sorts_and_colours_change(probed):
     assert (probed[4]["rising"], probed[4]["falling"]) == ("ascending", "descending")
-
-
-def test_colours_change_and_the_table_of_ranks_is_filled(probed):
     assert [probed[size]["repainted"] for size in (4, 40)] == ["true", "true"]
     assert [probed[size]["rows"] for size in (4, 40)] == ["4", "40"]
 

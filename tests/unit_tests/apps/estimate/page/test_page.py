@@ -14,6 +14,7 @@ from megatron_cp.apps.estimate.page.columns import packed, packed_matrix, packed
 from megatron_cp.apps.estimate.page.page import check_page, page_of, save_page
 from megatron_cp.errors import ArgumentError
 from tests.page_sample import sample
+from tests.refusals import rejects
 
 REPORT = {
     "title": "a model",
@@ -23,10 +24,7 @@ REPORT = {
         {"name": "cp 4, slow", "cp": 4, "milliseconds": {"attention": 4.0, "step": 9.0}},
         {"name": "cp 2, unknown"},
         {
-            "name": "cp 2, quick",
-            "cp": 2,
-            "milliseconds": {"attention": 2.0, "step": 5.0},
-            "mfu": 0.5,
+            "name": "cp 2, quick", "cp": 2, "milliseconds": {"attention": 2.0, "step": 5.0}, "mfu": 0.5,
             "bytes": {"a": 3},
         },
         {"name": "cp 2, taken", "cp": 2, "milliseconds": {"step": 6.0}, "chosen": True, "flags": "--cp 2"},
@@ -64,40 +62,40 @@ def unpacked(column):
     return np.frombuffer(base64.b64decode(text), TYPES[name]).tolist()
 
 
-# -- what it holds -----------------------------------------------------------------------------------------------------
-
-
-def test_candidates_are_led_by_the_chosen_one_and_then_by_the_fastest():
+def test_candidates_are_led_by_the_chosen_one_and_a_kind_is_kept():
     candidates = shown(page_of(REPORT))["candidates"]
     assert [candidate["kind"] for candidate in candidates] == ["taken", "quick", "slow", "unknown"]
+    assert shown(page_of({"candidates": [{"name": "cp 2, a", "kind": "b"}]}))["candidates"][0]["kind"] == "b"
+    assert page_of(REPORT) == page_of(copy.deepcopy(REPORT))
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cp 16, exact, headwise", "exact, headwise"),
-        ("exact, cp=16, balanced", "exact, balanced"),
-        ("exact cp 8", "exact"),
-        ("cp 16", "cp 16"),
-        ("decp 4x", "decp 4x"),
+        ("cp 16, exact, headwise", "exact, headwise"), ("exact, cp=16, balanced", "exact, balanced"),
+        ("exact cp 8", "exact"), ("cp 16", "cp 16"), ("decp 4x", "decp 4x"),
     ],
-)
+)  # fmt: skip
 def test_a_kind_is_the_name_without_its_size(name, kind):
     assert shown(page_of({"candidates": [{"name": name}]}))["candidates"][0]["kind"] == kind
 
 
-def test_a_kind_that_is_given_is_kept():
-    assert shown(page_of({"candidates": [{"name": "cp 2, a", "kind": "b"}]}))["candidates"][0]["kind"] == "b"
-
-
-def test_fragments_are_in_the_order_of_the_stream():
+def test_fragments_tiles_and_hosts_are_kept_in_order():
     ownership = shown(page_of(REPORT))["ownership"]
     assert {name: unpacked(column) for name, column in ownership.items()} == {
-        "lengths": [5, 0, 4],
-        "starts": [0, 3, 7],
-        "ends": [3, 7, 9],
-        "ranks": [0, 1, 1],
-    }
+        "lengths": [5, 0, 4], "starts": [0, 3, 7], "ends": [3, 7, 9], "ranks": [0, 1, 1],
+    }  # fmt: skip
+    (picture,) = shown(page_of(REPORT))["tiles"]
+    given = REPORT["tiles"][0]
+    assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
+    assert unpacked(picture["ranks"]) == given["ranks"]
+    assert {name: picture[name] for name in ("name", "text", "queries", "keys", "group")} == {
+        **{name: given[name] for name in ("name", "text", "queries", "keys")}, "group": 1
+    }  # fmt: skip
+    empty = {"name": "a", "queries": 0, "keys": 3, "ranks": [], "shapes": []}
+    (picture,) = shown(page_of({"tiles": [empty]}))["tiles"]
+    assert (unpacked(picture["shapes"]), picture["text"]) == ([], "")
+    assert shown(page_of(REPORT))["hosts"] == ["host 0", "second"]
 
 
 def test_events_are_in_the_order_of_ranks_streams_and_starts():
@@ -115,56 +113,28 @@ def test_events_are_in_the_order_of_ranks_streams_and_starts():
     assert timeline["seconds"] == 1e-6
 
 
-def test_tiles_are_kept_as_they_are():
-    (picture,) = shown(page_of(REPORT))["tiles"]
-    given = REPORT["tiles"][0]
-    assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
-    assert unpacked(picture["ranks"]) == given["ranks"]
-    assert {name: picture[name] for name in ("name", "text", "queries", "keys", "group")} == {
-        **{name: given[name] for name in ("name", "text", "queries", "keys")}, "group": 1
-    }  # fmt: skip
-
-
-def test_a_mask_that_nothing_sees_has_no_tiles():
-    empty = {"name": "a", "queries": 0, "keys": 3, "ranks": [], "shapes": []}
-    (picture,) = shown(page_of({"tiles": [empty]}))["tiles"]
-    assert (unpacked(picture["shapes"]), picture["text"]) == ([], "")
-
-
-def test_hosts_have_names():
-    assert shown(page_of(REPORT))["hosts"] == ["host 0", "second"]
-
-
 @pytest.mark.parametrize("part", REPORT)
-def test_every_part_may_be_absent_or_none(part):
+def test_every_part_may_be_absent_or_alone(part):
     without = {name: value for name, value in REPORT.items() if name != part}
     assert part not in {name for name in shown(page_of(without)) if name != "ranks"}
     assert page_of({**REPORT, part: None}) == page_of(without)
-
-
-@pytest.mark.parametrize("part", REPORT)
-def test_every_part_may_be_alone(part):
     assert set(shown(page_of({part: REPORT[part]}))) == {part, "ranks"}
 
 
 @pytest.mark.parametrize(
     ("report", "ranks"),
     [
-        ({}, 0),
-        ({"work": {"values": [1, 2, 3]}}, 3),
-        ({"ownership": REPORT["ownership"]}, 2),
-        ({"timeline": REPORT["timeline"]}, 2),
-        ({"tiles": REPORT["tiles"]}, 2),
+        ({}, 0), ({"work": {"values": [1, 2, 3]}}, 3), ({"ownership": REPORT["ownership"]}, 2),
+        ({"timeline": REPORT["timeline"]}, 2), ({"tiles": REPORT["tiles"]}, 2),
         ({"tiles": [{**REPORT["tiles"][0], "group": 3, "ranks": [3, 0]}]}, 6),
-        ({"traffic": {"matrix": np.zeros((5, 5))}}, 5),
-        ({"ownership": REPORT["ownership"], "hosts": ["a"] * 7}, 7),
+        ({"traffic": {"matrix": np.zeros((5, 5))}}, 5), ({"ownership": REPORT["ownership"], "hosts": ["a"] * 7}, 7),
     ],
-)
+)  # fmt: skip
 def test_ranks_are_counted(report, ranks):
     assert shown(page_of(report))["ranks"] == ranks
 
 
-def test_numpy_is_taken_as_lists_are():
+def test_numpy_is_taken_as_lists_are_and_lists_may_be_empty():
     given = copy.deepcopy(REPORT)
     given["ownership"] = {name: np.array(value, dtype=np.int32) for name, value in given["ownership"].items()}
     given["work"] = np.array(given["work"])
@@ -172,14 +142,9 @@ def test_numpy_is_taken_as_lists_are():
     given["traffic"]["matrix"] = np.array(given["traffic"]["matrix"])
     given["candidates"][2] |= {"cp": np.int64(2), "mfu": np.float64(0.5)}
     assert shown(page_of(given)) == shown(page_of(REPORT))
-
-
-def test_an_empty_timeline_and_an_empty_stream_are_shown():
     report = {"timeline": {"events": []}, "ownership": {name: [] for name in REPORT["ownership"]}}
     assert unpacked(shown(page_of(report))["timeline"]["start"]) == []
 
-
-# -- one file, and nothing of a user's is taken for HTML ---------------------------------------------------------------
 
 EVIL = "<script>alert(1)</script><!-- </script> &amp; \" ' ${x} $title \u2028 \ud800"
 
@@ -202,7 +167,7 @@ def evil():
     }  # fmt: skip
 
 
-def test_texts_are_escaped():
+def test_texts_are_escaped(tmp_path):
     page = page_of(evil())
     assert "<script>alert" not in page
     assert page.count("</script>") == 2  # of the report and of the scripts
@@ -210,9 +175,6 @@ def test_texts_are_escaped():
     report = shown(page)
     assert report["title"] == EVIL
     assert report["candidates"][0]["name"] == EVIL
-
-
-def test_what_utf8_cannot_hold_is_written(tmp_path):
     save_page(evil(), tmp_path / "evil.html")
     assert "<title>&lt;script&gt;alert(1)" in (tmp_path / "evil.html").read_text(encoding="utf-8")
 
@@ -222,10 +184,6 @@ def test_the_page_asks_for_nothing_outside_itself():
     for wanted in ("src=", "@import", "url(", "fetch(", "XMLHttpRequest", "import(", "<link"):
         assert wanted not in page
     assert re.findall(r"https?://[^\s\"'`]+", page) == ["http://www.w3.org/2000/svg"]  # the name of SVG, not asked for
-
-
-def test_the_policy_allows_the_pages_own_script_and_style_alone():
-    page = page_of(REPORT)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -234,27 +192,13 @@ def test_the_policy_allows_the_pages_own_script_and_style_alone():
     assert f"script-src 'sha256-{module._hash(script)}'" in policy
 
 
-def test_the_page_is_the_same_each_time():
-    assert page_of(REPORT) == page_of(copy.deepcopy(REPORT))
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        ([], "u1"),
-        ([0, 255], "u1"),
-        ([256], "u2"),
-        ([65536.0], "u4"),
-        ([2**32 - 1], "u4"),
-        ([2**32], "f4"),
-        ([0.5], "f4"),
-        ([-1], "f4"),
-        ([1e300], "f8"),
+        ([], "u1"), ([0, 255], "u1"), ([256], "u2"), ([65536.0], "u4"), ([2**32 - 1], "u4"), ([2**32], "f4"),
+        ([0.5], "f4"), ([-1], "f4"), ([1e300], "f8"),
     ],
-)
+)  # fmt: skip
 def test_numbers_have_the_smallest_type_that_holds_them(values, name):
     column = packed(np.array(values))
     assert column[0] == name
@@ -267,9 +211,6 @@ def test_times_are_finer_than_float32():
     back = times["origin"] + times["tick"] * np.array(unpacked(times["start"]))
     assert np.abs(back - starts).max() < 1e-6
     assert np.abs(starts.astype(np.float32) - starts).max() > 1
-
-
-def test_times_of_one_moment():
     times = packed_times(np.array([3.0]), np.array([3.0]))
     assert (times["origin"], unpacked(times["start"]), unpacked(times["end"])) == (3.0, [0], [0])
 
@@ -308,9 +249,6 @@ def test_1024_ranks_are_below_15_megabytes():
         },
     }  # fmt: skip
     assert len(page_of(report)) < 15e6
-
-
-# -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
 def changed(path, value):
@@ -382,8 +320,7 @@ def test_rejects_what_is_no_report(path, value):
 
 @pytest.mark.parametrize("report", [None, 5, "report", [], [("title", "a")]])
 def test_rejects_what_is_no_dictionary(report):
-    with pytest.raises(ArgumentError, match="report: got"):
-        page_of(report)
+    rejects("report: got", page_of, report)
 
 
 def test_a_refusal_names_the_field():
@@ -401,24 +338,18 @@ def test_a_refusal_names_the_field():
 def test_rejects_what_is_no_name_for_a_page(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (lambda: save_page(REPORT, path), lambda: check_page("path", path)):
-        with pytest.raises(ArgumentError, match="path: got"):
-            call()
+        rejects("path: got", call)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rejects_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "page.html").mkdir()
-    with pytest.raises(ArgumentError, match="path: got"):
-        save_page(REPORT, tmp_path / "page.html")
+    rejects("path: got", save_page, REPORT, tmp_path / "page.html")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file names may be longer there")
 def test_rejects_a_name_that_the_system_refuses(tmp_path):
-    with pytest.raises(ArgumentError, match="can be written"):
-        save_page(REPORT, tmp_path / f"{'a' * 300}.html")
-
-
-# -- a sample of real plans --------------------------------------------------------------------------------------------
+    rejects("can be written", save_page, REPORT, tmp_path / f"{'a' * 300}.html")
 
 
 def test_a_sample_has_every_part(tmp_path):
