@@ -16,7 +16,8 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors", "extras", "lazy", "versions"},
+    {"errors", "extras", "versions"},
+    {"lazy"},
     {"layout", "torch_private"},
     {"exchange", "data"},
     {"plan"},
