@@ -67,7 +67,8 @@ EXTRAS = {
         ALL_NAMES.format("megatron_cp.megatron"),
         (
             ("train", "--context-parallel-size", "2", "--train-iters", "2", "--device", "cpu"),
-            ("doctor", "--megatron", "--context-parallel-size", "2", "--num-layers", "2"),
+            ("doctor", "--megatron", "--context-parallel-size", "2", "--num-layers", "2", "--calculate-per-token-loss",
+             "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"),
         ),
         ours=True,
     ),
@@ -89,6 +90,8 @@ EXTRAS = {
 # What the package is used beside, and with which of its extras.
 HOSTS = {
     "axolotl": "transformers",
+    "llamafactory": "transformers",
+    "ms-swift": "transformers",
     "verl": "transformers",
     "torchtitan": "",
     "diffusers": "diffusers",
@@ -284,6 +287,7 @@ def _resolved(wanted: list[str], folder: Path) -> tuple[dict[str, str] | None, s
     """Returns the versions of all packages that the resolver takes together, or None and why there are none."""
     asked, answer = folder / "wanted.txt", folder / "pins.txt"
     asked.write_text("\n".join(wanted))
+    answer.unlink(missing_ok=True)  # the versions in it would be preferred
     done = _uv(
         folder, "pip", "compile", asked, "-o", answer, "--no-annotate", "--no-header", "--python", sys.executable
     )

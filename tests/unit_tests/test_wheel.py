@@ -65,7 +65,7 @@ def test_dist_fails_where_a_check_fails(missing, monkeypatch, tmp_path, capsys):
     assert ("base broke" in capsys.readouterr().out) is bool(missing)
 
 
-@pytest.mark.parametrize(("words", "known"), [(["nothing"], "base, megatron"), (["--beside", "base"], "axolotl, verl")])
+@pytest.mark.parametrize(("words", "known"), [(["nothing"], "base, megatron"), (["--beside", "base"], "axolotl, ")])
 def test_dist_rejects_a_name_that_it_does_not_know(words, known, monkeypatch, capsys):
     monkeypatch.setattr(dist.sys, "argv", ["dist", *words])
     with pytest.raises(SystemExit):
