@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults versions clean
+.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults versions dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -70,6 +70,9 @@ faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, o
 
 versions: setup ## the unit tests with other Pythons, torch and transformers, oldest to newest, and the table of them; ARGS="oldest --short"
 	PYTHONPATH=. $(RUN)/python -m tools.versions $(or $(ARGS),--write)
+
+dist: setup ## builds the wheel, and tries it and each extra in a bare environment, away from the clone; ARGS="base megatron"
+	PYTHONPATH=. $(RUN)/python -m tools.dist $(ARGS)
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

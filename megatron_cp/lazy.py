@@ -14,7 +14,7 @@ import lazy_loader
 
 
 def attach_stub(
-    package: str, file: str, renamed: Mapping[str, str] | None = None
+    package: str, file: str, renamed: Mapping[str, str] | None = None, extra: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package, whose names stand in the stub beside its `__init__`.
 
@@ -25,13 +25,20 @@ def attach_stub(
         package: the package's `__name__`.
         file: the package's `__file__`.
         renamed: public names by those that they had before, with which a use of an old one is answered.
+        extra: the extra of this distribution that the package needs; an import that fails says how to install it.
     """
     load, _, names = lazy_loader.attach_stub(package, file)
     public, folder, old = frozenset(names), Path(file).parent, dict(renamed or {})
 
     def get(name: str) -> Any:
         if name in public:
-            found = load(name)
+            try:
+                found = load(name)
+            except ImportError as error:
+                if extra is None or (error.name or "").partition(".")[0] == "megatron_cp":
+                    raise  # a mistake of ours, which no installation mends
+                kind = ModuleNotFoundError if isinstance(error, ModuleNotFoundError) else ImportError
+                raise kind(_remedy(package, extra, error), name=error.name) from error
             vars(sys.modules[package])[name] = found  # lazy_loader keeps it from 0.6 on
             return found
         # With its name, so that Python adds no hint of its own to this one.
@@ -46,6 +53,12 @@ def attach_stub(
         return _resembling(name, names)
 
     return get, lambda: sorted(public), names
+
+
+def _remedy(package: str, extra: str, error: ImportError) -> str:
+    from megatron_cp.extras import install  # reads the metadata of the installation
+
+    return f"{error}; {package} needs it: {install(extra)}"
 
 
 def _resembling(name: str, known: Collection[str]) -> str:

@@ -163,7 +163,7 @@ def _measured(environment: Environment, python: str, args: argparse.Namespace) -
                 "-p", "no:cacheprovider", f"--junitxml={report}", *(SHORT if args.short else TESTS),
                 *(f"--ignore=tests/unit_tests/{name}" for name in PINNED_TRITON),
             ]  # fmt: skip
-            subprocess.run(list(map(str, command)), cwd=ROOT, env=_clean(), check=False)
+            subprocess.run(list(map(str, command)), cwd=ROOT, env=clean_variables(), check=False)
             counts = _counts(report)
         found = _versions(inner)
     finally:
@@ -180,8 +180,7 @@ def _install(environment: Environment, python: str, folder: Path) -> None:
     wanted = [*environment.requirements, *(() if environment.name == "pinned" else OF_TESTS)]
     own = [f"{ROOT}[dev]"] if "megatron_cp[dev]" in wanted else [str(ROOT)]
     others = [each for each in wanted if each != "megatron_cp[dev]"]
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    uv = shutil.which("uv", path=beside)
+    uv = find_uv()
     if uv is not None:
         subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
         # Without its cache, which would keep 5 GB of each environment.
@@ -189,10 +188,16 @@ def _install(environment: Environment, python: str, folder: Path) -> None:
     else:
         subprocess.run([python, "-m", "venv", folder], check=True)
         install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*map(str, install), "--editable", *own, *others], cwd=ROOT, env=_clean(), check=True)
+    subprocess.run([*map(str, install), "--editable", *own, *others], cwd=ROOT, env=clean_variables(), check=True)
 
 
-def _clean() -> dict[str, str]:
+def find_uv() -> str | None:
+    """Returns the path of `uv`, which the extra `dev` puts beside Python; None if it is not there."""
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which("uv", path=beside)
+
+
+def clean_variables() -> dict[str, str]:
     """Returns the environment variables without those that choose this process's Python, or keep no bytecode.
 
     Hundreds of processes import the packages: compiling them each time takes several times as long as the tests.

@@ -8,4 +8,4 @@ else in the package may import this room but `cli` and `apps`.
 
 from megatron_cp.lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, extra="megatron")

@@ -41,13 +41,16 @@ def exchanged(module: ModuleType, **values: Any) -> Iterator[None]:
 def gated_delta_net_without_fla() -> Iterator[None]:
     """Lets Megatron's Gated DeltaNet be built without flash-linear-attention.
 
-    What: `HAVE_FLA` of `ssm.gated_delta_net.common`.
-    Why: the constructor raises `ImportError` without fla, whose kernels our forward does not call.
+    What: `HAVE_FLA` of `ssm.gated_delta_net.common`, and `chunk_gated_delta_rule` of `ssm.gated_delta_net.gdn`, where
+    Megatron's own rule in torch takes its place.
+    Why: the constructor raises `ImportError` without fla, whose kernels our forward does not call, and refuses a layer
+    without a rule.
     Until: Megatron looks for its kernels in `forward`.
     """
-    from megatron.core.ssm.gated_delta_net import common
+    from megatron.core.ssm.gated_delta_net import common, gdn
 
-    with exchanged(common, HAVE_FLA=True):
+    rule = gdn.chunk_gated_delta_rule or gdn.torch_chunk_gated_delta_rule
+    with exchanged(common, HAVE_FLA=True), exchanged(gdn, chunk_gated_delta_rule=rule):
         yield
 
 

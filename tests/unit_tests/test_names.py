@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 
 import megatron_cp
+from megatron_cp import extras, lazy
 
 HOUSE = Path(megatron_cp.__file__).parent
 PACKAGES = sorted(
     ".".join(("megatron_cp", *stub.parent.relative_to(HOUSE).parts)) for stub in HOUSE.rglob("__init__.pyi")
 )
-NEEDS = {"megatron_cp.megatron": "megatron.core", "megatron_cp.transformers": "transformers"}
+NEEDS = {
+    "megatron_cp.diffusers": "diffusers",
+    "megatron_cp.megatron": "megatron.core",
+    "megatron_cp.transformers": "transformers",
+}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -70,6 +75,45 @@ def test_rejects_a_former_name_with_that_of_today(old, new):
     with pytest.raises(AttributeError, match=f"attribute '{old}'. It is {new} now$"):
         getattr(megatron_cp, old)
     assert new in megatron_cp.__all__
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "missing"),
+    [
+        ("megatron_cp.diffusers", "enable_context_parallel", "diffusers"),
+        ("megatron_cp.megatron", "specs", "megatron"),
+        ("megatron_cp.transformers", "enable_context_parallel", "transformers"),
+        ("megatron_cp.transformers", "ContextParallelTrainer", "accelerate"),
+    ],
+)
+def test_rejects_a_name_whose_extra_is_not_installed(package, name, missing):
+    """In a process that cannot find one package of the extra, as if it had not been installed."""
+    code = f"""
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Without())
+import {package} as package
+try:
+    package.{name}
+except ModuleNotFoundError as error:
+    print(error.name.split(".")[0], str(error))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith(f"{missing} No module named '{missing}")
+    assert f"; {package} needs it: {extras.install(package.rpartition('.')[2])}" in said
+
+
+def test_an_error_of_our_own_is_not_answered_with_an_installation(monkeypatch):
+    def fails(name):
+        raise ImportError(f"cannot import name {name!r}", name="megatron_cp.diffusers.enable")
+
+    monkeypatch.setattr(lazy.lazy_loader, "attach_stub", lambda *_: (fails, None, ["enable"]))
+    get, _, _ = lazy.attach_stub("megatron_cp.diffusers", "there/__init__.py", extra="diffusers")
+    with pytest.raises(ImportError, match=r"^cannot import name 'enable'$"):
+        get("enable")
 
 
 def test_public_names_begin_with_no_of_and_are_pickled():

@@ -11,7 +11,7 @@ from tools import versions as tool
 
 ROWS = [
     {"python": "3.10.1", "torch": "2.9.0", "transformers": "5.0.0", "megatron-core": None, "numpy": "1.26.4"},
-    {"python": "3.13.0", "torch": "2.14.1", "transformers": "5.24.0", "megatron-core": "0.19.2", "numpy": "2.5.5"},
+    {"python": "3.99.0", "torch": "2.14.1", "transformers": "5.24.0", "megatron-core": "0.19.2", "numpy": "2.5.5"},
 ]
 COUNTS = {"passed": 5, "failed": 0, "skipped": 1, "failures": [], "date": "2026-11-25"}
 

@@ -1,8 +1,13 @@
-"""Tests of an installed package's contents, which the build lists without building."""
+"""Tests of an installed package's contents, which the build lists without building, and of `make dist`."""
 
 from pathlib import Path
 
+import pytest
 from setuptools.dist import Distribution
+
+from megatron_cp.cli.main import COMMANDS
+from megatron_cp.planner.predict.hardware import tomllib
+from tools import dist
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,11 +22,52 @@ def test_the_wheel_holds_every_module_and_says_that_it_is_typed(monkeypatch):
     build.ensure_finalized()
     held = {Path(name).relative_to("wheel") for name in build.get_outputs(include_bytecode=False)}
     assert Path("megatron_cp/py.typed") in held
-    modules = {path.relative_to(ROOT) for path in (ROOT / "megatron_cp").rglob("*.py")}
-    assert {path for path in held if path.suffix == ".py"} == modules
     assert (ROOT / "megatron_cp" / "py.typed").read_bytes() == b""
-    stubs = {path.relative_to(ROOT) for path in (ROOT / "megatron_cp").rglob("*.pyi")}
-    assert Path("megatron_cp/__init__.pyi") in stubs
-    assert {path for path in held if path.suffix == ".pyi"} == stubs  # without one its package cannot be imported
-    page = ROOT / "megatron_cp" / "apps" / "estimate" / "page"
-    assert {path.relative_to(ROOT) for kind in ("html", "css", "js") for path in page.glob(f"*.{kind}")} <= held
+    # Pages beside the code are for those who read it, and no command reads them.
+    there = {path.relative_to(ROOT) for path in (ROOT / "megatron_cp").rglob("*") if path.is_file()}
+    assert held == {path for path in there if "__pycache__" not in path.parts and path.suffix != ".md"}
+    assert {path.suffix for path in held} == {".css", ".html", ".js", ".json", ".py", ".pyi", ".toml", ".typed"}
+
+
+def test_dist_tries_each_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(dist.EXTRAS) == {"base", *extras} - {"dev"}
+    assert set(dist.HOSTS.values()) <= {"", *extras}
+
+
+def test_dist_tries_each_command_of_the_command_line():
+    tried = {words[0] for extra in dist.EXTRAS.values() for words in extra.commands}
+    assert {*tried, dist.CHECK[0]} == {*COMMANDS, "--version"}
+    for extra in dist.EXTRAS.values():
+        compile(extra.code, "code", "exec")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "error: No solution found\n  cause: Because flash-attn==2.8.3 has no usable wheels and\n we depend on it",
+            "flash-attn==2.8.3 has no wheel",
+        ),
+        ("error: No solution found\n  cause: Because a needs\n   b<2", "Because a needs b<2"),
+        ("error: disk full", "error: disk full"),
+    ],
+)
+def test_dist_says_why_an_extra_cannot_be_installed(said, reason):
+    assert dist._reason(said) == reason
+
+
+@pytest.mark.parametrize("missing", [[], ["base"]])
+def test_dist_fails_where_a_check_fails(missing, monkeypatch, tmp_path, capsys):
+    """Without an installation: `_tried` says what it would have found."""
+    monkeypatch.setattr(dist, "_tried", lambda name, *_, **__: (("1",) * 5, [f"{name} broke" for each in missing]))
+    assert dist.extras(tmp_path, ["base"], tmp_path, compiled=False) is bool(missing)
+    assert ("base broke" in capsys.readouterr().out) is bool(missing)
+
+
+@pytest.mark.parametrize(("words", "known"), [(["nothing"], "base, megatron"), (["--beside", "base"], "axolotl, ")])
+def test_dist_rejects_a_name_that_it_does_not_know(words, known, monkeypatch, capsys):
+    monkeypatch.setattr(dist.sys, "argv", ["dist", *words])
+    with pytest.raises(SystemExit):
+        dist.main()
+    assert f"there is no {words[-1]}; there are {known}" in capsys.readouterr().err

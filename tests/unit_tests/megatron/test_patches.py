@@ -65,6 +65,24 @@ def test_mixers_are_built_without_their_kernels_and_megatron_is_as_it_was():
     assert names(mamba_mixer, mamba_context_parallel, common) == before
 
 
+@pytest.mark.parametrize("fla", [None, len])
+def test_gated_delta_net_finds_a_rule_without_fla(fla):
+    """Its constructor asks for one by name, which is None where fla is not installed."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    layer = types.SimpleNamespace(
+        **dict.fromkeys(("qk_dim", "v_dim", "num_value_heads", "qk_dim_local_tp", "v_dim_local_tp"), 4),
+        **dict.fromkeys(("tp_size", "cp_size", "num_v_heads_local_tp"), 1),
+        config=types.SimpleNamespace(deterministic_mode=False),
+    )
+    with exchanged(common, HAVE_FLA=fla is not None), exchanged(gdn, chunk_gated_delta_rule=fla):
+        with patches.gated_delta_net_without_fla():
+            gdn.GatedDeltaNet._setup_variant_attrs(layer)
+        assert gdn.chunk_gated_delta_rule is fla
+    assert layer.gated_delta_rule is (fla or common.torch_chunk_gated_delta_rule)
+
+
 def test_results_of_writers_need_no_other_process():
     pytest.importorskip("megatron.core")
     from megatron.core.dist_checkpointing.strategies import filesystem_async
