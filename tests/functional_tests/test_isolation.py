@@ -37,5 +37,5 @@ def test_a_leak_is_seen(monkeypatch):
         results["out"] += problem.inputs["q"].sum() * 1e-12
         return results
 
-    monkeypatch.setattr(isolation, "_run", leaky)
+    monkeypatch.setattr(isolation, "run_layer", leaky)
     assert leaks(Case("attention", 2, (7, 3)), 0)["out"] == [1]

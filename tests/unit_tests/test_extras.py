@@ -13,6 +13,7 @@ from megatron_cp.planner.predict.hardware import tomllib
 
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+ASKS = {"install": 0, "package_refusal": 2, "attach_stub": None}  # the place of the extra; None for a keyword
 OF_OTHERS = {"pip install tilelang"}  # which flash-linear-attention uses where it is there, and no extra has
 
 
@@ -28,10 +29,10 @@ def names(requirements):
 
 
 def asked_for(source):
-    """The extras that calls of `install` and `attach_stub` name, and the commands that are spelled out."""
+    """The extras that calls of these functions name, and the commands that are spelled out."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("install", "attach_stub"):
-            named = node.args[:1] if node.func.id == "install" else [each.value for each in node.keywords]
+        if isinstance(node, ast.Call) and (name := getattr(node.func, "id", "")) in ASKS:
+            named = [each.value for each in node.keywords] if ASKS[name] is None else node.args[ASKS[name] :][:1]
             yield from (each.value for each in named if isinstance(each, ast.Constant))
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"pip install [^\s,;]+", node.value)
@@ -64,5 +65,6 @@ def test_pins_are_those_of_the_distribution_that_is_installed_or_of_the_clone(mo
 
 def test_a_remedy_is_seen():
     assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
+    assert list(asked_for("package_refusal(call, 'there', 'none', (1, 0))")) == ["none"]
     assert list(asked_for("attach_stub(__name__, __file__, extra='none')")) == ["none"]
     assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
