@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-# Twice the cores of most machines: tests wait for other processes. On 2 cores 4 take 10:42, 2 take 12:16.
+# More than there are cores, since tests wait for other processes: on 2 cores 4 take 10:42, 2 take 12:16.
 PROCESSES ?= 4
 
 .PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults versions dist clean
