@@ -178,14 +178,19 @@ def _tried(name: str, wheel: Path, folder: Path, *, compiled: bool) -> tuple[tup
     requirement = f"megatron_cp{'' if name == 'base' else f'[{name}]'} @ {wheel.as_uri()}"
     inner, reason = _environment(name, [requirement], folder, wheels_alone=not compiled, compiled=compiled)
     if inner is None:
-        return (f"not installable here: {reason}", *["-"] * 4), []
+        failed = [] if reason.endswith("has no wheel") else [f"{name} was not installed: {reason}"]
+        return (f"not installable here: {reason}", *["-"] * 4), failed
     away, extra, failures = folder / "away", EXTRAS[name], []
     away.mkdir(exist_ok=True)  # neither the clone nor its files are in reach of what runs there
 
     def ran(*words: str | Path) -> tuple[bool, str]:
-        done = subprocess.run(
-            list(map(str, words)), cwd=away, env=clean_variables(), capture_output=True, text=True, timeout=900
-        )
+        try:
+            done = subprocess.run(
+                list(map(str, words)), cwd=away, env=clean_variables(), capture_output=True, text=True, timeout=900
+            )
+        except subprocess.TimeoutExpired:
+            failures.append(f"{' '.join(map(str, words))}: not finished in 900 s")
+            return False, ""
         if done.returncode:
             failures.append(f"{' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr[-1500:]}")
         return done.returncode == 0, (done.stdout.strip() or done.stderr.strip())

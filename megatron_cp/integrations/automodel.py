@@ -2,6 +2,7 @@
 
 model:
   _target_: megatron_cp.integrations.automodel.from_pretrained
+  load_fn: transformers.AutoModelForCausalLM.from_pretrained
   pretrained_model_name_or_path: Qwen/Qwen3-0.6B
   cp_size: 3
 distributed:
@@ -121,6 +122,8 @@ def _starts(host: dict[str, Any]) -> Tensor:
     mask = host.get("attention_mask")
     if documents is None and mask is not None and mask.ndim == 2 and (mask[:, 1:] > mask[:, :-1]).any():
         raise ArgumentError("attention_mask", "pads before tokens", "pads at the end of a row")
+    if documents is None and "position_ids" not in host and {"seq_lens", "cu_seqlens"} & set(host):
+        raise ArgumentError("position_ids", None, "the positions of a pack's tokens in their documents")
     starts = torch.zeros(ids.shape, dtype=torch.bool)
     starts[:, 0] = True
     if documents is not None:

@@ -33,28 +33,21 @@ _OPTIONS = [
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _RING = "context_parallel_size is the number of ranks, and megatron_cp: has all other settings."
 _LOSS = "It computes another loss than the model's own, from whole rows."
+_LOSSES = (
+    "reward_model", "process_reward_model", "orpo_alpha", "use_dft", "use_eaft", "cut_cross_entropy",
+    "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "diffusion",
+)  # fmt: skip
+_REPLACES = "It replaces the attention of models, which would see a rank's own tokens alone."
 _UNTRIED = "It has not been tried under context parallelism."
 _REFUSED = {
-    "context_parallel": _RING,
-    "ring_attn_func": _RING,
-    "heads_k_stride": _RING,
+    **dict.fromkeys(("context_parallel", "ring_attn_func", "heads_k_stride"), _RING),
+    **dict.fromkeys(("xformers_attention", "sage_attention", "flash_optimum"), _REPLACES),
     "deepspeed": "Its own sequence parallelism would split batches again. Use fsdp_config.",
     "rl": "Its trainer needs whole rows: write it with ContextParallelPreferenceMixin and TRL.",
-    "reward_model": _LOSS,
-    "process_reward_model": _LOSS,
-    "orpo_alpha": _LOSS,
-    "use_dft": _LOSS,
-    "use_eaft": _LOSS,
-    "cut_cross_entropy": _LOSS,
-    "chunked_cross_entropy": _LOSS,
-    "liger_fused_linear_cross_entropy": _LOSS,
-    "diffusion": _LOSS,
+    **dict.fromkeys(_LOSSES, _LOSS),
     "trainer_cls": "Derive your class from ContextParallelMixin instead.",
-    "pretraining_dataset": _UNTRIED,
-    "streaming": _UNTRIED,
+    **dict.fromkeys(("pretraining_dataset", "streaming", "tensor_parallel_size", "expert_parallel_size"), _UNTRIED),
     "processor_type": "Images are not distributed. Train on text.",
-    "tensor_parallel_size": _UNTRIED,
-    "expert_parallel_size": _UNTRIED,
 }
 
 
@@ -93,6 +86,12 @@ class ContextParallelPlugin(BasePlugin):
         return type(
             "ContextParallelAxolotlTrainer", (_KeepsProcesses, ContextParallelMixin, AxolotlTrainer), {"__init__": init}
         )
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Refuses the trainer of another plugin: axolotl takes that of the first one that has one."""
+        if not isinstance(trainer, ContextParallelMixin):
+            remedy = "Leave out the plugin that brings it; this one brings its own trainer."
+            raise ArgumentError("plugins", type(trainer).__name__, "the trainer of ContextParallelPlugin", remedy)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
         """Returns arguments that axolotl sets otherwise: the loss is divided by the labels of all ranks."""

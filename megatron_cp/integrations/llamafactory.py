@@ -31,6 +31,7 @@ _REFUSED = {
     "shift_attn": _OTHER,
     "mixture_of_depths": _OTHER,
     "use_kt": _OTHER,
+    "enable_liger_kernel": "Its loss has not been tested with labels of several ranks.",
 }
 
 
@@ -99,7 +100,9 @@ def collate_packed(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 def _parallelism(cp_size: int | None) -> ParallelismConfig:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = world if cp_size is None else checked_integer("cp_size", cp_size, 1)
-    replicas = {"dp_shard_size": world // size} if world > size and not world % size else {}
+    if world % size:
+        raise ArgumentError("cp_size", size, f"a divisor of the {world} processes")
+    replicas = {"dp_shard_size": world // size} if world > size else {}
     return ParallelismConfig(cp_size=size, **replicas)
 
 

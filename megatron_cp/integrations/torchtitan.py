@@ -109,7 +109,7 @@ def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
 
         def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Any, ...]:
             inputs, labels, others = self._sharded(input_dict, labels)
-            self.ntokens_seen += labels.numel()
+            self.ntokens_seen += self._num_own_tokens
             return annotate_input_spmd_types(self.parallel_dims, inputs, labels, others)
 
         def _sharded(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -129,6 +129,7 @@ def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
             batch = shard_batch(tokens, planned, ranks, slots=slots, labels=targets, device=device)
             ids = planned.shard(positions.flatten(), ranks.rank)[None].to(device)
             masks = PlannedBatch(batch.plans, ranks, None, "auto", batch.num_tokens)
+            self._num_own_tokens = int(planned.token_counts[ranks.rank])  # rows of filling are not counted
             return batch.tokens[None], batch.labels[None], {"positions": ids, "attention_masks": masks}
 
     return ContextParallelTrainer

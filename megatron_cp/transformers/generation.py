@@ -98,19 +98,28 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._group.size()
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        # The trainer shuffles completions by the same random numbers afterwards.
-        shared = [(found, torch.get_rng_state())]
-        dist.broadcast_object_list(shared, group=self._group, group_src=0)
-        found, state = shared[0]
-        torch.set_rng_state(state)
-        return found
+        return self._of_first(found)
+
+    def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
+        """Shares completions before the trainer counts their tokens."""
+        return self._of_first(super()._generate_single_turn(*args, **named))  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """Returns the rewards `[completions of all ranks, functions]`; those of a group are its first rank's."""
         rewards: Tensor = super()._calculate_rewards(*args, **named)  # type: ignore[misc]
+        self._of_first(None)  # the trainer shuffles completions next, and dropout has drawn for each rank's own rows
         if self._mesh is None:
             return rewards
         return rewards.unflatten(0, (len(self._first), -1))[self._first.to(rewards.device)].flatten(0, 1)
+
+    def _of_first(self, value: Any) -> Any:
+        """Returns the value of the group's first rank, whose state of random numbers all its ranks take."""
+        if self._group is None:
+            return value
+        shared = [(value, torch.get_rng_state())]
+        dist.broadcast_object_list(shared, group=self._group, group_src=0)
+        torch.set_rng_state(shared[0][1])
+        return shared[0][0]
 
 
 def _check_groups(name: str, completions: int, generations: int) -> None:

@@ -47,7 +47,7 @@ def reward(completion_ids, **others):
     return [shift + sum(token < 40 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
-def trainer_of(folder, name, model, adapter, cp, **changed):
+def trainer_of(folder, name, model, adapter, cp, dropout=0.0, **changed):
     """Ours over `cp` ranks, or the stock trainer if it is None."""
     import torch
     import trl
@@ -64,17 +64,20 @@ def trainer_of(folder, name, model, adapter, cp, **changed):
         kind, parallelism = type("Ours", (ContextParallelGRPOMixin, kind), {}), Parallelism(cp_size=cp)
     args = config(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
-        learning_rate=0.1, optim="sgd", parallelism_config=parallelism, save_strategy="no", bf16=False, max_steps=2,
+        learning_rate=0.1, optim="sgd", parallelism_config=parallelism, save_strategy="no", bf16=False,
         per_device_train_batch_size=4, per_device_eval_batch_size=4, num_generations=2, max_completion_length=9,
-        router_aux_loss_coef=0.0,
-        **changed,
+        router_aux_loss_coef=0.0, **{"max_steps": 2} | changed,
     )  # fmt: skip
     model = build(model, dtype=torch.float32, **(HYBRID if model == "Qwen3Next" else {"num_hidden_layers": 1}))
     model.set_attn_implementation("eager")
     random = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 97, (2 + n % 5,), generator=random).tolist() for n in range(8)]
     data = Dataset.from_list([{"prompt": " ".join(f"t{token}" for token in tokens)} for tokens in prompts])
-    own = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
+    own = {
+        "peft_config": LoraConfig(
+            r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
+    }
     return kind(
         model=model, args=args, reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(4)),
         processing_class=tokenizer(), **(own if adapter else {}),
@@ -99,6 +102,11 @@ def all_numbers(world, folder):
             for key, value in entry.items()
             if not any(word in key for word in unlike)
         }
+    if world.size == 2:  # dropout draws other numbers on each rank, and completions are shuffled after it
+        more = KINDS["GRPO, reference"][3]
+        trainer = trainer_of(folder / "dropout", "GRPO", "Llama", True, 2, dropout=0.5, **more | {"max_steps": 4})
+        trainer.train()
+        found["dropout"] = [entry.get("loss") for entry in trainer.state.log_history]
     return found
 
 
@@ -108,6 +116,7 @@ def found(tmp_path_factory):
 
     def run():
         worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
+        assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "generating trainers", run)

@@ -208,7 +208,7 @@ REFUSALS = {
         lambda: GRPOConfig(FOLDER, use_cpu=True, report_to=[], bf16=False, parallelism_config=OnCpu(cp_size=2)),
         "trl.trainer.grpo_config",
         "GRPOTrainer does not support sequence-dim parallelism",
-        lambda: "the same refusal; `token_log_probs` is for a loop of one's own",
+        lambda: "runs with `Parallelism` and `ContextParallelGRPOMixin`",
     ),
 }  # fmt: skip
 

@@ -106,6 +106,7 @@ def test_shares_of_ranks_add_up_to_documents_alone(ranks, packing):
         ({}, {"cp_mesh": mesh_of(2, 0)}, "distributed.cp_size: got 2; allowed: 1"),
         ({}, {"tp_mesh": mesh_of(2, 0)}, "distributed.tp_size: got 2; allowed: 1"),
         ({}, {"loss_mask": torch.ones(2, 14)}, "batch: got 'a loss mask'"),
+        ({"position_ids": None, "seq_lens": torch.ones(2, 1)}, {}, "position_ids: got None; allowed: the positions"),
         ({"pixel_values": torch.ones(1)}, {}, r"batch: got \['pixel_values'\]"),
         (
             {"qkv_format": None, "attention_mask": torch.tensor([[0, 1] * 7] * 2)},

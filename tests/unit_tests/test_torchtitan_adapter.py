@@ -184,10 +184,11 @@ def gradients_on(group, config, options):
     trainer.parallel_dims = SimpleNamespace(cp_enabled=group.size > 1, get_mesh={"cp": group}.__getitem__)
     loss = losses_of(trainer, trainer.post_dataloading_process(*batch()))
     loss.backward()
-    rows, again = trainer.ntokens_seen, losses_of(trainer, trainer.validator.post_dataloading_process(*batch(), []))
-    assert torch.equal(again, loss)
-    assert (rows, rows % 5) == (trainer.ntokens_seen, 0)  # chunks of the loss; validation counts no tokens
-    return loss.detach(), [weight.grad for weight in trainer.model_parts[0].parameters()]
+    seen, rows = trainer.ntokens_seen, trainer.validator.post_dataloading_process(*batch(), [])
+    assert len(rows[1][0]) % 5 == 0  # chunks of the loss
+    assert torch.equal(losses_of(trainer, rows), loss)
+    assert trainer.ntokens_seen == seen  # validation counts no tokens
+    return loss.detach(), [weight.grad for weight in trainer.model_parts[0].parameters()], seen
 
 
 def alone(config):
@@ -227,8 +228,9 @@ def test_shares_of_ranks_add_up_to_documents_alone(ranks):
     config = Trainer.Config(model_spec=ModelSpec("gpt_oss", Model.Config(layers=layers)))
     expected, gradients = alone(config)
     shares = run_ranks(gradients_on, ranks, config, {"item_size": 8})
-    assert abs(sum(loss for loss, _ in shares) - expected) < 1e-11
-    for wanted, *found in zip(gradients, *(own for _, own in shares), strict=True):
+    assert abs(sum(loss for loss, _, _ in shares) - expected) < 1e-11
+    assert sum(seen for _, _, seen in shares) == sum(map(sum, LENGTHS))  # without rows of filling
+    for wanted, *found in zip(gradients, *(own for _, own, _ in shares), strict=True):
         assert (sum(found) - wanted).abs().max() < 1e-11
     assert all(isinstance(layer.inner_attention, VarlenAttention.Config) for layer in layers)  # of the given one
 

@@ -41,6 +41,7 @@ class BasePlugin:
     def get_input_args(self): ...
     def get_training_args(self, cfg): ...
     def get_trainer_cls(self, cfg): ...
+    def post_trainer_create(self, cfg, trainer): ...
     def get_collator_cls_and_kwargs(self, cfg, is_eval=False): ...
 
 
@@ -107,6 +108,7 @@ def test_the_plugin_disables_axolotls_own_and_names_its_keys(axolotl):
         ({"rl": "dpo"}, "rl: got 'dpo'.*ContextParallelPreferenceMixin"),
         ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*another loss"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2"),
+        ({"xformers_attention": True}, "xformers_attention: got True.*a rank's own tokens alone"),
         ({"processor_type": "AutoProcessor"}, "processor_type: got 'AutoProcessor'"),
         ({"attn_implementation": "xformers"}, "attn_implementation: got 'xformers'; allowed: sdpa, "),
         ({"megatron_cp": {"layouts": "zigzag"}}, "megatron_cp.layouts: got 'zigzag'; allowed: layout, scheme"),
@@ -142,6 +144,9 @@ def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
         )  # fmt: skip
     assert isinstance(trainer, ContextParallelMixin)
     assert isinstance(trainer, AxolotlTrainer)
+    plugin.post_trainer_create(cfg, trainer)
+    with pytest.raises(ArgumentError, match="plugins: got 'AxolotlTrainer'.*Leave out the plugin that brings it"):
+        plugin.post_trainer_create(cfg, object.__new__(AxolotlTrainer))
     assert (trainer.context_parallel.planner.layout, trainer.context_parallel.planner.align) == ("contiguous", 3)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(alone.item(), abs=1e-5)
@@ -255,6 +260,7 @@ def test_the_launcher_leaves_other_arguments_to_llamafactory(llamafactory, monke
         ({"training_args": {"predict_with_generate": True}}, "predict_with_generate: got True"),
         ({"finetuning_args": {"use_mca": True}}, "use_mca: got True"),
         ({"model_args": {"shift_attn": True}}, "shift_attn: got True"),
+        ({"model_args": {"enable_liger_kernel": True}}, "enable_liger_kernel: got True"),
     ],
 )
 def test_rejects_arguments_of_llamafactory_that_it_does_not_compute(llamafactory, changed, message):
@@ -308,6 +314,14 @@ def test_rows_become_documents():
     assert joined["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9, 9, 4, 4]]
     assert joined["labels"].tolist() == [[5, 6, -100, 8, 9, 9, 9, 4, 4]]
     assert joined["lengths"].tolist() == [2, 2, 1, 2, 2]
+
+
+def test_rejects_a_size_that_does_not_divide_llamafactorys_processes(llamafactory, monkeypatch):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ArgumentError, match="cp_size: got 2; allowed: a divisor of the 3 processes"):
+        adapter._parallelism(2)
 
 
 @pytest.mark.parametrize("positions", [[3, 4, 5], [0, 2, 1]])

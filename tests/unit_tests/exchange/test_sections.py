@@ -142,11 +142,9 @@ def test_rows_start_on_16_bytes_and_columns_span_rows_of_one_size(drawn):
         ):
             assert start % 16 == 0
             assert end == start + ceil(sizes(block.ranges)[rank] * block.head_dim * size, 16) * 16
-    sections, item_sizes = drawn
     row_format = sections.row_format(item_sizes)
     for columns in row_format.head_copies:
         assert len(set(row_format.row_bytes[columns.first_rank : columns.last_rank])) == 1
-    sections, item_sizes = drawn
     for columns in sections.row_format(item_sizes).head_copies:
         ranges = sections.blocks[columns.section].ranges
         for step in range(columns.num_ranks):
