@@ -145,7 +145,7 @@ def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
     assert isinstance(trainer, ContextParallelMixin)
     assert isinstance(trainer, AxolotlTrainer)
     plugin.post_trainer_create(cfg, trainer)
-    with pytest.raises(ArgumentError, match="plugins: got 'AxolotlTrainer'.*Leave out the plugin that brings it"):
+    with pytest.raises(ArgumentError, match=r"plugins: got 'AxolotlTrainer'.*Leave out the plugin that brings it"):
         plugin.post_trainer_create(cfg, object.__new__(AxolotlTrainer))
     assert (trainer.context_parallel.planner.layout, trainer.context_parallel.planner.align) == ("contiguous", 3)
     trainer.train()
@@ -320,7 +320,7 @@ def test_rejects_a_size_that_does_not_divide_llamafactorys_processes(llamafactor
     from megatron_cp.integrations import llamafactory as adapter
 
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ArgumentError, match="cp_size: got 2; allowed: a divisor of the 3 processes"):
+    with pytest.raises(ArgumentError, match=r"cp_size: got 2; allowed: a divisor of the 3 processes"):
         adapter._parallelism(2)
 
 

@@ -183,7 +183,7 @@ def generating(**changed):
 def test_a_group_of_ranks_generates_one_batch():
     trainer = generating()
     assert trainer.args.generation_batch_size == 12
-    trainer._mesh, trainer._first = object(), torch.tensor([0, 0, 2, 2])
+    trainer._mesh, trainer._group, trainer._first = object(), None, torch.tensor([0, 0, 2, 2])
     assert trainer._calculate_rewards().flatten().tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
 
 
