@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.gather import gather
+from megatron_cp.integrations import require
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.planner.batch import BatchPlan
@@ -127,6 +128,7 @@ def register(**cp_options: Any) -> Any:
     Raises:
         ArgumentError: ms-swift has prepared a model for its own.
     """
+    require("swift", "ms-swift==4.6.0")
     from swift.sequence_parallel import SequenceParallel, sequence_parallel
 
     if sequence_parallel.world_size is not None:

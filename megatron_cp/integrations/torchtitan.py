@@ -5,7 +5,7 @@
     def mine():  # in a config_registry.py of yours
         return context_parallel(llama3_debugmodel_varlen_attn())
 
-`--parallelism.context_parallel_degree` is then the number of ranks, which need not divide heads, documents or rows.
+`--parallelism.context_parallel_degree` is the number of ranks, which need not divide heads, documents or rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_cp.batch.shard import shard_batch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, rank_group
+from megatron_cp.integrations import require
 from megatron_cp.layout import Packing
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.layouts import layout_by_name
@@ -28,9 +29,7 @@ from megatron_cp.transformers.batch import PlannedBatch
 
 
 def context_parallel(config: Any, *, layout: str = "balanced", align: int = 1, **attention_options: Any) -> Any:
-    """Returns a copy of a trainer's configuration whose attention and batches are planned over the `cp` ranks.
-
-    Losses, gradients and what the trainer logs are those of whole batches.
+    """Returns a copy of a configuration whose trainer plans over `cp` ranks, and logs what whole batches give.
 
     Args:
         config: torchtitan's `Trainer.Config`, of a model that was made with `attn_backend="varlen"`.
@@ -42,6 +41,7 @@ def context_parallel(config: Any, *, layout: str = "balanced", align: int = 1, *
         ArgumentError: a layer without packed attention, such as Gated DeltaNet. The trainer refuses, when it is made,
             other parallelism than of data and context, compiled blocks, CUDA graphs and DTensor backends.
     """
+    require("torchtitan", "torchtitan==0.3.0")
     from torchtitan.models.common.attention import VarlenAttention
 
     spec = dataclasses.replace(config.model_spec, model=copy.deepcopy(config.model_spec.model))
@@ -108,9 +108,9 @@ def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
                 self.validator.post_dataloading_process = lambda inputs, labels, _: self._sharded(inputs, labels)
 
         def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Any, ...]:
-            inputs, labels, others = self._sharded(input_dict, labels)
+            rows = self._sharded(input_dict, labels)
             self.ntokens_seen += self._num_own_tokens
-            return annotate_input_spmd_types(self.parallel_dims, inputs, labels, others)
+            return annotate_input_spmd_types(self.parallel_dims, *rows)
 
         def _sharded(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             if set(input_dict) != {"input", "positions"}:
@@ -129,7 +129,7 @@ def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
             batch = shard_batch(tokens, planned, ranks, slots=slots, labels=targets, device=device)
             ids = planned.shard(positions.flatten(), ranks.rank)[None].to(device)
             masks = PlannedBatch(batch.plans, ranks, None, "auto", batch.num_tokens)
-            self._num_own_tokens = int(planned.token_counts[ranks.rank])  # rows of filling are not counted
+            self._num_own_tokens = int(planned.token_counts[ranks.rank])  # without filling
             return batch.tokens[None], batch.labels[None], {"positions": ids, "attention_masks": masks}
 
     return ContextParallelTrainer

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.integrations import require
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 
@@ -102,6 +103,7 @@ def register(**cp_options: Any) -> type:
     Args:
         cp_options: arguments of `enable_context_parallel`.
     """
+    require("verl", "verl==0.9.1")
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 

@@ -316,6 +316,23 @@ def test_rows_become_documents():
     assert joined["lengths"].tolist() == [2, 2, 1, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("adapter", "module", "call", "package"),
+    [
+        ("verl", "verl", lambda ours: ours.register(), "verl"),
+        ("llamafactory", "llamafactory", lambda ours: ours.register(), "llamafactory"),
+        ("swift", "swift", lambda ours: ours.register(), "ms-swift"),
+        ("torchtitan", "torchtitan", lambda ours: ours.context_parallel(None), "torchtitan"),
+        ("automodel", "nemo_automodel", lambda ours: ours.own_batches(None, None), "nemo-automodel"),
+    ],
+)
+def test_rejects_a_framework_that_is_not_installed(monkeypatch, adapter, module, call, package):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr("megatron_cp.integrations.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=rf"^{module} is not installed; pip install {package}==.*hosts.md$"):
+        call(importlib.import_module(f"megatron_cp.integrations.{adapter}"))
+
+
 def test_rejects_a_size_that_does_not_divide_llamafactorys_processes(llamafactory, monkeypatch):
     from megatron_cp.integrations import llamafactory as adapter
 
