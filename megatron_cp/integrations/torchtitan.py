@@ -1,7 +1,6 @@
 """Context parallelism for torchtitan's models with packed (varlen) attention, which its own refuses.
 
     from megatron_cp.integrations.torchtitan import context_parallel
-
     def mine():  # in a config_registry.py of yours
         return context_parallel(llama3_debugmodel_varlen_attn())
 
