@@ -1,11 +1,13 @@
 """Tests of the refusals of mamba_ssm's and causal-conv1d's kernels."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_cp import extras
+from megatron_cp.exchange.kernels import copies
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.extras import install
 from megatron_cp.layout import Packing
@@ -86,3 +88,14 @@ def test_the_installed_version_is_read_once(monkeypatch, kernel, module, kind):
     monkeypatch.setattr(extras, "version", None)
     assert extras.installed_version(kernel.package) == (2, 3)
     extras.installed_version.cache_clear()
+
+
+def test_copies_that_the_exchanges_kernels_do_not_make_are_left_to_torch():
+    shared = SimpleNamespace(
+        copies=2,
+        coded=[True],
+        dtypes=[torch.int64],
+        exchange=SimpleNamespace(sections=SimpleNamespace(replicated=True)),
+    )
+    for make in (copies._packs_heads, copies._unpacks_heads, copies._unpacks_tokens):
+        assert make([], [], shared) is None
