@@ -98,7 +98,9 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._group.size()
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        return self._of_first(found)
+        # Counts of tokens are tensors on this rank's device, and equal already.
+        pairs = zip(found, self._of_first(found), strict=True)
+        return tuple(own if isinstance(own, Tensor) else first for own, first in pairs)
 
     def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
         """Shares completions before the trainer counts their tokens."""
