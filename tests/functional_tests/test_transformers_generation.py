@@ -43,6 +43,9 @@ def prepare():
 
 def reward(completion_ids, **others):
     """Prefers completions with small tokens; it is another one on every rank, and the first rank's counts."""
+    import torch
+
+    torch.rand(1 + int(os.environ["RANK"]))  # ranks have drawn other random numbers when completions are shuffled
     shift = 1000 * int(os.environ["RANK"])
     return [shift + sum(token < 40 for token in tokens) / len(tokens) for tokens in completion_ids]
 
