@@ -34,9 +34,10 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     for start, _ in layout.packing.spans():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"
     per_cell = "1 token" if width == total else f"about {total / width:.0f} tokens"
+    again = f"; 0 is rank {len(_SYMBOLS)} too" if layout.cp_size > len(_SYMBOLS) else ""
     return [
         f"documents  {''.join(marks)}",
-        f"owner      {''.join(_SYMBOLS[rank % len(_SYMBOLS)] for rank in cells)}   ({per_cell} a character)",
+        f"owner      {''.join(_SYMBOLS[rank % len(_SYMBOLS)] for rank in cells)}   ({per_cell} a character{again})",
     ]
 
 
