@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sphinx.domains.python import PyObject
+
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
@@ -16,46 +18,58 @@ sys.path[:0] = [str(ROOT)]
 import megatron_cp  # noqa: E402 - of this checkout, wherever Sphinx is started
 from tools.site import docstrings, source_pages  # noqa: E402
 
-# The navigation: captions, and pages by their paths. A page that is in none fails the build, and so does one that is
-# named here and not there.
+# The navigation: captions, and pages by their short titles. A page that is in none fails the build, and so does one
+# that is named here and not there.
 NAVIGATION = {
-    "Start": ["docs/README", "docs/training-command", "docs/versions"],
-    "Concepts": ["docs/code", "docs/glossary", "docs/correctness"],
-    "Tutorials": [
-        "docs/training-in-plain-pytorch",
-        "docs/moving-a-megatron-job",
-        "docs/transformers",
-        "docs/diffusers",
-        "docs/hosts",
-        "docs/megatron-bridge",
-        "docs/cuda-graphs",
-    ],
-    "Choose": [
-        "docs/schemes",
-        "docs/linear-layers",
-        "docs/more-layers",
-        "docs/wire",
-        "docs/tiles",
-        "docs/planning",
-        "docs/costs",
-    ],
-    "When something is wrong": ["docs/troubleshooting", "docs/profiling", "docs/trust"],
-    "Reference": [
-        "docs/support",
-        "docs/megatron-features",
-        "docs/api/README",
-        "benchmarks/README",
-    ],
-    "Project": [
-        "docs/decisions/README",
-        "megatron_cp/softmax/README",
-        "megatron_cp/linear/README",
-        "docs/transformers-upstream",
-        "CONTRIBUTING",
-        "tools/README",
-    ],
+    "Start": {
+        "All pages, by question": "docs/README",
+        "The training command": "docs/training-command",
+        "Tested versions": "docs/versions",
+    },
+    "Concepts": {
+        "What is proved": "docs/correctness",
+        "The code, as data flows": "docs/code",
+        "Softmax attention": "megatron_cp/softmax/README",
+        "Linear attention": "megatron_cp/linear/README",
+        "Glossary": "docs/glossary",
+    },
+    "Tutorials": {
+        "Plain PyTorch": "docs/training-in-plain-pytorch",
+        "Megatron": "docs/moving-a-megatron-job",
+        "Hugging Face": "docs/transformers",
+        "diffusers": "docs/diffusers",
+        "verl, axolotl and other hosts": "docs/hosts",
+        "Megatron-Bridge": "docs/megatron-bridge",
+        "CUDA graphs": "docs/cuda-graphs",
+    },
+    "Choose": {
+        "Schemes, masks, layouts": "docs/schemes",
+        "Linear layers": "docs/linear-layers",
+        "More layers": "docs/more-layers",
+        "The wire": "docs/wire",
+        "Planned tiles": "docs/tiles",
+        "What will it cost": "docs/planning",
+        "What it costs, measured": "docs/costs",
+    },
+    "When something is wrong": {
+        "Troubleshooting": "docs/troubleshooting",
+        "Profiling": "docs/profiling",
+        "What is trusted": "docs/trust",
+    },
+    "Reference": {
+        "What is supported": "docs/support",
+        "Megatron's flags": "docs/megatron-features",
+        "Modules": "docs/api/README",
+        "Results": "benchmarks/README",
+    },
+    "Project": {
+        "Decisions, by subject": "docs/decisions/README",
+        "A patch for accelerate": "docs/transformers-upstream",
+        "Contributing": "CONTRIBUTING",
+        "Tools": "tools/README",
+    },
 }
-# Pages below an index page, in the order of their names.
+# The pages below an index page, in the order of their names.
 FOLDERS = {
     "docs/decisions/README": "docs/decisions",
     "docs/api/README": "docs/api",
@@ -77,7 +91,7 @@ suppress_warnings = ["myst.header"]  # results jump from the first level of head
 
 default_role = "py:obj"  # a name in a docstring links to its entry, where it has one
 add_module_names = False
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_mock_imports = ["axolotl"]  # the only framework that its adapter imports at once
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -100,21 +114,20 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 def toctree(pages: list[str], caption: str = "") -> str:
-    """Returns a hidden table of contents in MyST."""
-    named = [f":caption: {caption}"] if caption else []
-    return "\n".join(
-        ["", "```{toctree}", ":hidden:", ":titlesonly:", *named, "", *(f"/{page}" for page in pages), "```", ""]
-    )
+    """Returns a hidden table of contents in MyST; a page is a path, or a title and a path in angle brackets."""
+    options = [":hidden:", ":titlesonly:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
 
 
 def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
     """Appends tables of contents to the home page and to index pages, whose files have none."""
     if docname == root_doc:
-        source[0] += "".join(toctree(pages, caption) for caption, pages in NAVIGATION.items())
+        for caption, pages in NAVIGATION.items():
+            source[0] += toctree([f"{title} </{page}>" for title, page in pages.items()], caption)
     if docname in FOLDERS:
         inside = sorted(ROOT.glob(f"{FOLDERS[docname]}/*.md"))
-        pages = [str(path.relative_to(ROOT).with_suffix("")) for path in inside]
-        source[0] += toctree([page for page in pages if page != docname])
+        names = [str(path.relative_to(ROOT).with_suffix("")) for path in inside]
+        source[0] += toctree([f"/{name}" for name in names if name != docname])
 
 
 def write_home(app: Sphinx, exception: Exception | None) -> None:
@@ -125,6 +138,9 @@ def write_home(app: Sphinx, exception: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Connects what is not configuration."""
+    for kind in PyObject.doc_field_types:
+        if kind.name == "variable":
+            kind.label = "Attributes"  # as docstrings call them
     app.connect("source-read", add_navigation)
     app.connect("build-finished", write_home)
     for part in (docstrings, source_pages):
