@@ -30,7 +30,7 @@ lint: setup ## ruff and mypy
 test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
 test: setup ## the tests that guard each feature: 11 minutes on 2 cores
-	$(RUN)/python -m pytest -n $(PROCESSES) --dist worksteal -m "not thorough"
+	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones
 	$(RUN)/python -m pytest -n 2 --dist worksteal -m thorough
