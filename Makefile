@@ -73,8 +73,8 @@ faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, o
 versions: setup ## the unit tests with other Pythons, torch and transformers, oldest to newest, and the table of them; ARGS="oldest --short"
 	PYTHONPATH=. $(RUN)/python -m tools.versions $(or $(ARGS),--write)
 
-dist: setup ## builds the wheel, and tries it and each extra in a bare environment, away from the clone; ARGS="base megatron"
+dist: setup ## sdist and wheel in dist/, tried with each extra in a bare environment; ARGS="--build", "base megatron"
 	PYTHONPATH=. $(RUN)/python -m tools.dist $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
