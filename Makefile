@@ -30,7 +30,7 @@ lint: setup ## ruff and mypy
 test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
 test: setup ## the tests that guard each feature: 11 minutes on 2 cores
-	$(RUN)/python -m pytest -n $(PROCESSES) --dist worksteal -m "not thorough"
+	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones
 	$(RUN)/python -m pytest -n 2 --dist worksteal -m thorough
@@ -68,6 +68,7 @@ $(VENV)/.docs: $(VENV)/.ready
 	@touch $@
 
 docs: setup $(VENV)/.docs ## the site, in build/site/html: any warning and any link that leads nowhere is an error
+	rm -rf build/site
 	$(RUN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet --conf-dir tools/site \
 	  --doctree-dir build/site/doctrees . build/site/html
 	$(RUN)/python -m tools.site.links build/site/html
@@ -83,8 +84,8 @@ faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, o
 versions: setup ## the unit tests with other Pythons, torch and transformers, oldest to newest, and the table of them; ARGS="oldest --short"
 	PYTHONPATH=. $(RUN)/python -m tools.versions $(or $(ARGS),--write)
 
-dist: setup ## builds the wheel, and tries it and each extra in a bare environment, away from the clone; ARGS="base megatron"
+dist: setup ## sdist and wheel in dist/, tried with each extra in a bare environment; ARGS="--build", "base megatron"
 	PYTHONPATH=. $(RUN)/python -m tools.dist $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -92,7 +92,7 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     report = report_of(capsys.readouterr().out)
     assert_compared(report, 4)
     assert_metrics(folder, data, 8, 2)
-    assert_metrics(folder / "reference", data, 8, 2)
+    assert_metrics(folder / "one_rank", data, 8, 2)
     assert [report["first_loss"], report["final_loss"]] == [losses_of(folder)[4], losses_of(folder)[7]]
     np.testing.assert_allclose(losses_of(folder), losses_of(uninterrupted), rtol=0, atol=1e-4)
     options = json.loads((folder / "options.json").read_text())
@@ -325,9 +325,10 @@ def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, mo
     def diverged(run, *others):
         lines = [json.dumps({"step": step, "loss": math.nan}) for step in (1, 2)]
         (run.folder / "metrics.jsonl").write_text("\n".join(lines))
-        torch.save({"weight": torch.ones(3)}, run.folder / "first_gradients.0.pt")
-        nothing = {"steps": 2, "first_loss": math.nan, "final_loss": math.nan}
-        return nothing | {"tokens_per_second": 1.0, "pad_tokens": 0}
+        run.first_gradients.mkdir(parents=True, exist_ok=True)
+        torch.save({"weight": torch.ones(3)}, run.first_gradients / "first_gradients.0.pt")
+        nothing = {"steps": 2, "first_loss": math.nan, "final_loss": math.nan, "validation_loss": None}
+        return nothing | {"tokens_per_second": 1.0, "pad_tokens": 0, "layers": [], "samples": [], "threads": 1}
 
     monkeypatch.setattr(train, "_train", diverged)
     arguments = [*HYBRID, *STEPS, "--train-iters", "2", "--data-path", str(data), "--run-dir", str(tmp_path / "run")]

@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 AS_COMMAND = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "folder": ROOT}
 LIMIT = 200
 KEYS = {
-    "steps", "first_loss", "final_loss", "max_loss_diff", "first_step_grad_diff", "tokens_per_second", "pad_tokens",
+    "steps", "first_loss", "final_loss", "validation_loss", "max_validation_diff", "max_loss_diff", "first_step_grad_diff", "tokens_per_second", "pad_tokens",
     "run_dir",
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras
+from megatron_cp.integrations import require
 from megatron_cp.planner.predict.hardware import tomllib
 
 HOUSE = Path(megatron_cp.__file__).parent
@@ -69,3 +71,30 @@ def test_a_remedy_is_seen():
     assert list(asked_for("package_refusal(call, 'there', 'none', (1, 0))")) == ["none"]
     assert list(asked_for("attach_stub(__name__, __file__, extra='none')")) == ["none"]
     assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A package of a framework that is installed in the version that a test says."""
+    versions = {}
+    monkeypatch.setattr(extras, "version", versions.__getitem__)
+    extras.installed_version.cache_clear()
+    yield versions
+    extras.installed_version.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["0.9.1", "0.9.7", "0.9.0.dev1", "0.10.0", "1.9.1", "0.8.4"])
+def test_a_version_of_a_framework_that_was_not_tested_is_named(found, installed):
+    installed["verl"] = found
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        require("json", "verl==0.9.1")  # whatever module is there
+    said = rf"tested with verl==0.9.1, and verl {'.'.join(found.split('.')[:2])} is installed"
+    assert [bool(re.search(said, str(each.message))) for each in given] == [True] * (not found.startswith("0.9."))
+
+
+def test_every_adapter_looks_for_the_version_that_its_page_names():
+    page = (HOUSE.parent / "docs" / "hosts.md").read_text().lower()
+    for path in (HOUSE / "integrations").glob("[a-z]*.py"):
+        (version,) = re.findall(r'require\("\w+", "[\w-]+==([\d.]+)"\)', path.read_text())
+        assert f"{path.stem} {version}" in page

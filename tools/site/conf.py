@@ -27,6 +27,7 @@ NAVIGATION = {
         "Tested versions": "docs/versions",
     },
     "Concepts": {
+        "How a batch is split": "docs/concepts",
         "What is proved": "docs/correctness",
         "The code, as data flows": "docs/code",
         "Softmax attention": "megatron_cp/softmax/README",
@@ -48,11 +49,13 @@ NAVIGATION = {
         "More layers": "docs/more-layers",
         "The wire": "docs/wire",
         "Planned tiles": "docs/tiles",
+        "A mask of your own": "docs/your-own-mask",
         "What will it cost": "docs/planning",
         "What it costs, measured": "docs/costs",
     },
     "When something is wrong": {
         "Troubleshooting": "docs/troubleshooting",
+        "Performance": "docs/performance",
         "Profiling": "docs/profiling",
         "What is trusted": "docs/trust",
     },
@@ -63,9 +66,13 @@ NAVIGATION = {
         "Results": "benchmarks/README",
     },
     "Project": {
+        "Changelog": "CHANGELOG",
+        "Roadmap": "docs/roadmap",
         "Decisions, by subject": "docs/decisions/README",
         "A patch for accelerate": "docs/transformers-upstream",
         "Contributing": "CONTRIBUTING",
+        "Security": "SECURITY",
+        "Code of conduct": "CODE_OF_CONDUCT",
         "Tools": "tools/README",
     },
 }
