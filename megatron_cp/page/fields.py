@@ -317,7 +317,9 @@ def _curves(where: str, value: Any) -> list[dict[str, Any]]:
     for index, each in enumerate(_list(where, value)):
         here = f"{where}[{index}]"
         fields = _fields(here, each, ["title", "x", "lines"], ["title", "lines"])
-        lines = [_line(f"{here}.lines[{place}]", line) for place, line in enumerate(_list(here, fields["lines"]))]
+        lines = [
+            _line(f"{here}.lines[{place}]", line) for place, line in enumerate(_list(f"{here}.lines", fields["lines"]))
+        ]
         texts = {name: _text(f"{here}.{name}", fields.get(name, "step")) for name in ("title", "x")}
         charts.append({**texts, "lines": lines})
     return charts
@@ -346,7 +348,7 @@ def _tables(where: str, value: Any) -> list[dict[str, Any]]:
         here = f"{where}[{index}]"
         fields = _fields(here, each, ["title", "text", "columns", "rows", "bad"], ["columns", "rows"])
         columns = _texts(f"{here}.columns", fields["columns"])
-        rows = [_list(f"{here}.rows[{place}]", row) for place, row in enumerate(_list(here, fields["rows"]))]
+        rows = [_list(f"{here}.rows[{place}]", row) for place, row in enumerate(_list(f"{here}.rows", fields["rows"]))]
         for place, row in enumerate(rows):
             if len(row) != len(columns):
                 raise ArgumentError(f"{here}.rows[{place}]", row, f"{len(columns)} cells, one for each column")

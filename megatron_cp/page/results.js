@@ -119,7 +119,7 @@ function buildTables(parent) {
       return {
         name, text: isText, head: column === 0, long: isText,
         of: ({cells}) => (cells[column] === null ? undefined : isText || typeof cells[column] === "number" ? cells[column] : cells[column] === "" ? "" : parseFloat(cells[column])),
-        show: (value, {cells, row}) => element("span", {class: marked.has(`${row} ${column}`) ? "over" : null, title: null}, typeof cells[column] === "number" ? decimal(value) : cells[column], marked.has(`${row} ${column}`) ? " ✗" : ""),
+        show: (value, {cells, row}) => element("span", {class: marked.has(`${row} ${column}`) ? "over" : null, title: null}, typeof cells[column] === "number" ? (Number.isInteger(value) ? count(value) : decimal(value)) : cells[column], marked.has(`${row} ${column}`) ? " ✗" : ""),
       };
     });
     parent.append(sortable(`${title || "Table"}; a click on a heading sorts`, made, placed));
