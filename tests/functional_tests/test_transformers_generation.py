@@ -24,7 +24,6 @@ KINDS = {
     "GRPO, reference": ("GRPO", "Llama", True, {"beta": 0.1, "num_iterations": 2, "loss_type": "grpo"}),
     "RLOO, reference": ("RLOO", "Llama", True, {"beta": 0.1}),
     "GRPO, tools": ("GRPO", "Llama", False, {"max_completion_length": 20, "generation_kwargs": {"max_new_tokens": 5}}),
-    "GRPO, rollout": ("GRPO", "Llama", False, {}),
 }
 REPLICAS = ("GRPO", "Llama", True, {"beta": 0.1, "gradient_accumulation_steps": 2})
 # A conversation's words, in which TRL looks for calls of tools and for their answers.
@@ -52,11 +51,12 @@ def prepare():
 
 
 def reward(completion_ids, **others):
-    """Prefers completions with small tokens; it is another one on every rank, and the first rank's counts."""
+    """Prefers completions with small tokens; it is another one on every rank, and a group's first rank's counts."""
     import torch
 
-    torch.rand(1 + int(os.environ["RANK"]))  # ranks have drawn other random numbers when completions are shuffled
-    shift = 1000 * int(os.environ["RANK"])
+    group, rank = divmod(int(os.environ["RANK"]), int(os.environ["GROUP_SIZE"]))
+    torch.rand(1 + group + 7 * rank)  # ranks have drawn other random numbers when completions are shuffled
+    shift = 1000 * group + 500 * rank
     return [shift + sum(token < 40 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
@@ -84,19 +84,12 @@ def parsed(tokenizer, ids, prefix=None, tools=None):
 
 
 def roll_out(prompts, trainer):
-    """Draws completions, which are longer on every rank but the first."""
+    """Draws the first five tokens of completions, which are more on every rank but the first."""
     import torch
 
-    length = 4 + int(os.environ["RANK"])
-    completions = torch.randint(3, 97, (len(prompts), length)).tolist()
-    ids = trainer.processing_class(text=prompts)["input_ids"]
-    logs = [[-1.0] * length for _ in prompts]
-    return {
-        "prompt_ids": ids,
-        "completion_ids": completions,
-        "logprobs": logs,
-        "env_mask": [[0, *[1] * (length - 1)]] * len(prompts),
-    }
+    completions = torch.randint(3, 97, (len(prompts), 5 + int(os.environ["RANK"]))).tolist()
+    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True)["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
 def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **changed):
@@ -129,9 +122,7 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
     if given == "tools":
         words = [[{"role": "user", "content": each}] for each in words]
         text.chat_template, text.response_template = TEMPLATE, "for `parsed`"
-        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up]}
-    elif given == "rollout":
-        more = {"rollout_func": roll_out}
+        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up], "rollout_func": roll_out}
     data = Dataset.from_list([{"prompt": each} for each in words])
     own = {
         "peft_config": LoraConfig(
@@ -144,10 +135,11 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
     )  # fmt: skip
 
 
-def set_ranks(world):
-    """accelerate finds its ranks in the environment."""
+def set_ranks(world, sizes):
+    """accelerate finds its ranks in the environment, and the reward the size of a group."""
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994",
+                   "GROUP_SIZE": str((sizes or {}).get("cp_size", 1))}  # fmt: skip
 
 
 def logged(trainer):
@@ -164,8 +156,8 @@ def logged(trainer):
 
 def all_numbers(world, folder):
     """Returns what each trainer logs: stock ones on one rank, ours on two."""
-    set_ranks(world)
     found, sizes = {}, None if world.size == 1 else {"cp_size": 2}
+    set_ranks(world, sizes)
     for kind, (name, model, adapter, changed) in KINDS.items():
         given = kind.partition(", ")[2]
         found[kind] = logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, given=given, **changed))
@@ -208,8 +200,8 @@ def assert_near(ours, stock):
 
 def replicas(world, folder):
     """Returns what the stock trainer logs on two ranks, and ours on two groups of two."""
-    set_ranks(world)
-    sizes = None if world.size == 2 else {"dp_replicate_size": 2, "cp_size": 2}
+    sizes = None if world.size == 2 else {"dp_shard_size": 2, "cp_size": 2}
+    set_ranks(world, sizes)
     name, model, adapter, changed = REPLICAS
     return logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, **changed))
 
