@@ -241,12 +241,13 @@ def _finished(
         folder, options, args.command_line, record.environment, label, entries, theirs, data | shown,
         (verdict, is_good), _limits(options) if args.compare else {},
     )  # fmt: skip
+    ok = _agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
     record.say("\n".join(lines))
     record.ended(data)
     lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
-    return Report("\n".join(lines), data, _agrees(data, options))
+    return Report("\n".join(lines), data, ok)
 
 
 def _held_out(summary: dict[str, Any]) -> str:
