@@ -158,7 +158,8 @@ FEATURES = (
         " use-checkpoint-args ckpt-assume-constant-structure"),
     row("inference", UNTRIED, "for training; Mamba's inference goes to Megatron's own, on one rank",
         "inference-dynamic-batching inference-max-requests flash-decode num-speculative-tokens"),
-    row("layers", EXPECTED, "works on each token by itself", "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
+    row("layers", EXPECTED, "works on each token by itself",
+        "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
         " norm-epsilon swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
         " apply-layernorm-1p use-cpu-initialization no-persist-layer-norm no-bias-swiglu-fusion no-bias-gelu-fusion"
         " no-bias-dropout-fusion glu-linear-offset activation-func-clamp-value"),
