@@ -159,8 +159,8 @@ FEATURES = (
     row("inference", UNTRIED, "for training; Mamba's inference goes to Megatron's own, on one rank",
         "inference-dynamic-batching inference-max-requests flash-decode num-speculative-tokens"),
     row("layers", EXPECTED, "works on each token by itself",
-        "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
-        " norm-epsilon swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
+        "num-layers hidden-size ffn-hidden-size hidden-dropout normalization norm-epsilon"
+        " swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
         " apply-layernorm-1p use-cpu-initialization no-persist-layer-norm no-bias-swiglu-fusion no-bias-gelu-fusion"
         " no-bias-dropout-fusion glu-linear-offset activation-func-clamp-value"),
     row("layers", REFUSED, "all layers alike, of Transformer Engine or local", "heterogeneous-layers-config-path"
