@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 SECTIONS = dict(
     re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/hosts.md").read_text(), re.DOTALL | re.MULTILINE)
 )
+# Each process imports a host anew, which is nearly all of the time; so a model runs on one number of ranks, and alone.
+RANKS = {"Llama": 2, "Qwen3Next": 3}
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 LENGTHS = (13, 21, 5, 17)  # all in one pack, so that a step has them all, packed or one by one
@@ -51,7 +53,7 @@ def host(name, package):
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"{package} is not installed"))
 
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(0)]  # each launch has a limit of its own, for this machine
 
 
 def documents():
@@ -118,12 +120,11 @@ def test_packed_ranks_log_what_the_stock_host_logs_of_each_document_alone(traine
     from tests.transformers_cases import build, tokenizer
 
     found = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, RANKS[name]):
         folder = tmp_path / str(ranks)
         build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder / "model")
         tokenizer().save_pretrained(folder / "model")
         logs = trained(folder, ranks)
         found[ranks] = [log[key] for log in logs for key in ("loss", "grad_norm", "eval_loss") if key in log]
     assert len(found[1]) >= 7  # axolotl evaluates at the beginning too
-    for ranks in (2, 3):
-        assert found[ranks] == pytest.approx(found[1], rel=2e-4)
+    assert found[RANKS[name]] == pytest.approx(found[1], rel=2e-4)
