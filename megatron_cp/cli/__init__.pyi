@@ -1,3 +1,5 @@
+from .environment import environment as environment
+from .environment import environment_facts as environment_facts
 from .installed import INSTALL_MEGATRON as INSTALL_MEGATRON
 from .installed import megatron_is_installed as megatron_is_installed
 from .options import MAX_LOCAL_RANKS as MAX_LOCAL_RANKS

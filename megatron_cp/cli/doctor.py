@@ -6,12 +6,13 @@ import argparse
 import json
 import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
 from megatron_cp import __version__
 from megatron_cp.cli import megatron_job
+from megatron_cp.cli.environment import PACKAGES as INSTALLABLE
+from megatron_cp.cli.environment import version_of
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
@@ -20,11 +21,6 @@ from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.versions import PACKAGES, outside, table, tested
 
 HELP = "versions, kernels found, devices, and what works here"
-
-_PACKAGES = (
-    "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
-    "triton", "transformers", "diffusers", "accelerate", "trl",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def run(args: argparse.Namespace) -> Report:
 
     from megatron_cp.torch_private import lacking
 
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version_of(name) for name in INSTALLABLE}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
     lines = [
@@ -172,10 +168,3 @@ def _proofs(table: dict[str, Any]) -> list[str]:
         lines.append(f"{kernel['name']:<{width}}  interpreted; compiled for {compiled}; {on_gpu}")
     lines.append(f"Never run: {'; '.join(table['never'])}")
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    args.command_line = shlex.join(["megatron-cp", *(sys.argv[1:] if arguments is None else arguments)])  # for reports
     return _run(args)
 
 

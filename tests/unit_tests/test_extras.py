@@ -16,6 +16,7 @@ from megatron_cp.planner.predict.hardware import tomllib
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ASKS = {"install": 0, "package_refusal": 2, "attach_stub": None}  # the place of the extra; None for a keyword
+DEVELOPMENT = {"dev", "docs"}  # what make installs, and no remedy
 OF_OTHERS = {"pip install tilelang"}  # which flash-linear-attention uses where it is there, and no extra has
 
 
@@ -42,10 +43,10 @@ def asked_for(source):
 
 def test_what_is_asked_for_is_an_extra():
     found = {each for path in HOUSE.rglob("*.py") if path.name != "extras.py" for each in asked_for(path.read_text())}
-    assert found - OF_OTHERS == set(PINS) - {"dev"}
+    assert found - OF_OTHERS == set(PINS) - DEVELOPMENT
 
 
-@pytest.mark.parametrize("extra", [name for name in PINS if name != "dev"])
+@pytest.mark.parametrize("extra", [name for name in PINS if name not in DEVELOPMENT])
 def test_a_remedy_installs_the_packages_of_the_extra(extra):
     words = extras.install(extra).replace("'", "").split()
     assert words[:2] == ["pip", "install"]
