@@ -1,5 +1,6 @@
 """Tests of an installed package's contents, which the build lists without building, and of `make dist`."""
 
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_what_dist_builds_from_is_what_git_knows():
     known = dist._known_files()
     assert {"pyproject.toml", "MANIFEST.in", "megatron_cp/__init__.py", ".ci/run"} <= set(known)
     assert not [name for name in known if name.startswith((".venv/", "dist/")) or name.endswith(".pyc")]
+    taken = set(re.findall(r"^graft (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE))
+    assert taken == {name.partition("/")[0] for name in known if "/" in name} - {"megatron_cp"}
 
 
 def test_dist_tries_each_extra():
