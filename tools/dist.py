@@ -114,15 +114,16 @@ def main() -> None:
         if args.beside:
             sys.exit(beside(wheel, args.names or list(HOSTS), folder, install=args.install, platform=args.platform))
         _build(folder / "source", folder / "from-source", folder, "--wheel")
-        failed = _compared(wheel, sdist, folder)
-        print(*failed, sep="\n", end="\n" * bool(failed))
+        wrong = _compared(wheel, sdist, folder)
+        print(*wrong, sep="\n", end="\n" * bool(wrong))
+        failed = bool(wrong)
         if not args.build:
-            failed += extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
+            failed |= extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
         if not failed:
             shutil.rmtree(ROOT / "dist", ignore_errors=True)  # those of other versions
             (ROOT / "dist").mkdir()
             print(*(shutil.copy(file, ROOT / "dist") for file in (sdist, wheel)), sep="\n")
-    sys.exit(bool(failed))
+    sys.exit(failed)
 
 
 def _arguments() -> argparse.Namespace:
