@@ -236,7 +236,7 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     for entry in entries:  # of one pack
         assert sum(entry.get("layouts", {}).values()) == is_chosen
     if variant == "gpt":
-        assert_validated(report_of(printed.out), entries, metrics_of(tmp_path / "run" / "one_rank"))
+        assert_validated(report, entries, metrics_of(tmp_path / "run" / "one_rank"))
     written = shown(tmp_path / "run" / "report.html")
     titles = [table["title"] for table in written["tables"]]
     assert ("What the model writes" in titles) == (variant != "gpt_gdn")  # of tokens without a tokenizer
