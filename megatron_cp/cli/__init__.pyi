@@ -1,3 +1,4 @@
+from .environment import command_line as command_line
 from .environment import environment as environment
 from .environment import environment_facts as environment_facts
 from .installed import INSTALL_MEGATRON as INSTALL_MEGATRON

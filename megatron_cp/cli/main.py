@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -70,7 +69,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         commands.choices[args.command].refuse_unknown(unknown)
     args.words = words
-    args.command_line = shlex.join(["megatron-cp", *words])  # for reports
     return args
 
 
