@@ -31,8 +31,10 @@ from megatron_cp.cli import (
     Report,
     UsageError,
     check_paths,
+    flags,
     megatron_is_installed,
     number,
+    of_kind,
     whole,
 )
 from megatron_cp.errors import ArgumentError
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
 HELP = "train a Megatron model with context parallelism on packed documents"
+EXAMPLES = (
+    "train --cp 2 --train-iters 20 --run-dir runs/first",
+    "train --resume runs/first --cp 3 --train-iters 40",
+)
 OPTIONS_FILE, LOSS_PICTURE = "options.json", "loss.png"
 REFERENCE = "one_rank"  # what --compare trains for comparison
 _GRADIENTS = ".first_gradients"  # while it compares
@@ -67,9 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["action"] = argparse.BooleanOptionalAction
         elif details.get("type") is int:
             details["type"] = whole
+        elif entry.name in _SPELLED:
+            details["type"] = of_kind(_SPELLED[entry.name])
         elif "nargs" not in details:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
-        groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
+        groups[group].add_argument(*flags(entry.name.replace("_", "-")), **details)
     run = parser.add_argument_group("run")
     run.add_argument("--run-dir", metavar="DIR", help="folder to write to (default: runs/ and the time)")
     run.add_argument(
@@ -95,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _TYPES = {"int": whole, "float": number, "str": str}
+# Options whose values have several spellings.
+_SPELLED = {
+    "cp_comm_type": "scheme", "linear_cp_mode": "mode", "cp_layout": "layout", "cp_transport": "transport",
+    "cp_codec": "codec",
+}  # fmt: skip
 
 
 def _help(entry: dataclasses.Field[Any], text: str) -> str:
@@ -228,12 +241,13 @@ def _finished(
         folder, options, args.command_line, record.environment, label, entries, theirs, data | shown,
         (verdict, is_good), _limits(options) if args.compare else {},
     )  # fmt: skip
+    ok = _agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
     record.say("\n".join(lines))
     record.ended(data)
     lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
-    return Report("\n".join(lines), data, _agrees(data, options))
+    return Report("\n".join(lines), data, ok)
 
 
 def _held_out(summary: dict[str, Any]) -> str:
