@@ -168,7 +168,7 @@ def check_sizes(cfg: Mapping[str, Any]) -> None:
     if ranks % size:
         remedy = f"Start as many processes: torchrun --nproc-per-node {size}."
         raise ArgumentError(named, size, f"a divisor of the {ranks} processes", remedy)
-    replicas = (cfg.get("dp_shard_size") or 1) * (cfg.get("dp_replicate_size") or 1)
-    if size > 1 and replicas != ranks // size:
-        remedy = f"Each of {ranks // size} replicas has {size} of the {ranks} processes."
-        raise ArgumentError("dp_shard_size * dp_replicate_size", replicas, str(ranks // size), remedy)
+    shards, replicas, needed = cfg.get("dp_shard_size") or 1, cfg.get("dp_replicate_size") or 1, ranks // size
+    if size > 1 and shards * replicas != needed:
+        remedy = f"There are {needed} groups of {size} of the {ranks} processes: dp_shard_size * dp_replicate_size."
+        raise ArgumentError("dp_shard_size", shards, f"{needed}, over dp_replicate_size", remedy)

@@ -7,12 +7,12 @@ from itertools import groupby
 from typing import Any
 
 
-def blocks_of(text: str, is_bad: Callable[[str, str], bool]) -> list[dict[str, Any]]:
+def blocks_of(text: str, bad_cells: Callable[[list[str], list[str]], list[int]]) -> list[dict[str, Any]]:
     """Returns the tables of a text in Markdown, each with the paragraphs before it.
 
     Args:
         text: paragraphs and tables, whose lines begin with "|".
-        is_bad: says of a column's name and a cell's text if it is bad news.
+        bad_cells: returns the places of a row's cells that are bad news, from the columns' names and the row.
 
     Returns:
         `tables` of `page_of`; the paragraphs behind the last table come as one without columns.
@@ -25,12 +25,7 @@ def blocks_of(text: str, is_bad: Callable[[str, str], bool]) -> list[dict[str, A
             words = [line.lstrip("# ") for line in lines if line.strip()]
             continue
         columns, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in lines)
-        bad = [
-            [row, column]
-            for row, cells in enumerate(rows)
-            for column, cell in enumerate(cells)
-            if is_bad(columns[column], cell)
-        ]
+        bad = [[number, place] for number, row in enumerate(rows) for place in bad_cells(columns, row)]
         title = words.pop().rstrip(":") if words and len(words[-1]) < 100 else ""
         tables.append({"title": title, "text": "\n".join(words), "columns": columns, "rows": rows, "bad": bad})
         words = []

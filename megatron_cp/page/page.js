@@ -17,7 +17,8 @@ const SECTIONS = [
   ["work", "Work by rank", "A step is as long as its busiest rank works.", buildWork, Boolean(report.work && numbers(report.work.values).length)],
   ["timeline", "Timeline of the streams", "", buildTimeline, Boolean(report.timeline)],
   ["traffic", "Traffic between ranks", "", buildTraffic, Boolean(report.traffic && report.traffic.size)],
-  ["ranks", "Ranks in numbers", "", buildRanks, report.ranks > 0],
+  ["ranks", "Ranks in numbers", "", buildRanks,
+    report.ranks > 0 && Boolean(report.ownership || report.work || report.timeline || report.traffic || report.hosts)],
   ["notes", "Notes", "", buildNotes, Boolean(report.notes?.length)],
 ];
 

@@ -23,6 +23,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_cp.apps.train import command as train
 from megatron_cp.cli.main import main
+from tests.commands import reported
 from tests.forked_commands import forked, run_forked
 from tests.functional_tests.train_runs import (
     AS_COMMAND,
@@ -43,6 +44,7 @@ from tests.functional_tests.train_runs import (
     metrics_of,
     report_of,
     run_without_a_break,
+    shown,
     tokenized,
     tokens_of_steps,
     write_documents,
@@ -95,8 +97,29 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     assert_metrics(folder / "one_rank", data, 8, 2)
     assert [report["first_loss"], report["final_loss"]] == [losses_of(folder)[4], losses_of(folder)[7]]
     np.testing.assert_allclose(losses_of(folder), losses_of(uninterrupted), rtol=0, atol=1e-4)
+    assert_left(folder)
     options = json.loads((folder / "options.json").read_text())
     assert (options["context_parallel_size"], options["cp_layout"], options["train_iters"]) == (3, "contiguous", 8)
+
+
+def assert_left(folder):
+    """Checks that the folder has nothing that no one asked for, and how both parts of the run came to be."""
+    names = {"checkpoints", "log.txt", "loss.png", "metrics.jsonl", "one_rank", "options.json", "plan.png"}
+    assert {path.name for path in folder.iterdir()} == {*names, "report.html", "run.json", ".lock"}
+    assert {path.name for path in (folder / "one_rank").iterdir()} == {"metrics.jsonl", "plan.png"}
+    record = json.loads((folder / "run.json").read_text())
+    (before,) = record["before"]
+    assert [each["options"]["context_parallel_size"] for each in (before, record)] == [2, 3]
+    assert [each["result"]["steps"] for each in (before, record)] == [4, 4]
+    assert before["started"] <= before["ended"] <= record["started"] <= record["ended"]
+    assert f"--resume {folder}" in record["command"]
+    assert record["environment"]["threads"] == 1
+    assert record["environment"]["versions"]["numpy"] == np.__version__
+    page = shown(folder / "report.html")
+    assert page["verdict"]["ok"]
+    assert "CP=3 and CP=1 agree" in page["verdict"]["text"]
+    loss, *_ = page["curves"]
+    assert [line["name"] for line in loss["lines"]] == ["CP=2", "CP=3", "CP=1, to compare"]
 
 
 def assert_compared(report, steps):
@@ -130,7 +153,7 @@ def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
         capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("CP=2: 4 steps") == done.stdout.count('"run_dir"') == 1
+    assert done.stdout.count('"run_dir"') == 1
     report = report_of(done.stdout)
     assert set(report) == KEYS
     assert_compared(report, 4)
@@ -170,8 +193,11 @@ def conversations(tmp_path):
     return ["--data-path", str(path)]
 
 
+VALIDATION = ["--validation", "0.3", "--eval-interval", "2"]
 VARIANTS = {
-    "gpt": (jsonl, [*GPT, "--cp-comm-type", "a2a", "auto", "--cp-layout", "random"], "4 documents, 312 tokens"),
+    "gpt": (
+        jsonl, [*GPT, "--cp-comm-type", "a2a", "auto", "--cp-layout", "random", *VALIDATION], "3 documents, 191 tokens"
+    ),
     "conversations": (conversations, [*GPT, "--cp-layout", "contiguous"], "2 documents, "),
     # Three key heads on two ranks.
     "gpt_gdn": (
@@ -197,11 +223,10 @@ VARIANTS = {
 def test_compares_models_and_data(variant, tmp_path, capsys):
     write, arguments, says = VARIANTS[variant]
     arguments = [*arguments, *STEPS, *write(tmp_path), "--train-iters", "3", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", *arguments, "--context-parallel-size", "2", "--compare", "--json"]) == 0
-    printed = capsys.readouterr()
-    assert says in printed.err
-    assert "CP=2 and CP=1 agree" in printed.err
-    assert_compared(report_of(printed.out), 3)
+    text, report = reported(["train", *arguments, "--context-parallel-size", "2", "--compare"])
+    assert says in capsys.readouterr().err
+    assert "CP=2 and CP=1 agree" in text
+    assert_compared(report, 3)
     entries = metrics_of(tmp_path / "run")
     assert len(entries) == 3
     if variant == "conversations":  # "reply", "two" and a new line, and the ends
@@ -210,6 +235,24 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
     for entry in entries:  # of one pack
         assert sum(entry.get("layouts", {}).values()) == is_chosen
+    if variant == "gpt":
+        assert_validated(report, entries, metrics_of(tmp_path / "run" / "one_rank"))
+    written = shown(tmp_path / "run" / "report.html")
+    titles = [table["title"] for table in written["tables"]]
+    assert ("What the model writes" in titles) == (variant != "gpt_gdn")  # of tokens without a tokenizer
+    kinds = {layer["name"].partition(" ")[0] for layer in written["layers"]}
+    assert kinds == ({"attention", "gdn"} if variant in ("gpt_gdn", "tensor_parallel") else {"attention"})
+
+
+def assert_validated(report, ours, theirs):
+    """Checks that both sizes have the same loss on held-out documents, at the same steps."""
+    held_out = [{entry["step"]: entry["validation_loss"] for entry in of if "validation_loss" in entry}
+                for of in (ours, theirs)]  # fmt: skip
+    assert list(held_out[0]) == list(held_out[1]) == [2, 3]
+    assert report["validation_loss"] == held_out[0][3]
+    assert held_out[0][2] != held_out[0][3]
+    np.testing.assert_allclose(list(held_out[0].values()), list(held_out[1].values()), rtol=2e-5)
+    assert report["max_validation_diff"] == max(abs(held_out[0][step] - held_out[1][step]) for step in (2, 3))
 
 
 def heed_interrupts():
@@ -332,10 +375,8 @@ def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, mo
 
     monkeypatch.setattr(train, "_train", diverged)
     arguments = [*HYBRID, *STEPS, "--train-iters", "2", "--data-path", str(data), "--run-dir", str(tmp_path / "run")]
-    assert main(["train", *arguments, "--compare", "--json"]) == 1
-    out, printed = capsys.readouterr()
-    assert "DO NOT AGREE" in printed
-    report = report_of(out)
+    text, report = reported(["train", *arguments, "--compare"], status=1)
+    assert "DO NOT AGREE" in text
     assert (report["final_loss"], report["max_loss_diff"], report["first_step_grad_diff"]) == (None, None, 0)
 
 
@@ -343,11 +384,9 @@ def test_training_with_a_codec_stays_beside_one_rank_and_says_how_close(data, tm
     """Gradients of the first step are off by what the codec loses, and losses hardly: `--compare` knows the limits."""
     folder = tmp_path / "run"
     wire = ["--cp-codec", "fp8", "--cp-comm-type", "a2a", "--linear-cp-mode", "headwise"]
-    arguments = [*HYBRID, *STEPS, *wire, "--train-iters", "6", "--context-parallel-size", "2", "--compare", "--json"]
-    assert main(["train", *arguments, "--data-path", str(data), "--run-dir", str(folder)]) == 0
-    printed = capsys.readouterr()
-    assert "0.2 for gradients" in printed.err  # standard output is the object alone
-    report = report_of(printed.out)
+    arguments = [*HYBRID, *STEPS, *wire, "--train-iters", "6", "--context-parallel-size", "2", "--compare"]
+    text, report = reported(["train", *arguments, "--data-path", str(data), "--run-dir", str(folder)])
+    assert "0.2 for gradients" in text
     assert 1e-4 < report["first_step_grad_diff"] < 0.2  # it was coded
     assert 0 < report["max_loss_diff"] < 0.02
 

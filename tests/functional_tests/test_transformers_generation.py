@@ -8,6 +8,7 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
+from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
 
@@ -24,7 +25,6 @@ KINDS = {
     "GRPO, reference": ("GRPO", "Llama", True, {"beta": 0.1, "num_iterations": 2, "loss_type": "grpo"}),
     "RLOO, reference": ("RLOO", "Llama", True, {"beta": 0.1}),
     "GRPO, tools": ("GRPO", "Llama", False, {"max_completion_length": 20, "generation_kwargs": {"max_new_tokens": 5}}),
-    "GRPO, rollout": ("GRPO", "Llama", False, {}),
 }
 REPLICAS = ("GRPO", "Llama", True, {"beta": 0.1, "gradient_accumulation_steps": 2})
 # A conversation's words, in which TRL looks for calls of tools and for their answers.
@@ -52,11 +52,12 @@ def prepare():
 
 
 def reward(completion_ids, **others):
-    """Prefers completions with small tokens; it is another one on every rank, and the first rank's counts."""
+    """Prefers completions with small tokens; it is another one on every rank, and a group's first rank's counts."""
     import torch
 
-    torch.rand(1 + int(os.environ["RANK"]))  # ranks have drawn other random numbers when completions are shuffled
-    shift = 1000 * int(os.environ["RANK"])
+    group, rank = divmod(int(os.environ["RANK"]), int(os.environ["GROUP_SIZE"]))
+    torch.rand(1 + group + 7 * rank)  # ranks have drawn other random numbers when completions are shuffled
+    shift = 1000 * group + 500 * rank
     return [shift + sum(token < 40 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
@@ -84,19 +85,12 @@ def parsed(tokenizer, ids, prefix=None, tools=None):
 
 
 def roll_out(prompts, trainer):
-    """Draws completions, which are longer on every rank but the first."""
+    """Draws the first five tokens of completions, which are more on every rank but the first."""
     import torch
 
-    length = 4 + int(os.environ["RANK"])
-    completions = torch.randint(3, 97, (len(prompts), length)).tolist()
-    ids = trainer.processing_class(text=prompts)["input_ids"]
-    logs = [[-1.0] * length for _ in prompts]
-    return {
-        "prompt_ids": ids,
-        "completion_ids": completions,
-        "logprobs": logs,
-        "env_mask": [[0, *[1] * (length - 1)]] * len(prompts),
-    }
+    completions = torch.randint(3, 97, (len(prompts), 5 + int(os.environ["RANK"]))).tolist()
+    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True)["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
 def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **changed):
@@ -129,9 +123,7 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
     if given == "tools":
         words = [[{"role": "user", "content": each}] for each in words]
         text.chat_template, text.response_template = TEMPLATE, "for `parsed`"
-        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up]}
-    elif given == "rollout":
-        more = {"rollout_func": roll_out}
+        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up], "rollout_func": roll_out}
     data = Dataset.from_list([{"prompt": each} for each in words])
     own = {
         "peft_config": LoraConfig(
@@ -144,10 +136,11 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
     )  # fmt: skip
 
 
-def set_ranks(world):
-    """accelerate finds its ranks in the environment."""
+def set_ranks(world, sizes):
+    """accelerate finds its ranks in the environment, and the reward the size of a group."""
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994",
+                   "GROUP_SIZE": str((sizes or {}).get("cp_size", 1))}  # fmt: skip
 
 
 def logged(trainer):
@@ -164,8 +157,8 @@ def logged(trainer):
 
 def all_numbers(world, folder):
     """Returns what each trainer logs: stock ones on one rank, ours on two."""
-    set_ranks(world)
     found, sizes = {}, None if world.size == 1 else {"cp_size": 2}
+    set_ranks(world, sizes)
     for kind, (name, model, adapter, changed) in KINDS.items():
         given = kind.partition(", ")[2]
         found[kind] = logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, given=given, **changed))
@@ -174,6 +167,7 @@ def all_numbers(world, folder):
         trainer = trainer_of(folder / "dropout", "GRPO", "Llama", True, sizes, dropout=0.5, **more | {"max_steps": 4})
         trainer.train()
         found["dropout"] = [entry.get("loss") for entry in trainer.state.log_history]
+        found["the page's script"] = printed_by_the_page(folder, TRAINED["GRPO"])
     return found
 
 
@@ -184,6 +178,7 @@ def found(tmp_path_factory):
     def run():
         worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
         assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
+        rewarded_alike("".join(rank["the page's script"] for rank in worlds[2]))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "generating trainers", run)
@@ -208,8 +203,8 @@ def assert_near(ours, stock):
 
 def replicas(world, folder):
     """Returns what the stock trainer logs on two ranks, and ours on two groups of two."""
-    set_ranks(world)
-    sizes = None if world.size == 2 else {"dp_replicate_size": 2, "cp_size": 2}
+    sizes = None if world.size == 2 else {"dp_shard_size": 2, "cp_size": 2}
+    set_ranks(world, sizes)
     name, model, adapter, changed = REPLICAS
     return logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, **changed))
 

@@ -68,6 +68,15 @@ def test_recipe_of_a_mask_equals_torchs_attention(capsys):
     assert mask.seen.tolist() == [1, 2, 3, 4, 4, 6, 1]
 
 
+def test_each_host_has_an_install_line_of_the_version_that_its_adapter_names():
+    page = (ROOT / "docs/hosts.md").read_text()
+    installed = re.findall(r"^## [^\n]*\n\n```bash\npip install ([^\n#]*)", page, re.MULTILINE)
+    assert len(installed) == len(re.findall(r"^## ", page, re.MULTILINE)) == 6
+    for path in (ROOT / "megatron_cp/integrations").glob("*.py"):
+        for requirement in re.findall(r'require\("\w+", "([\w.=-]+)"\)', path.read_text()):
+            assert sum(requirement in line.split() for line in installed) == 1, requirement
+
+
 def test_pictures_of_concepts_are_those_of_the_script(monkeypatch, tmp_path):
     from tools import drawings
 

@@ -126,8 +126,8 @@ def test_rejects_keys_of_axolotl_that_it_does_not_compute(axolotl, config, messa
         ({"context_parallel_size": 3}, r"^context_parallel_size: got 3; allowed: a divisor of the 4 processes.*node 3"),
         ({"sequence_parallel_degree": 3}, "^sequence_parallel_degree: got 3; allowed: a divisor of the 4"),
         ({"context_parallel_size": "two"}, "^context_parallel_size: got 'two'; allowed: an integer"),
-        ({"context_parallel_size": 2}, r"^dp_shard_size \* dp_replicate_size: got 1; allowed: 2. Each of 2 replicas"),
-        ({"context_parallel_size": 4, "dp_shard_size": 2}, r"^dp_shard_size \* dp_replicate_size: got 2; allowed: 1"),
+        ({"context_parallel_size": 2}, "^dp_shard_size: got 1; allowed: 2, over .*There are 2 groups of 2 of the 4"),
+        ({"context_parallel_size": 4, "dp_shard_size": 2}, "^dp_shard_size: got 2; allowed: 1, over"),
     ],
 )
 def test_rejects_sizes_of_axolotl_that_do_not_fit_by_its_own_keys(axolotl, sizes, message, monkeypatch):
@@ -138,7 +138,7 @@ def test_rejects_sizes_of_axolotl_that_do_not_fit_by_its_own_keys(axolotl, sizes
     for refuses in (plugin.register, lambda cfg: plugin.get_trainer_cls(Config(cfg))):
         with pytest.raises(ArgumentError, match=message):
             refuses(sizes)
-    for fitting in ({}, {"context_parallel_size": 4}, {"context_parallel_size": 2, "dp_replicate_size": 2}):
+    for fitting in ({}, {"context_parallel_size": 4}, {"context_parallel_size": 2, "dp_shard_size": 2}):
         plugin.register(fitting)
 
 
