@@ -147,7 +147,7 @@ def draw(folder: Path, curves: dict[str, list[float]]) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (name, values), (width, color) in zip(curves.items(), ((1.2, "C3"), (5, "0.8")), strict=False):
+    for (name, values), (width, color) in zip(curves.items(), ((1.2, "#0072b2"), (5, "0.8")), strict=False):
         axes.plot(range(1, len(values) + 1), values, label=name, linewidth=width, color=color, zorder=-width)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")

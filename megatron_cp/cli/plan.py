@@ -20,7 +20,7 @@ from megatron_cp.cli.options import (
     described_layer,
     layer_case_of,
 )
-from megatron_cp.cli.parser import cp_sizes
+from megatron_cp.cli.parser import cp_sizes, flags
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
@@ -39,19 +39,23 @@ from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 
 HELP = "explain a plan: who owns what, transfers and balance"
+EXAMPLES = (
+    "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
+    "plan --whole --model qwen3-next --cp 8,16 --gpu h100 --lengths 256k",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        *flags("cp"), type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
     group = parser.add_argument_group("prediction")
     group.add_argument(
-        "--gpu",
+        *flags("gpu"),
         metavar="NAME-OR-FILE",
         help=f"the machine: {', '.join(presets())}, or a file of bench planner --calibrate (default: {SAFE})",
     )

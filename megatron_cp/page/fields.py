@@ -307,7 +307,7 @@ def _verdict(where: str, value: Any) -> dict[str, Any]:
     return {"text": _text(f"{where}.text", fields["text"]), "ok": checked_flag(f"{where}.ok", fields["ok"])}
 
 
-_LINE = ("name", "x", "y", "smooth")
+_LINE = ("name", "x", "y", "smooth", "beside")
 _MOST_POINTS = 4000  # of a line: more than a screen has columns
 
 
@@ -327,12 +327,14 @@ def _curves(where: str, value: Any) -> list[dict[str, Any]]:
 
 def _line(where: str, value: Any) -> dict[str, Any]:
     fields = _fields(where, value, _LINE, _LINE[:3])
-    found = {name: np.asarray(fields[name], np.float64) for name in _LINE[1:] if name in fields}
+    found = {name: np.asarray(fields[name], np.float64) for name in _LINE[1:4] if name in fields}
     shapes = {name: list(array.shape) for name, array in found.items()}
     if found["x"].ndim != 1 or len({array.shape for array in found.values()}) > 1:
         raise ArgumentError(where, shapes, "lists of numbers of the same length")
     kept = _extremes(found["y"]) if found["y"].size > _MOST_POINTS else np.arange(found["y"].size)
-    return {"name": _text(f"{where}.name", fields["name"])} | {name: packed(each[kept]) for name, each in found.items()}
+    beside = checked_flag(f"{where}.beside", fields.get("beside", False))
+    columns = {name: packed(each[kept]) for name, each in found.items()}
+    return {"name": _text(f"{where}.name", fields["name"]), "beside": beside, **columns}
 
 
 def _extremes(values: NDArray) -> NDArray[np.int64]:

@@ -35,7 +35,8 @@ def page_of(report: dict[str, Any]) -> str:
             - `command`: the command that made the results.
             - `environment`, `facts`: pairs of a name and a text; the latter are what a prediction assumes.
             - `curves`: charts, dictionaries with `title`, `lines` and, unless it is "step", `x`, the name of the axis.
-              A line has `name`, `x` and `y`, and may have `smooth`, drawn over a fainter `y`. NaN leaves a gap.
+              A line has `name`, `x` and `y`, and may have `smooth`, drawn over a fainter `y`, and `beside`: True for
+              one that the others are compared with, drawn wide below them. NaN leaves a gap.
             - `layers`: a dictionary for each kind of layer: `name`, `ownership`, and any of `text` (a list of lines)
               and `work`, the last two as below.
             - `tables`: dictionaries with `columns` (names) and `rows` (cells: texts, numbers or None), and any of

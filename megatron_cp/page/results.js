@@ -28,7 +28,7 @@ function buildCurves(parent) {
   parent.append(pair);
   const charts = report.curves.map(({title, x, lines}) => {
     const picture = element("div", {class: "picture"});
-    const read = lines.map((line) => ({name: line.name, x: numbers(line.x), y: numbers(line.y), smooth: line.smooth && numbers(line.smooth)}));
+    const read = lines.map((line) => ({...line, x: numbers(line.x), y: numbers(line.y), smooth: line.smooth && numbers(line.smooth)}));
     pair.append(element("div", {}, element("h3", {}, title), legend(read.map((line, place) => [colourOfLine(place), line.name, "line"])), picture));
     return {picture, title, axis: x, lines: read};
   });
@@ -64,7 +64,7 @@ function drawCurves({picture, title, axis, lines}) {
     stroke(line, line.y, place, line.smooth ? {"stroke-width": 1, "stroke-opacity": 0.35} : {"stroke-width": 2});
     if (line.x.length === 1) svg.append(shape("circle", {cx: x(line.x[0]), cy: y(line.y[0]), r: 4, fill: colourOfLine(place)}));
   }
-  for (const [place, line] of [...lines.entries()].reverse()) if (line.smooth) stroke(line, line.smooth, place, {"stroke-width": 2.2, "stroke-dasharray": DASHES[place % DASHES.length]});
+  for (const [place, line] of [...lines.entries()].reverse()) if (line.smooth) stroke(line, line.smooth, place, line.beside ? {"stroke-width": 7, "stroke-opacity": 0.45} : {"stroke-width": 2.2});
   svg.addEventListener("pointermove", (event) => {
     const at = lo + ((event.offsetX - box.left) / box.width) * (hi - lo);
     const words = lines.map((line) => {

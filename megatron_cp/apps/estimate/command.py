@@ -52,7 +52,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         type=memory_size,
         metavar="SIZE",
         help="with --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's); the exit status is 1 if nothing fits",
+        "--gpu's); the exit status is 3 if nothing fits",
     )
     group.add_argument(
         "--sharding", choices=SHARDINGS, help="with --whole: sharding of weights and optimizer (default: zero3)"
@@ -111,7 +111,7 @@ def run_whole(args: argparse.Namespace) -> Report:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1])
         save_page(page, args.report)
         text.append(f"report: {args.report}")
-    return Report("\n".join(text), data, ok=best is not None)
+    return Report("\n".join(text), data, fits=best is not None)
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:

@@ -118,7 +118,9 @@ def write_report(
 def _lines(entries: Sequence[Entry], reference: Sequence[Entry] | None, label: str, key: str) -> list[dict[str, Any]]:
     lines = lines_of(entries, label, key)
     if reference is not None:
-        lines += [{**line, "name": "CP=1, to compare"} for line in lines_of(reference, "CP=1", key)][-1:]
+        lines += [{**line, "name": "CP=1, to compare", "beside": True} for line in lines_of(reference, "CP=1", key)][
+            -1:
+        ]
     if key == "loss" and (held_out := validation_of(entries)):
         lines.append({"name": "validation", "x": list(held_out), "y": list(held_out.values())})
     return lines

@@ -29,7 +29,7 @@ RESULTS = {
             "title": "loss",
             "lines": [
                 {"name": "CP=2", "x": [1, 2, 3], "y": [3.0, math.nan, 1.0], "smooth": [3.0, 2.0, 1.0]},
-                {"name": "validation", "x": [3], "y": [-1.5]},
+                {"name": "validation", "x": [3], "y": [-1.5], "beside": True},
             ],
         }
     ],
@@ -62,6 +62,7 @@ def test_curves_keep_gaps_and_the_extremes_of_long_lines():
     np.testing.assert_array_equal(unpacked(line["y"]), [3, math.nan, 1])
     assert unpacked(held_out["y"]).tolist() == [-1.5]
     assert (chart["x"], "smooth" in held_out) == ("step", False)
+    assert (line["beside"], held_out["beside"]) == (False, True)
     steps = np.arange(100_000)
     losses = np.where(steps == 77_777, 50.0, 1.0 + steps % 7)
     page = page_of({"curves": [{"title": "loss", "lines": [{"name": "a", "x": steps, "y": losses, "smooth": losses}]}]})
