@@ -4,7 +4,7 @@ RUN := $(VENV)/bin
 # More than there are cores, since tests wait for other processes: on 2 cores 4 take 10:42, 2 take 12:16.
 PROCESSES ?= 4
 
-.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults versions dist clean
+.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check docs fuzz faults versions dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,7 +30,7 @@ lint: setup ## ruff and mypy
 test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
 test: setup ## the tests that guard each feature: 11 minutes on 2 cores
-	$(RUN)/python -m pytest -n $(PROCESSES) --dist worksteal -m "not thorough"
+	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones
 	$(RUN)/python -m pytest -n 2 --dist worksteal -m thorough
@@ -62,6 +62,17 @@ check: setup ## parity of both layers at several context-parallel sizes, every s
 	$(RUN)/megatron-cp check --layer attention --lengths 7,1,130,64,2 --all
 	$(RUN)/megatron-cp check --layer gdn --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --key-heads 2 --dtype float64
 
+$(VENV)/.docs: $(VENV)/.ready
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' || { \
+	  echo "make docs needs the packages of the extra 'docs' (pyproject.toml), which pip did not get." >&2; exit 1; }
+	@touch $@
+
+docs: setup $(VENV)/.docs ## the site, in build/site/html: any warning and any link that leads nowhere is an error
+	rm -rf build/site
+	$(RUN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet --conf-dir tools/site \
+	  --doctree-dir build/site/doctrees . build/site/html
+	$(RUN)/python -m tools.site.links build/site/html
+
 fuzz: setup ## random cases of every operation against an oracle, for SECONDS=60 or CASES=n, from a new seed or SEED=n
 	PYTHONPATH=. $(RUN)/python tools/fuzz.py $(if $(CASES),--cases $(CASES),--seconds $(or $(SECONDS),60)) \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -73,8 +84,8 @@ faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, o
 versions: setup ## the unit tests with other Pythons, torch and transformers, oldest to newest, and the table of them; ARGS="oldest --short"
 	PYTHONPATH=. $(RUN)/python -m tools.versions $(or $(ARGS),--write)
 
-dist: setup ## builds the wheel, and tries it and each extra in a bare environment, away from the clone; ARGS="base megatron"
+dist: setup ## sdist and wheel in dist/, tried with each extra in a bare environment; ARGS="--build", "base megatron"
 	PYTHONPATH=. $(RUN)/python -m tools.dist $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -17,10 +17,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from megatron_cp.page import DISTINCT
+
+BLUE, ORANGE, _, _, SKY, VERMILION, _, GREY = DISTINCT
 COLOURS = {
-    "zigzag": "#1b6ca8", "contiguous": "#7fb3d5", "megatron-core": "#c0392b", "loop": "#e59866",
-    "all_to_all": "#1b6ca8", "all_gather": "#7fb3d5", "speedup": "#1b6ca8", "bytes": "#b0b0b0",
-    "attention": "#1b6ca8", "gdn": "#e59866",
+    "zigzag": BLUE, "contiguous": SKY, "megatron-core": VERMILION, "loop": ORANGE, "all_to_all": BLUE,
+    "all_gather": SKY, "speedup": BLUE, "bytes": GREY, "attention": BLUE, "gdn": ORANGE,
 }  # fmt: skip
 STAGES = [(stage, way) for way in ("to heads", "to tokens") for stage in ("pack", "unpack")]
 GATE = "with the gate"

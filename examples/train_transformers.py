@@ -23,8 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from megatron_cp.data import PackedStream, read_corpus, read_tokenizer
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.transformers import enable_context_parallel
 
 WARMUP = 20  # steps
@@ -147,7 +146,7 @@ def draw(folder: Path, curves: dict[str, list[float]]) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (name, values), (width, color) in zip(curves.items(), ((1.2, "C3"), (5, "0.8")), strict=False):
+    for (name, values), (width, color) in zip(curves.items(), ((1.2, "#0072b2"), (5, "0.8")), strict=False):
         axes.plot(range(1, len(values) + 1), values, label=name, linewidth=width, color=color, zorder=-width)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import megatron_cp as cp
-from megatron_cp.apps.estimate.page.page import page_of, save_page
+from megatron_cp.page.page import page_of, save_page
 from megatron_cp.planner.picture import shapes_by_rank
 from tests.random_tiles import random_assignment
 

@@ -1,14 +1,17 @@
 """Builds the package, installs it as its users do, and tries it away from the clone.
 
     python -m tools.dist [EXTRA ...] [--folder FOLDER] [--keep] [--compile]
-    python -m tools.dist --beside [HOST ...] [--install] [--folder FOLDER]
+    python -m tools.dist --build
+    python -m tools.dist --beside [HOST ...] [--install] [--platform PLATFORM] [--folder FOLDER]
 
-The first makes an sdist, and a wheel from that sdist. The wheel is installed in a bare environment for each extra, one
-after another, with the newest versions that the pins allow. There it runs `megatron-cp check`, the commands and the
-imports that the extra is for, and `pip check`; in `base` also the imports of all other extras, which must say what to
-install. Exit code 1 if anything fails. An extra without wheels is "not installable here", unless `--compile` is given.
+The first makes an sdist, which must hold every file that git knows, and a wheel from that sdist, which must be the one
+that the source itself gives. The wheel is installed in a bare environment for each extra, one after another, with the
+newest versions that the pins allow. There it runs `megatron-cp check`, the commands and the imports that the extra is
+for, and `pip check`; in `base` also the imports of all other extras, which must say what to install. Exit code 1 if
+anything fails. An extra without wheels is "not installable here", unless `--compile` is given. Sdist and wheel are left
+in `dist/` of the clone if all went well; `--build` makes and compares these two, and installs nothing.
 
-The second resolves the wheel together with the newest release of each package that it is used beside, and prints which
+The third resolves the wheel together with the newest release of each package that it is used beside, and prints which
 versions were found; `--install` also installs them and runs `pip check`.
 
 Environments share nothing but files: `uv` keeps what it has downloaded in `FOLDER/cache`, and puts hard links into each
@@ -24,8 +27,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +99,8 @@ HOSTS = {
     "ms-swift": "transformers",
     "verl": "transformers",
     "torchtitan": "",
+    "nemo-automodel": "transformers",
+    "megatron-bridge": "megatron",
     "diffusers": "diffusers",
     "trl": "transformers",
 }
@@ -103,19 +110,29 @@ def main() -> None:
     """Builds the wheel, tries what was asked for, and prints a table of it."""
     args = _arguments()
     with _folder(args) as folder:
-        wheel = _built(folder)
+        wheel, sdist = _built(folder)
         if args.beside:
-            failed = beside(wheel, args.names or list(HOSTS), folder, install=args.install)
-        else:
-            failed = extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
+            sys.exit(beside(wheel, args.names or list(HOSTS), folder, install=args.install, platform=args.platform))
+        _build(folder / "source", folder / "from-source", folder, "--wheel")
+        wrong = _compared(wheel, sdist, folder)
+        print(*wrong, sep="\n", end="\n" * bool(wrong))
+        failed = bool(wrong)
+        if not args.build:
+            failed |= extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
+        if not failed:
+            shutil.rmtree(ROOT / "dist", ignore_errors=True)  # those of other versions
+            (ROOT / "dist").mkdir()
+            print(*(shutil.copy(file, ROOT / "dist") for file in (sdist, wheel)), sep="\n")
     sys.exit(failed)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXTRAS)}; or {', '.join(HOSTS)}")
+    parser.add_argument("--build", action="store_true", help="make and compare sdist and wheel, and install nothing")
     parser.add_argument("--beside", action="store_true", help="resolve it together with other packages")
     parser.add_argument("--install", action="store_true", help="with --beside: install them as well")
+    parser.add_argument("--platform", help="with --beside: resolve for another one, such as x86_64-manylinux_2_39")
     parser.add_argument("--compile", action="store_true", help="compile packages that have no wheel")
     parser.add_argument("--folder", type=Path, help="where environments are made (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="leave wheel, cache and environments in the folder")
@@ -146,14 +163,50 @@ def _uv(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), cwd=folder, env=clean_variables(), capture_output=True, text=True)
 
 
-def _built(folder: Path) -> Path:
-    """Makes the sdist and, from it, the wheel; returns the wheel's path."""
-    done = _uv(folder, "build", "--python", sys.executable, "--out-dir", folder / "dist", ROOT)
-    if done.returncode:
-        sys.exit(f"not built:\n{done.stderr}")
+def _built(folder: Path) -> tuple[Path, Path]:
+    """Makes the sdist and, from it, the wheel; returns the paths of wheel and sdist."""
+    _build(_copy_source(folder), folder / "dist", folder)
     wheel, sdist = (max((folder / "dist").glob(kind)) for kind in ("*.whl", "*.tar.gz"))
     print(f"{sdist.name} {sdist.stat().st_size:,} bytes, {wheel.name} {wheel.stat().st_size:,} bytes", flush=True)
-    return wheel
+    return wheel, sdist
+
+
+def _build(source: Path, into: Path, folder: Path, *options: str) -> None:
+    done = _uv(folder, "build", *options, "--python", sys.executable, "--out-dir", into, source)
+    if done.returncode:
+        sys.exit(f"not built:\n{done.stderr}")
+
+
+def _copy_source(folder: Path) -> Path:
+    """Copies the files that git knows: a build in the clone would leave files there, and take old ones into a wheel."""
+    for name in _known_files():
+        file = folder / "source" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, file)
+    return folder / "source"
+
+
+def _known_files() -> list[str]:
+    """Returns the names of the files in the clone that git knows, or would take, and that are there."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(name for name in set(said.split("\0")) if (ROOT / name).is_file())
+
+
+def _compared(wheel: Path, sdist: Path, folder: Path) -> list[str]:
+    """Returns what the sdist lacks of the source, and in what the wheel made from it differs from the source's own."""
+    with tarfile.open(sdist) as packed:
+        held = {member.name.partition("/")[2] for member in packed if member.isfile()}
+    failures = [f"{sdist.name} lacks {name}" for name in _known_files() if name not in held]
+    both = [zipfile.ZipFile(path).infolist() for path in (wheel, folder / "from-source" / wheel.name)]
+    found, expected = ({info.filename: info.CRC for info in each} for each in both)
+    failures += [
+        f"{wheel.name}: {name} is not as in a wheel made from the source"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    print(f"{len(held)} files in the sdist, {len(found)} in the wheel, {len(failures)} wrong", flush=True)
+    return failures
 
 
 # -- each extra --------------------------------------------------------------------------------------------------------
@@ -267,13 +320,13 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 # -- beside other packages ---------------------------------------------------------------------------------------------
 
 
-def beside(wheel: Path, names: list[str], folder: Path, *, install: bool) -> bool:
+def beside(wheel: Path, names: list[str], folder: Path, *, install: bool, platform: str | None = None) -> bool:
     """Resolves the wheel with other packages and prints their table. Returns True if one of them has no solution."""
     rows, failures = [("beside", "extra", *VERSIONS, *(["pip check"] if install else []))], []
     for name in names:
         extra = HOSTS[name]
         wanted = [name, f"megatron_cp{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}"]
-        pins, reason = _resolved(wanted, folder)
+        pins, reason = _resolved(wanted, folder, platform)
         if pins is None:
             rows.append((name, extra or "-", reason, *["-"] * (len(rows[0]) - 3)))
             failures.append(f"{name}: {reason}")
@@ -288,14 +341,13 @@ def beside(wheel: Path, names: list[str], folder: Path, *, install: bool) -> boo
     return bool(failures)
 
 
-def _resolved(wanted: list[str], folder: Path) -> tuple[dict[str, str] | None, str]:
+def _resolved(wanted: list[str], folder: Path, platform: str | None) -> tuple[dict[str, str] | None, str]:
     """Returns the versions of all packages that the resolver takes together, or None and why there are none."""
     asked, answer = folder / "wanted.txt", folder / "pins.txt"
     asked.write_text("\n".join(wanted))
     answer.unlink(missing_ok=True)  # the versions in it would be preferred
-    done = _uv(
-        folder, "pip", "compile", asked, "-o", answer, "--no-annotate", "--no-header", "--python", sys.executable
-    )
+    options = ["--python", sys.executable, *(["--python-platform", platform] if platform else [])]
+    done = _uv(folder, "pip", "compile", asked, "-o", answer, "--no-annotate", "--no-header", *options)
     if done.returncode:
         return None, _reason(done.stderr)
     lines = (line.partition(";")[0].strip() for line in answer.read_text().splitlines())

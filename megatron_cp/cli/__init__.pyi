@@ -1,3 +1,6 @@
+from .environment import command_line as command_line
+from .environment import environment as environment
+from .environment import environment_facts as environment_facts
 from .installed import INSTALL_MEGATRON as INSTALL_MEGATRON
 from .installed import megatron_is_installed as megatron_is_installed
 from .options import MAX_LOCAL_RANKS as MAX_LOCAL_RANKS

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.75,
         help="longest wait for another rank after the first case, in which it is ten minutes (default: 0.75)",
     )
+    parser.add_argument("--report", metavar="FILE.html", help="save a page with all cases, the worst first")
     parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
 
 

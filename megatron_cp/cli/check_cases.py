@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.cli.check_report import save_check
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.cli.parser import as_flag
 from megatron_cp.cli.report import Report
@@ -72,7 +73,10 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "cp_not_run": list(not_run),
         "not_run": not_run,
     }
-    return Report("\n".join(lines), data, ok=passed, quiet=world is not None and world.rank != 0)
+    quiet = world is not None and world.rank != 0
+    if args.report is not None and not quiet:
+        save_check(args, results, lines[-1])
+    return Report("\n".join(lines), data, ok=passed, quiet=quiet)
 
 
 def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | None) -> tuple[list[Case], dict[int, str]]:

@@ -7,12 +7,13 @@ import json
 import platform
 import warnings
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
 from megatron_cp import __version__
 from megatron_cp.cli import megatron_job
+from megatron_cp.cli.environment import PACKAGES as INSTALLABLE
+from megatron_cp.cli.environment import version_of
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
@@ -25,11 +26,6 @@ EXAMPLES = (
     "doctor",
     "doctor --megatron --context-parallel-size 4 --num-layers 8 --calculate-per-token-loss",
 )
-
-_PACKAGES = (
-    "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
-    "triton", "transformers", "diffusers", "accelerate", "trl",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def _machine(args: argparse.Namespace) -> Report:
 
     from megatron_cp.torch_private import lacking
 
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: version_of(name) for name in INSTALLABLE}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
     adapters = {name: _version(name) for name in ADAPTERS}
@@ -218,10 +214,3 @@ def _proofs(table: dict[str, Any]) -> list[str]:
         lines.append(f"{kernel['name']:<{width}}  interpreted; compiled for {compiled}; {on_gpu}")
     lines.append(f"Never run: {'; '.join(table['never'])}")
     return lines
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

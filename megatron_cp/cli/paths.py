@@ -8,6 +8,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.page import check_page
 from megatron_cp.planner.picture import check_picture
 
 
@@ -82,5 +83,6 @@ _CHECKS = {
     "tokenizer_model": _tokenizer,
     "run_dir": _run_dir,
     "plot": check_picture,
+    "report": check_page,
     "profile": _trace,
 }

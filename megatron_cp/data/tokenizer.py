@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from stat import S_ISFIFO
 from typing import Protocol
@@ -35,6 +36,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> IntArray:
         """Returns `[tokens]` of the text, which must be valid Unicode; empty if the text has none."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, with a mark in place of what is no text; it ends where a document ends."""
+
 
 class ByteTokenizer:
     """UTF-8 bytes, and one more token for the end of a document: no file, no training, nothing unknown."""
@@ -45,6 +49,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> IntArray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(_until(tokens, self.end_of_document)).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -98,6 +105,15 @@ class FileTokenizer:
         except Exception as error:  # the package has no narrower one
             allowed = "a tokenizer that can encode every text, such as one whose unk_token is in its vocabulary"
             raise ArgumentError("tokenizer_model", self.name, allowed, f"It fails on {text[:40]!r}: {error}.") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        known = [token for token in _until(tokens, self.end_of_document) if token < self.vocab_size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=False))
+
+
+def _until(tokens: Sequence[int], end: int) -> list[int]:
+    found = list(tokens)
+    return found[: found.index(end)] if end in found else found
 
 
 def read_tokenizer(path: str | Path | None) -> Tokenizer:

@@ -67,6 +67,8 @@ def choose_kernel(kernels: Sequence[K], name: str | K, call: Any) -> K:
         if kernel.name == name:
             refusal = kernel.refusal(call)
             if refusal is not None:
-                raise ArgumentError("kernel", name, "a kernel that can run this call", f"{name}: {refusal}.")
+                others = [other.name for other in kernels if other.refusal(call) is None]
+                allowed = " or ".join(["auto", *others]) if others else "a kernel that can run this call"
+                raise ArgumentError("kernel", name, allowed, f"{name}: {refusal}.")
             return kernel
     raise ArgumentError("kernel", name, " or ".join(["auto", *(kernel.name for kernel in kernels)]))

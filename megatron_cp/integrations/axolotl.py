@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,8 @@ from accelerate import PartialState
 from axolotl.integrations.base import BasePlugin, PluginManager
 from pydantic import BaseModel
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.integrations import require
 from megatron_cp.transformers.enable import enable_context_parallel
 from megatron_cp.transformers.rows import join_documents
 from megatron_cp.transformers.trainer import ContextParallelMixin
@@ -70,7 +72,10 @@ class ContextParallelPlugin(BasePlugin):
 
     def register(self, cfg: dict[str, Any]) -> None:
         """Checks the configuration as it was written, and disables axolotl's own plugin."""
+        require("axolotl", "axolotl==0.21.0")
         check_config(cfg)
+        if "WORLD_SIZE" in os.environ:  # axolotl's launcher reads the configuration too
+            check_sizes(cfg)
         PluginManager.get_instance().plugins[_OWN] = BasePlugin()
 
     def get_input_args(self) -> str:
@@ -78,6 +83,7 @@ class ContextParallelPlugin(BasePlugin):
 
     def get_trainer_cls(self, cfg: Any) -> type:
         """Returns axolotl's trainer with context parallelism."""
+        check_sizes(cfg)
         from axolotl.core.trainers import AxolotlTrainer  # after axolotl has changed what it changes of transformers
 
         options = dict(cfg.megatron_cp or {})
@@ -146,3 +152,23 @@ def check_config(cfg: Mapping[str, Any]) -> None:
     for name in cfg.get("megatron_cp") or {}:
         if name not in _OPTIONS:
             raise ArgumentError(f"megatron_cp.{name}", cfg["megatron_cp"][name], ", ".join(_OPTIONS))
+
+
+def check_sizes(cfg: Mapping[str, Any]) -> None:
+    """Refuses a `context_parallel_size` that does not fit the processes, or replicas that are not said.
+
+    Raises:
+        ArgumentError: names the key, its value, and the value of which key would fit.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    named = (
+        "sequence_parallel_degree" if cfg.get("sequence_parallel_degree") else "context_parallel_size"
+    )  # its old name
+    size = checked_integer(named, cfg.get("context_parallel_size") or cfg.get(named) or 1, 1)
+    if ranks % size:
+        remedy = f"Start as many processes: torchrun --nproc-per-node {size}."
+        raise ArgumentError(named, size, f"a divisor of the {ranks} processes", remedy)
+    shards, replicas, needed = cfg.get("dp_shard_size") or 1, cfg.get("dp_replicate_size") or 1, ranks // size
+    if size > 1 and shards * replicas != needed:
+        remedy = f"There are {needed} groups of {size} of the {ranks} processes: dp_shard_size * dp_replicate_size."
+        raise ArgumentError("dp_shard_size", shards, f"{needed}, over dp_replicate_size", remedy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PROVED, EXPECTED, REFUSED, UNTRIED = "proved", "expected", "refused", "untried"
-_EACH_TOKEN = "works on each token alone: unaffected by context parallelism"
 _MATRIX = "tests/functional_tests/test_megatron_matrix.py::test_equals_one_rank"
 _MODELS = "tests/functional_tests/test_megatron_models.py::test_equals_one_rank"
 _EXAMPLE = "tests/functional_tests/test_pretrain_example.py"
@@ -75,7 +74,7 @@ FEATURES = (
     row("batch", UNTRIED, "documents in other parts, or other losses", "fim-data logits-load-dir logits-save-dir"
         " perform-rl-step rl-use-sequence-packing step-batch-size-schedule"),
     row("loss", PROVED, f"{_MATRIX}: with and without it, by megatron_cp.megatron.loss", "calculate-per-token-loss"),
-    row("loss", EXPECTED, _EACH_TOKEN, "cross-entropy-loss-fusion cross-entropy-fusion-impl"
+    row("loss", EXPECTED, "works on each token by itself", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
         " fp16-lm-cross-entropy untie-embeddings-and-output-weights"),
     row("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, also with --sft", "eval-iters eval-interval"),
     row("loss", EXPECTED, "evaluation in the same loss", "full-validation multiple-validation-sets"
@@ -159,8 +158,9 @@ FEATURES = (
         " use-checkpoint-args ckpt-assume-constant-structure"),
     row("inference", UNTRIED, "for training; Mamba's inference goes to Megatron's own, on one rank",
         "inference-dynamic-batching inference-max-requests flash-decode num-speculative-tokens"),
-    row("layers", EXPECTED, _EACH_TOKEN, "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
-        " norm-epsilon swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
+    row("layers", EXPECTED, "works on each token by itself",
+        "num-layers hidden-size ffn-hidden-size hidden-dropout normalization norm-epsilon"
+        " swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
         " apply-layernorm-1p use-cpu-initialization no-persist-layer-norm no-bias-swiglu-fusion no-bias-gelu-fusion"
         " no-bias-dropout-fusion glu-linear-offset activation-func-clamp-value"),
     row("layers", REFUSED, "all layers alike, of Transformer Engine or local", "heterogeneous-layers-config-path"

@@ -34,10 +34,17 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     for start, _ in layout.packing.spans():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"
     per_cell = "1 token" if width == total else f"about {total / width:.0f} tokens"
-    again = f"; 0 is rank {len(_SYMBOLS)} too" if layout.cp_size > len(_SYMBOLS) else ""
+    if layout.cp_size <= len(_SYMBOLS):
+        owners, way = ["".join(_SYMBOLS[rank] for rank in cells)], ""
+    else:  # the numbers of the ranks, from above to below
+        digits = len(str(layout.cp_size - 1))
+        columns = [f"{rank:0{digits}d}" for rank in cells.tolist()]
+        owners, way = ["".join(row) for row in zip(*columns, strict=True)], ", read downwards"
+    first, *others = owners
     return [
         f"documents  {''.join(marks)}",
-        f"owner      {''.join(_SYMBOLS[rank % len(_SYMBOLS)] for rank in cells)}   ({per_cell} a character{again})",
+        f"owner      {first}   ({per_cell} a character{way})",
+        *(f"           {row}" for row in others),
     ]
 
 

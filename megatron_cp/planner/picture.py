@@ -1,7 +1,8 @@
-"""Draws a plan: the owners of the packed tokens, and the shares of the work."""
+"""Draws plans: the owners of the packed tokens, and the shares of the work."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.layout.bands import canonical
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.page import DISTINCT, rank_colours
 from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.describe import counted
 from megatron_cp.plan.plan import Plan
@@ -19,6 +21,7 @@ from megatron_cp.plan.schemes import REDISTRIBUTE
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
+_LINES_OF_DOCUMENTS = 64  # lines of more documents would hide the bars behind them
 
 
 def check_picture(name: str, path: str) -> None:
@@ -37,11 +40,15 @@ def check_picture(name: str, path: str) -> None:
         raise ArgumentError(name, path, f"a file ending in {' or '.join(_FORMATS)}, in a folder that exists")
 
 
-def save_picture(plan: Plan, path: str | Path) -> None:
+def save_picture(plan: Plan | Sequence[Plan], path: str | Path) -> None:
     """Draws and saves the ownership of the stream, a row for each rank, and each rank's tokens and work.
 
     Where hidden states are redistributed, two layouts are drawn: the given one, which they have outside the run of
     layers, and that of the layers.
+
+    Args:
+        plan: a plan, or the plans of several layers of one model over one batch, which are drawn one below the other.
+        path: the path of the picture.
 
     Raises:
         ArgumentError: the folder does not exist or the file cannot be written there.
@@ -49,33 +56,46 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     check_picture("plot", str(path))
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
-    streams = streams_of(plan)
-    height = 2.6 + 0.22 * min(plan.cp_size, 32)
-    tiled = plan.attend.tiled if plan.attend is not None else None
+    plans = [plan] if isinstance(plan, Plan) else list(plan)
+    streams = [(each, title, layout) for each in plans for title, layout in streams_of(each)]
+    height = 2.6 + 0.22 * min(plans[0].cp_size, 32)
+    tiled = next((each.attend.tiled for each in plans if each.attend is not None and each.attend.tiled), None)
     whole: Any = Figure(figsize=(11, height * len(streams) + 5.5 * (tiled is not None)), layout="constrained")
     figure = whole
     if tiled is not None:
         figure, tile_figure = whole.subfigures(2, 1, height_ratios=(height, 5.5))
         directions = (("forward", tiled.forward), ("backward", tiled.backward))
-        for axis, (name, assignment) in zip(tile_figure.subplots(1, 2), directions, strict=True):
+        axes = tile_figure.subplots(1, 2)
+        for axis, (name, assignment) in zip(axes, directions, strict=True):
             _draw_tiles(axis, f"{name}: tiles of the mask by the rank that computes them", assignment)
+        _explain_colours(tile_figure, axes, tiled.forward.size)
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
-    scheme = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
-    figure.suptitle(
-        f"{plan.kind} by {scheme} over {plan.cp_size} ranks: "
-        f"{counted(plan.packing.num_documents, 'document')}, {counted(plan.packing.total, 'token')}"
-    )
-    for (stream, shares), (title, layout) in zip(axes, streams, strict=True):
-        stream.set_title(title, fontsize=9)
+    figure.suptitle(_title(plans))
+    for (stream, shares), (each, title, layout) in zip(axes, streams, strict=True):
+        prefix = _name(each) if len(plans) > 1 else ""
+        stream.set_title(": ".join(filter(None, [prefix, title])), fontsize=9)
         _draw_ownership(stream, layout)
-        is_plans = layout is plan.layout
-        _draw_shares(shares, layout, plan.work_per_rank() if is_plans else None)
+        is_plans = layout is each.layout
+        _draw_shares(shares, layout, each.work_per_rank() if is_plans else None)
     try:
         whole.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise ArgumentError(
             "plot", str(path), "a file that can be written, ending in .png, .pdf or .svg", str(error)
         ) from None
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.kind} by {plan.scheme if plan.redistribution is None else REDISTRIBUTE.name}"
+
+
+def _title(plans: Sequence[Plan]) -> str:
+    packing = plans[0].packing
+    names = ", ".join(dict.fromkeys(_name(plan) for plan in plans))
+    return (
+        f"{names} over {plans[0].cp_size} ranks: "
+        f"{counted(packing.num_documents, 'document')}, {counted(packing.total, 'token')}"
+    )
 
 
 def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
@@ -90,7 +110,7 @@ def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
 
 def _draw_ownership(axes: Any, layout: Layout) -> None:
     packing = layout.packing
-    colours = _colours(layout.cp_size)
+    colours = rank_colours(layout.cp_size)
     ranks = np.repeat(np.arange(layout.cp_size), np.diff(layout.fragment_offsets))
     if ranks.size > _LARGEST_RUNS:
         note = f"{ranks.size} fragments, of which the longest {_LARGEST_RUNS} are drawn"
@@ -100,11 +120,15 @@ def _draw_ownership(axes: Any, layout: Layout) -> None:
         own = drawn[ranks[drawn] == rank]
         spans = np.stack([layout.starts[own], layout.ends[own] - layout.starts[own]], axis=1)
         axes.broken_barh(spans.tolist(), (rank - 0.4, 0.8), color=colours[rank])
-    for start, _ in list(packing.spans())[1:400]:
-        axes.axvline(start, color="0.25", linewidth=0.6, linestyle=":")
+    starts = [start for start, _ in packing.spans()][1:]
+    has_lines = len(starts) < _LINES_OF_DOCUMENTS
+    if has_lines:
+        for start in starts:
+            axes.axvline(start, color="0.25", linewidth=0.6, linestyle=":")
     axes.set_xlim(0, max(packing.total, 1))
     _rank_axis(axes, layout.cp_size)
-    axes.set_xlabel("token of the packed stream; dotted lines begin documents")
+    lines = "dotted lines begin documents" if has_lines else f"{packing.num_documents} documents, not marked"
+    axes.set_xlabel(f"token of the packed stream; {lines}")
 
 
 def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
@@ -114,7 +138,7 @@ def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
     shapes, ranks, count = shapes_by_rank(assignment)
     if count > len(shapes):
         title += f", the largest {len(shapes)} of {count}"
-    corners, colours = outlines_of(shapes), _colours(assignment.size)[ranks]
+    corners, colours = outlines_of(shapes), rank_colours(assignment.size)[ranks]
     axes.add_collection(PolyCollection(list(corners), facecolors=colours, edgecolors="face", linewidths=0.3))
     axes.set_title(title, fontsize=9)
     most = corners.reshape(-1, 2).max(axis=0, initial=1)
@@ -165,7 +189,7 @@ def _draw_shares(axes: Any, layout: Layout, work: list[int] | None) -> None:
     axes.barh(ranks - 0.2 * (work is not None), 100 * tokens, height=0.4, color="0.7", label="tokens")
     if work is not None:
         shares = np.array(work) / max(sum(work), 1)
-        axes.barh(ranks + 0.2, 100 * shares, height=0.4, color=_colours(layout.cp_size), label="work (coloured)")
+        axes.barh(ranks + 0.2, 100 * shares, height=0.4, color=rank_colours(layout.cp_size), label="work (coloured)")
     _rank_axis(axes, layout.cp_size)
     axes.set_xlabel("share, %")
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
@@ -177,7 +201,15 @@ def _rank_axis(axes: Any, cp_size: int) -> None:
     axes.set_ylabel("rank")
 
 
-def _colours(count: int) -> Any:
-    from matplotlib import colormaps
+def _explain_colours(figure: Any, axes: Any, count: int) -> None:
+    """Adds a legend of few ranks, or a colour bar of many."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.patches import Patch
 
-    return colormaps["turbo"](np.linspace(0.08, 0.92, count))
+    colours = rank_colours(count)
+    if count <= len(DISTINCT):
+        names = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(colours)]
+        figure.legend(handles=names, loc="outside lower center", ncols=count, fontsize=8, frameon=False)
+        return
+    figure.colorbar(ScalarMappable(Normalize(-0.5, count - 0.5), ListedColormap(colours)), ax=list(axes), label="rank")

@@ -11,7 +11,9 @@ trainer asks for log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ _COUNTED = {
 }
 
 
+# What TRL can do and was not run over ranks.
+_UNTRIED = {
+    "use_vllm": "Its engine has not been run beside ranks that share completions: the model generates.",
+    "use_transformers_continuous_batching": "Its paged attention has not been run with this model's layers.",
+}
+
+
 class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
     """A mixin for TRL's GRPOTrainer and RLOOTrainer: `class Mine(ContextParallelGRPOMixin, GRPOTrainer)`.
 
@@ -39,6 +48,9 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
     ranks. Log-probabilities of the policy, of the reference and of the policy before the step are computed over the
     ranks. Losses, their gradients and metrics equal those of one rank for each group, but for standard deviations of
     rewards in the log, which count a completion once for every rank.
+
+    A tool runs on a group's first rank alone, and its answer, or its error, is that of all. A `rollout_func` runs on
+    every rank, and what it returns on the first one is taken.
 
     Args:
         args, named: arguments of the trainer. `args.parallelism_config` is a `Parallelism`.
@@ -48,14 +60,17 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
     Raises:
         ArgumentError: what `ContextParallelPreferenceMixin` refuses, prompts whose completions several groups generate,
             or statistics over all completions: `scale_rewards="batch"`,
-            `multi_objective_aggregation="normalize_then_sum"`, `top_entropy_quantile`, `normalize_advantages`.
+            `multi_objective_aggregation="normalize_then_sum"`, `top_entropy_quantile`, `normalize_advantages`; vLLM,
+            continuous batching, environments, and tools that are coroutines.
     """
 
     _trl_trainers = ("GRPOTrainer", "RLOOTrainer")
     _pads_left = True
     _metrics: dict[str, dict[str, list[Any]]]
+    _standalone_tools: list[Callable[..., Any]]
     eval_dataset: Any
     num_generations_eval: int
+    rollout_func: Callable[..., Any] | None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -66,6 +81,10 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
             self._first[groups.flatten()] = groups[:, :1].expand_as(groups).flatten()
             # TRL gives every process a seed of its own.
             set_seed(self.args.seed + int((groups == dist.get_rank()).any(1).nonzero()))
+            if getattr(self, "tools", None):
+                self._standalone_tools = [self._shared_tool(tool) for tool in self._standalone_tools]
+            if (rollout := getattr(self, "rollout_func", None)) is not None:
+                self.rollout_func = lambda prompts, trainer: self._of_first(rollout(prompts, trainer))
             if self.eval_dataset is not None:
                 batch = self.args.per_device_eval_batch_size
                 _check_groups("per_device_eval_batch_size", batch, self.num_generations_eval)
@@ -77,10 +96,23 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
             for name, allowed in _COUNTED.items():
                 if getattr(args, name, allowed[0]) not in allowed:
                     raise ArgumentError(f"args.{name}", getattr(args, name), " or ".join(map(repr, allowed)))
+            self._check_generation()
             batch = args.per_device_train_batch_size * args.steps_per_generation
             _check_groups("per_device_train_batch_size * args.steps_per_generation", batch, args.num_generations)
             args.generation_batch_size = batch * (args.world_size // config.cp_size)
         return built
+
+    def _check_generation(self) -> None:
+        for name, remedy in _UNTRIED.items():
+            if getattr(self.args, name, False):
+                raise ArgumentError(f"args.{name}", True, "False", remedy)
+        if getattr(self, "environment_factories", None) is not None:
+            remedy = "Every rank would have environments of its own. Give their methods as tools."
+            raise ArgumentError("environment_factory", "a function", "None", remedy)
+        for tool in getattr(self, "tools", None) or []:
+            if inspect.iscoroutinefunction(tool):
+                remedy = "Ranks would exchange the answers of tools in different orders."
+                raise ArgumentError("tools", tool.__name__, "functions that are not async", remedy)
 
     # -- methods that the trainer calls -----------------------------------------------------------------------------
 
@@ -113,6 +145,24 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
         if self._mesh is None:
             return rewards
         return rewards.unflatten(0, (len(self._first), -1))[self._first.to(rewards.device)].flatten(0, 1)
+
+    def _shared_tool(self, tool: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a tool run on the group's first rank; its result, or the text of its error, is that of all ranks."""
+
+        @functools.wraps(tool)
+        def shared(*args: Any, **named: Any) -> Any:
+            result, error = None, None
+            if self.context_parallel.rank == 0:
+                try:
+                    result = tool(*args, **named)
+                except Exception as failure:  # which the trainer answers to the model
+                    error = str(failure)
+            result, error = self._of_first((result, error))
+            if error is not None:
+                raise RuntimeError(error)
+            return result
+
+        return shared
 
     def _of_first(self, value: Any) -> Any:
         """Returns the value of the group's first rank, whose state of random numbers all its ranks take."""

@@ -44,6 +44,7 @@ from tests.functional_tests.train_runs import (
     metrics_of,
     report_of,
     run_without_a_break,
+    shown,
     tokenized,
     tokens_of_steps,
     write_documents,
@@ -93,11 +94,32 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     report = report_of(capsys.readouterr().out)
     assert_compared(report, 4)
     assert_metrics(folder, data, 8, 2)
-    assert_metrics(folder / "reference", data, 8, 2)
+    assert_metrics(folder / "one_rank", data, 8, 2)
     assert [report["first_loss"], report["final_loss"]] == [losses_of(folder)[4], losses_of(folder)[7]]
     np.testing.assert_allclose(losses_of(folder), losses_of(uninterrupted), rtol=0, atol=1e-4)
+    assert_left(folder)
     options = json.loads((folder / "options.json").read_text())
     assert (options["context_parallel_size"], options["cp_layout"], options["train_iters"]) == (3, "contiguous", 8)
+
+
+def assert_left(folder):
+    """Checks that the folder has nothing that no one asked for, and how both parts of the run came to be."""
+    names = {"checkpoints", "log.txt", "loss.png", "metrics.jsonl", "one_rank", "options.json", "plan.png"}
+    assert {path.name for path in folder.iterdir()} == {*names, "report.html", "run.json", ".lock"}
+    assert {path.name for path in (folder / "one_rank").iterdir()} == {"metrics.jsonl", "plan.png"}
+    record = json.loads((folder / "run.json").read_text())
+    (before,) = record["before"]
+    assert [each["options"]["context_parallel_size"] for each in (before, record)] == [2, 3]
+    assert [each["result"]["steps"] for each in (before, record)] == [4, 4]
+    assert before["started"] <= before["ended"] <= record["started"] <= record["ended"]
+    assert f"--resume {folder}" in record["command"]
+    assert record["environment"]["threads"] == 1
+    assert record["environment"]["versions"]["numpy"] == np.__version__
+    page = shown(folder / "report.html")
+    assert page["verdict"]["ok"]
+    assert "CP=3 and CP=1 agree" in page["verdict"]["text"]
+    loss, *_ = page["curves"]
+    assert [line["name"] for line in loss["lines"]] == ["CP=2", "CP=3", "CP=1, to compare"]
 
 
 def assert_compared(report, steps):
@@ -171,8 +193,11 @@ def conversations(tmp_path):
     return ["--data-path", str(path)]
 
 
+VALIDATION = ["--validation", "0.3", "--eval-interval", "2"]
 VARIANTS = {
-    "gpt": (jsonl, [*GPT, "--cp-comm-type", "a2a", "auto", "--cp-layout", "random"], "4 documents, 312 tokens"),
+    "gpt": (
+        jsonl, [*GPT, "--cp-comm-type", "a2a", "auto", "--cp-layout", "random", *VALIDATION], "3 documents, 191 tokens"
+    ),
     "conversations": (conversations, [*GPT, "--cp-layout", "contiguous"], "2 documents, "),
     # Three key heads on two ranks.
     "gpt_gdn": (
@@ -210,6 +235,24 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
     for entry in entries:  # of one pack
         assert sum(entry.get("layouts", {}).values()) == is_chosen
+    if variant == "gpt":
+        assert_validated(report, entries, metrics_of(tmp_path / "run" / "one_rank"))
+    written = shown(tmp_path / "run" / "report.html")
+    titles = [table["title"] for table in written["tables"]]
+    assert ("What the model writes" in titles) == (variant != "gpt_gdn")  # of tokens without a tokenizer
+    kinds = {layer["name"].partition(" ")[0] for layer in written["layers"]}
+    assert kinds == ({"attention", "gdn"} if variant in ("gpt_gdn", "tensor_parallel") else {"attention"})
+
+
+def assert_validated(report, ours, theirs):
+    """Checks that both sizes have the same loss on held-out documents, at the same steps."""
+    held_out = [{entry["step"]: entry["validation_loss"] for entry in of if "validation_loss" in entry}
+                for of in (ours, theirs)]  # fmt: skip
+    assert list(held_out[0]) == list(held_out[1]) == [2, 3]
+    assert report["validation_loss"] == held_out[0][3]
+    assert held_out[0][2] != held_out[0][3]
+    np.testing.assert_allclose(list(held_out[0].values()), list(held_out[1].values()), rtol=2e-5)
+    assert report["max_validation_diff"] == max(abs(held_out[0][step] - held_out[1][step]) for step in (2, 3))
 
 
 def heed_interrupts():
@@ -325,9 +368,10 @@ def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, mo
     def diverged(run, *others):
         lines = [json.dumps({"step": step, "loss": math.nan}) for step in (1, 2)]
         (run.folder / "metrics.jsonl").write_text("\n".join(lines))
-        torch.save({"weight": torch.ones(3)}, run.folder / "first_gradients.0.pt")
-        nothing = {"steps": 2, "first_loss": math.nan, "final_loss": math.nan}
-        return nothing | {"tokens_per_second": 1.0, "pad_tokens": 0}
+        run.first_gradients.mkdir(parents=True, exist_ok=True)
+        torch.save({"weight": torch.ones(3)}, run.first_gradients / "first_gradients.0.pt")
+        nothing = {"steps": 2, "first_loss": math.nan, "final_loss": math.nan, "validation_loss": None}
+        return nothing | {"tokens_per_second": 1.0, "pad_tokens": 0, "layers": [], "samples": [], "threads": 1}
 
     monkeypatch.setattr(train, "_train", diverged)
     arguments = [*HYBRID, *STEPS, "--train-iters", "2", "--data-path", str(data), "--run-dir", str(tmp_path / "run")]

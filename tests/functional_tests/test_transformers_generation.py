@@ -8,6 +8,7 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
+from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
 
@@ -23,7 +24,16 @@ KINDS = {
     "GRPO, hybrid": ("GRPO", "Qwen3Next", False, {}),
     "GRPO, reference": ("GRPO", "Llama", True, {"beta": 0.1, "num_iterations": 2, "loss_type": "grpo"}),
     "RLOO, reference": ("RLOO", "Llama", True, {"beta": 0.1}),
+    "GRPO, tools": ("GRPO", "Llama", False, {"max_completion_length": 20, "generation_kwargs": {"max_new_tokens": 5}}),
 }
+REPLICAS = ("GRPO", "Llama", True, {"beta": 0.1, "gradient_accumulation_steps": 2})
+# A conversation's words, in which TRL looks for calls of tools and for their answers.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% for c in m.tool_calls or [] %}{{ c.function.name }} "
+    "{{ c.function.arguments }} {% endfor %}{% if m.role == 'tool' %}{{ m.name }} {% endif %}{% endfor %}"
+)
+# Standard deviations of rewards count a completion once for every rank.
+UNLIKE = ("runtime", "per_second", "epoch", "time", "reward_std", "reward/std")
 
 
 def prepare():
@@ -42,16 +52,49 @@ def prepare():
 
 
 def reward(completion_ids, **others):
-    """Prefers completions with small tokens; it is another one on every rank, and the first rank's counts."""
+    """Prefers completions with small tokens; it is another one on every rank, and a group's first rank's counts."""
     import torch
 
-    torch.rand(1 + int(os.environ["RANK"]))  # ranks have drawn other random numbers when completions are shuffled
-    shift = 1000 * int(os.environ["RANK"])
+    group, rank = divmod(int(os.environ["RANK"]), int(os.environ["GROUP_SIZE"]))
+    torch.rand(1 + group + 7 * rank)  # ranks have drawn other random numbers when completions are shuffled
+    shift = 1000 * group + 500 * rank
     return [shift + sum(token < 40 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
-def trainer_of(folder, name, model, adapter, cp, dropout=0.0, **changed):
-    """Ours over `cp` ranks, or the stock trainer if it is None."""
+def look_up(token: int) -> str:
+    """
+    Looks up three tokens that belong to a token. It fails for every fifth one, and on every rank but the first.
+
+    Args:
+        token: the token.
+    """
+    import torch
+
+    torch.rand(3)
+    assert int(os.environ["RANK"]) == 0, "this answer would be another one"
+    if token % 5 == 0:
+        raise KeyError(f"t{token}")
+    return f"t{token} t{(token + 1) % 97} t{(token + 2) % 97}"
+
+
+def parsed(tokenizer, ids, prefix=None, tools=None):
+    """A completion in words that calls the tool of the trainer if its last token is large."""
+    function = {"name": tools[0].__name__, "arguments": {"token": ids[-1]}}
+    calls = {"tool_calls": [{"type": "function", "function": function}]} if ids[-1] > 50 else {}
+    return {"role": "assistant", "content": tokenizer.decode(ids), **calls}
+
+
+def roll_out(prompts, trainer):
+    """Draws the first five tokens of completions, which are more on every rank but the first."""
+    import torch
+
+    completions = torch.randint(3, 97, (len(prompts), 5 + int(os.environ["RANK"]))).tolist()
+    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True)["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **changed):
+    """Makes our trainer over ranks of these sizes, or the stock trainer if they are None."""
     import torch
     import trl
     from accelerate.state import AcceleratorState
@@ -63,19 +106,25 @@ def trainer_of(folder, name, model, adapter, cp, dropout=0.0, **changed):
 
     AcceleratorState._reset_state(True)
     kind, config, parallelism = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), None
-    if cp is not None:
-        kind, parallelism = type("Ours", (ContextParallelGRPOMixin, kind), {}), Parallelism(cp_size=cp)
+    if sizes is not None:
+        kind, parallelism = type("Ours", (ContextParallelGRPOMixin, kind), {}), Parallelism(**sizes)
     args = config(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
         learning_rate=0.1, optim="sgd", parallelism_config=parallelism, save_strategy="no", bf16=False,
-        per_device_train_batch_size=4, per_device_eval_batch_size=4, num_generations=2, max_completion_length=9,
-        router_aux_loss_coef=0.0, **{"max_steps": 2} | changed,
+        per_device_train_batch_size=4, per_device_eval_batch_size=4, num_generations=2,
+        router_aux_loss_coef=0.0, **{"max_steps": 2, "max_completion_length": 9} | changed,
     )  # fmt: skip
     model = build(model, dtype=torch.float32, **(HYBRID if model == "Qwen3Next" else {"num_hidden_layers": 1}))
     model.set_attn_implementation("eager")
     random = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 97, (2 + n % 5,), generator=random).tolist() for n in range(8)]
-    data = Dataset.from_list([{"prompt": " ".join(f"t{token}" for token in tokens)} for tokens in prompts])
+    words, text = [" ".join(f"t{token}" for token in tokens) for tokens in prompts], tokenizer()
+    more = {}
+    if given == "tools":
+        words = [[{"role": "user", "content": each}] for each in words]
+        text.chat_template, text.response_template = TEMPLATE, "for `parsed`"
+        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up], "rollout_func": roll_out}
+    data = Dataset.from_list([{"prompt": each} for each in words])
     own = {
         "peft_config": LoraConfig(
             r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], init_lora_weights=False
@@ -83,33 +132,42 @@ def trainer_of(folder, name, model, adapter, cp, dropout=0.0, **changed):
     }
     return kind(
         model=model, args=args, reward_funcs=reward, train_dataset=data, eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(), **(own if adapter else {}),
+        processing_class=text, **(own if adapter else {}), **more,
     )  # fmt: skip
+
+
+def set_ranks(world, sizes):
+    """accelerate finds its ranks in the environment, and the reward the size of a group."""
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994",
+                   "GROUP_SIZE": str((sizes or {}).get("cp_size", 1))}  # fmt: skip
+
+
+def logged(trainer):
+    """Trains and evaluates, and returns all numbers that are logged."""
+    trainer.train()
+    trainer.evaluate()
+    return {
+        f"{key} {number}": value
+        for number, entry in enumerate(trainer.state.log_history)
+        for key, value in entry.items()
+        if not any(word in key for word in UNLIKE)
+    }
 
 
 def all_numbers(world, folder):
     """Returns what each trainer logs: stock ones on one rank, ours on two."""
-    # accelerate finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994"}  # fmt: skip
-    found = {}
+    found, sizes = {}, None if world.size == 1 else {"cp_size": 2}
+    set_ranks(world, sizes)
     for kind, (name, model, adapter, changed) in KINDS.items():
-        trainer = trainer_of(folder / str(world.size), name, model, adapter, None if world.size == 1 else 2, **changed)
-        trainer.train()
-        trainer.evaluate()
-        # Standard deviations of rewards count a completion once for every rank.
-        unlike = ("runtime", "per_second", "epoch", "time", "reward_std", "reward/std")
-        found[kind] = {
-            f"{key} {number}": value
-            for number, entry in enumerate(trainer.state.log_history)
-            for key, value in entry.items()
-            if not any(word in key for word in unlike)
-        }
+        given = kind.partition(", ")[2]
+        found[kind] = logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, given=given, **changed))
     if world.size == 2:  # dropout draws other numbers on each rank, and completions are shuffled after it
         more = KINDS["GRPO, reference"][3]
-        trainer = trainer_of(folder / "dropout", "GRPO", "Llama", True, 2, dropout=0.5, **more | {"max_steps": 4})
+        trainer = trainer_of(folder / "dropout", "GRPO", "Llama", True, sizes, dropout=0.5, **more | {"max_steps": 4})
         trainer.train()
         found["dropout"] = [entry.get("loss") for entry in trainer.state.log_history]
+        found["the page's script"] = printed_by_the_page(folder, TRAINED["GRPO"])
     return found
 
 
@@ -120,6 +178,7 @@ def found(tmp_path_factory):
     def run():
         worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
         assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
+        rewarded_alike("".join(rank["the page's script"] for rank in worlds[2]))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "generating trainers", run)
@@ -131,5 +190,29 @@ def test_trains_and_evaluates_as_the_stock_trainer(kind, found):
     assert set(ours) == set(stock)
     assert {"loss 0", "grad_norm 1", "num_tokens 0", "reward 0", "eval_loss 3"} <= set(stock)
     assert stock["grad_norm 0"] > 1e-3
+    assert_near(ours, stock)
+    if kind == "GRPO, tools":
+        assert 0 < stock["tools/call_frequency 0"] < 2
+        assert 0 < stock["tools/failure_frequency 0"] + stock["tools/failure_frequency 1"] < 2
+
+
+def assert_near(ours, stock):
     near = {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in stock.items()}
     assert {key: (ours[key], stock[key]) for key in stock if ours[key] != near[key]} == {}
+
+
+def replicas(world, folder):
+    """Returns what the stock trainer logs on two ranks, and ours on two groups of two."""
+    sizes = None if world.size == 2 else {"dp_shard_size": 2, "cp_size": 2}
+    set_ranks(world, sizes)
+    name, model, adapter, changed = REPLICAS
+    return logged(trainer_of(folder / str(world.size), name, model, adapter, sizes, **changed))
+
+
+@pytest.mark.thorough
+def test_two_groups_train_as_the_stock_trainer_on_two_ranks(tmp_path):
+    worlds = run_worlds_after(prepare, partial(replicas, folder=tmp_path), [2, 4], timeout=limit(300))
+    ours, stock = worlds[4][0], worlds[2][0]
+    assert set(ours) == set(stock)
+    assert stock["grad_norm 0"] > 1e-3
+    assert_near(ours, stock)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras
+from megatron_cp.integrations import require
 from megatron_cp.planner.predict.hardware import tomllib
 
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ASKS = {"install": 0, "package_refusal": 2, "attach_stub": None}  # the place of the extra; None for a keyword
+DEVELOPMENT = {"dev", "docs"}  # what make installs, and no remedy
 OF_OTHERS = {"pip install tilelang"}  # which flash-linear-attention uses where it is there, and no extra has
 
 
@@ -40,10 +43,10 @@ def asked_for(source):
 
 def test_what_is_asked_for_is_an_extra():
     found = {each for path in HOUSE.rglob("*.py") if path.name != "extras.py" for each in asked_for(path.read_text())}
-    assert found - OF_OTHERS == set(PINS) - {"dev"}
+    assert found - OF_OTHERS == set(PINS) - DEVELOPMENT
 
 
-@pytest.mark.parametrize("extra", [name for name in PINS if name != "dev"])
+@pytest.mark.parametrize("extra", [name for name in PINS if name not in DEVELOPMENT])
 def test_a_remedy_installs_the_packages_of_the_extra(extra):
     words = extras.install(extra).replace("'", "").split()
     assert words[:2] == ["pip", "install"]
@@ -68,3 +71,30 @@ def test_a_remedy_is_seen():
     assert list(asked_for("package_refusal(call, 'there', 'none', (1, 0))")) == ["none"]
     assert list(asked_for("attach_stub(__name__, __file__, extra='none')")) == ["none"]
     assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A package of a framework that is installed in the version that a test says."""
+    versions = {}
+    monkeypatch.setattr(extras, "version", versions.__getitem__)
+    extras.installed_version.cache_clear()
+    yield versions
+    extras.installed_version.cache_clear()
+
+
+@pytest.mark.parametrize("found", ["0.9.1", "0.9.7", "0.9.0.dev1", "0.10.0", "1.9.1", "0.8.4"])
+def test_a_version_of_a_framework_that_was_not_tested_is_named(found, installed):
+    installed["verl"] = found
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        require("json", "verl==0.9.1")  # whatever module is there
+    said = rf"tested with verl==0.9.1, and verl {'.'.join(found.split('.')[:2])} is installed"
+    assert [bool(re.search(said, str(each.message))) for each in given] == [True] * (not found.startswith("0.9."))
+
+
+def test_every_adapter_looks_for_the_version_that_its_page_names():
+    page = (HOUSE.parent / "docs" / "hosts.md").read_text().lower()
+    for path in (HOUSE / "integrations").glob("[a-z]*.py"):
+        (version,) = re.findall(r'require\("\w+", "[\w-]+==([\d.]+)"\)', path.read_text())
+        assert f"{path.stem} {version}" in page

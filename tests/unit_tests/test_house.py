@@ -16,7 +16,7 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors", "extras", "versions"}, {"lazy"}, {"layout", "torch_private"}, {"exchange", "data"}, {"plan"},
+    {"errors", "extras", "versions"}, {"lazy"}, {"layout", "page", "torch_private"}, {"exchange", "data"}, {"plan"},
     {"executor", "planner"}, {"softmax", "linear"}, {"batch"}, {"nn"}, {"testing"},
     {"megatron", "transformers", "diffusers"}, {"integrations"}, {"cli"}, {"apps"},
 ]  # fmt: skip
@@ -175,7 +175,7 @@ def test_a_circle_is_seen(sources, expected):
 
 MOST_LINES, LONGEST_FUNCTION = 450, 60
 SHORT_FUNCTIONS = (
-    "plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn", "apps/estimate",
+    "plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn", "page", "apps/estimate",
 )  # fmt: skip
 
 

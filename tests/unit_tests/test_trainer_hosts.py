@@ -120,6 +120,28 @@ def test_rejects_keys_of_axolotl_that_it_does_not_compute(axolotl, config, messa
     assert not isinstance(next(iter(PluginManager.plugins.values())), BasePlugin)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"context_parallel_size": 3}, r"^context_parallel_size: got 3; allowed: a divisor of the 4 processes.*node 3"),
+        ({"sequence_parallel_degree": 3}, "^sequence_parallel_degree: got 3; allowed: a divisor of the 4"),
+        ({"context_parallel_size": "two"}, "^context_parallel_size: got 'two'; allowed: an integer"),
+        ({"context_parallel_size": 2}, "^dp_shard_size: got 1; allowed: 2, over .*There are 2 groups of 2 of the 4"),
+        ({"context_parallel_size": 4, "dp_shard_size": 2}, "^dp_shard_size: got 2; allowed: 1, over"),
+    ],
+)
+def test_rejects_sizes_of_axolotl_that_do_not_fit_by_its_own_keys(axolotl, sizes, message, monkeypatch):
+    plugin = axolotl.ContextParallelPlugin()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    plugin.register(sizes)  # in axolotl's launcher, which has no ranks
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for refuses in (plugin.register, lambda cfg: plugin.get_trainer_cls(Config(cfg))):
+        with pytest.raises(ArgumentError, match=message):
+            refuses(sizes)
+    for fitting in ({}, {"context_parallel_size": 4}, {"context_parallel_size": 2, "dp_shard_size": 2}):
+        plugin.register(fitting)
+
+
 def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
     plugin = axolotl.ContextParallelPlugin()
     cfg = Config(sample_packing=True, device="cpu", megatron_cp={"layout": "contiguous", "align": 3})

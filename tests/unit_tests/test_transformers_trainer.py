@@ -11,6 +11,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from transformers import Trainer
 
+from megatron_cp import extras
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.generation import ContextParallelGRPOMixin
 from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
@@ -164,7 +165,7 @@ def test_rows_may_be_padded_on_both_sides():
         flatten_rows({"input_ids": ids, "attention_mask": 1 - mask}, padded_left=True)
 
 
-def generating(**changed):
+def generating(attributes=None, **changed):
     """Makes a trainer that generates, without a model, of two groups of two ranks."""
     methods = {
         "__module__": "trl.trainer.grpo_trainer",
@@ -172,6 +173,7 @@ def generating(**changed):
         "_calculate_rewards": lambda self: torch.arange(8.0)[:, None],  # two completions on each rank
     }
     trainer = object.__new__(type("Mine", (ContextParallelGRPOMixin, type("GRPOTrainer", (), methods)), {}))
+    vars(trainer).update(attributes or {})
     batch = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 2}
     trainer.args = SimpleNamespace(
         world_size=4, n_gpu=1, use_cpu=True, generation_batch_size=24, **{"scale_rewards": "group", **batch, **changed}
@@ -194,9 +196,36 @@ def test_a_group_of_ranks_generates_one_batch():
         ({"multi_objective_aggregation": "normalize_then_sum"}, "allowed: 'sum_then_normalize'"),
         ({"top_entropy_quantile": 0.2}, r"args.top_entropy_quantile: got 0.2; allowed: 1.0"),
         ({"normalize_advantages": True}, "args.normalize_advantages: got True; allowed: False"),
+        ({"use_vllm": True}, "args.use_vllm: got True; allowed: False"),
+        ({"use_transformers_continuous_batching": True}, "args.use_transformers_continuous_batching: got True"),
         ({"num_generations": 4}, r"steps_per_generation: got 6; allowed: a multiple of the 4 generations"),
     ],
 )
 def test_rejects_what_counts_completions_of_several_ranks(changed, message):
     with pytest.raises(ArgumentError, match=message):
         generating(**changed)
+
+
+async def tool_that_waits():
+    pass
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"tools": [print, tool_that_waits]}, "tools: got 'tool_that_waits'; allowed: functions that are not async"),
+        ({"environment_factories": {None: dict}}, "environment_factory: got 'a function'; allowed: None"),
+    ],
+)
+def test_rejects_tools_whose_answers_ranks_cannot_share(attributes, message):
+    generating({"tools": [print], "environment_factories": None})
+    with pytest.raises(ArgumentError, match=message):
+        generating(attributes)
+
+
+def test_another_version_of_trl_is_named_where_its_methods_are_overridden(monkeypatch):
+    monkeypatch.setattr(extras, "version", lambda package: "1.99.0")
+    extras.installed_version.cache_clear()
+    with pytest.warns(UserWarning, match=r"tested with trl==1.16.0, and trl 1.99 is installed"):
+        generating()
+    extras.installed_version.cache_clear()

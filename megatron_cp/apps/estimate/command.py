@@ -16,12 +16,12 @@ from megatron_cp import __version__
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION, LinearMixer
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.page.page import check_page, save_page
 from megatron_cp.apps.estimate.step import RUNTIME_BYTES, SHARDINGS, StepChoice, StepPrice, predict_step, scheme_of
 from megatron_cp.apps.estimate.together import chunks_of
 from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
+from megatron_cp.page import check_page, save_page
 from megatron_cp.plan import AUTO, MODES, Plan, counted, size
 from megatron_cp.planner import (
     CHOICES,

@@ -13,14 +13,25 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from megatron_cp.apps.train.comparison import (
+    CODED_LOSS_TOLERANCE,
+    GRADIENT_DIFF,
+    GRADIENT_TOLERANCE,
+    GRADIENTS,
+    LOSS_TOLERANCE,
+    REFERENCE,
+    agrees,
+    compared,
+    limits,
+)
+from megatron_cp.apps.train.curves import entries_of, loss_figure
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
+from megatron_cp.apps.train.record import LOG_FILE, RUN_FILE, RunRecord, write_report
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
+from megatron_cp.apps.train.trackers import check_trackers
 from megatron_cp.cli import (
     INSTALL_MEGATRON,
     MAX_LOCAL_RANKS,
@@ -28,6 +39,7 @@ from megatron_cp.cli import (
     Report,
     UsageError,
     check_paths,
+    command_line,
     flags,
     megatron_is_installed,
     number,
@@ -46,10 +58,7 @@ EXAMPLES = (
     "train --cp 2 --train-iters 20 --run-dir runs/first",
     "train --resume runs/first --cp 3 --train-iters 40",
 )
-OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
-# Limits of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart.
-GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
-CODED_LOSS_TOLERANCE = 2e-2
+OPTIONS_FILE, LOSS_PICTURE = "options.json", "loss.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(f'{limit:g} ({codec})' for codec, limit in CODEC_TOLERANCES.items())} or losses by more than "
         f"{CODED_LOSS_TOLERANCE:g}",
     )
+    run.add_argument(
+        "--tensorboard", metavar="DIR", help="write the metrics for TensorBoard too, where it is installed"
+    )
+    run.add_argument(
+        "--wandb", metavar="PROJECT", help="send the metrics to Weights & Biases too, where it is installed"
+    )
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if present")
 
 
@@ -115,6 +130,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.compare:
         _check_comparison(options)
     check_paths(args)
+    check_trackers(args.tensorboard, args.wandb)
     if args.run_dir is not None and not is_locked(Path(args.run_dir)):  # one under way is refused where it is locked
         _refuse_a_run(Path(args.run_dir), args)
     if not megatron_is_installed():
@@ -140,7 +156,7 @@ def _run(
     import torch
 
     from megatron_cp.apps.train.checkpoint import check_checkpoint, latest_checkpoint, other_data
-    from megatron_cp.apps.train.loop import load_corpus
+    from megatron_cp.apps.train.loop import load_corpus, split_corpus
     from megatron_cp.apps.train.setup import transformer_config
 
     device = _device(args.device)
@@ -149,7 +165,7 @@ def _run(
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
     transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
-    corpus = load_corpus(options)
+    corpus, held_out = split_corpus(options, load_corpus(options))
     checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
@@ -159,47 +175,87 @@ def _run(
             remarks_on_data = [f"other data: {'; '.join(others)}. {at}: documents are read again, or left out."]
     folder = _folder(args, options, world, checkpoint, held)
     quiet = world is not None and world.rank > 0
-    if not quiet:
-        print("\n".join([_about(corpus, options, folder), *remarks_on_data]), file=sys.stderr)
+    about = [_about(corpus, held_out, options, folder), *remarks_on_data]
+    record = None if quiet else RunRecord(folder, options, command_line(args))
+    if record is not None:
+        print("\n".join(about), file=sys.stderr)
+        record.say("\n".join(about))
     label = f"CP={options.context_parallel_size}"
-    main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
+    gradients = folder / GRADIENTS if args.compare else None
+    main_run = Run(
+        options, folder, checkpoint, label, first_gradients=gradients, tensorboard=args.tensorboard, wandb=args.wandb
+    )
     try:
         summary = _train(main_run, device, world)
-    except ArgumentError:
-        if args.resume is None and not quiet and {path.name for path in folder.iterdir()} == {OPTIONS_FILE, LOCK}:
+        if record is None:
+            return Report("", quiet=True)
+        report = _finished(args, main_run, summary, record, checkpoint, device)
+    except BaseException as error:
+        if record is not None:
+            record.ended(error=f"{type(error).__name__}: {error}")
+        is_new = isinstance(error, ArgumentError) and args.resume is None and record is not None
+        if is_new and {path.name for path in folder.iterdir()} <= {OPTIONS_FILE, RUN_FILE, LOG_FILE, LOCK}:
             shutil.rmtree(folder)  # no run to go on with
         raise
-    data: dict[str, Any] = {**summary, "max_loss_diff": None, "first_step_grad_diff": None, "run_dir": str(folder)}
+    finally:
+        if record is not None:
+            shutil.rmtree(folder / GRADIENTS, ignore_errors=True)
+    return report
+
+
+def _finished(
+    args: argparse.Namespace, run: Run, summary: dict[str, Any], record: RunRecord, checkpoint: Path | None, device: str
+) -> Report:
+    """Compares with one rank if that was asked for, and writes what a run leaves to look at."""
+    options, folder, label = run.options, run.folder, run.name
+    shown = {name: summary.pop(name) for name in ("layers", "samples")}
+    record.environment["threads"] = summary.pop("threads")
+    data: dict[str, Any] = {
+        **summary, "max_loss_diff": None, "max_validation_diff": None, "first_step_grad_diff": None,
+        "run_dir": str(folder),
+    }  # fmt: skip
     lines = [
         f"{label}: {summary['steps']} steps, loss {summary['first_loss']:.4f} to {summary['final_loss']:.4f}, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['pad_tokens']} pad tokens"
+        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['pad_tokens']} pad tokens{_held_out(summary)}"
     ]
-    losses = {label: _losses(folder)} if not quiet else {}
-    if args.compare and not quiet:
+    entries, theirs, is_good = entries_of(folder), None, math.isfinite(summary["final_loss"])
+    verdict = lines[0]
+    if args.compare:
         reference = _reference(options, folder, checkpoint, device)
-        losses = {"CP=1": _losses(folder / REFERENCE), **losses}
-        numbers, remarks = _compared(folder, options, losses[label], losses["CP=1"])
+        theirs = entries_of(folder / REFERENCE)
+        numbers, remarks = compared(folder, options, entries, theirs)
         data |= numbers
         lines += [
             f"CP=1: loss {reference['first_loss']:.4f} to {reference['final_loss']:.4f}, "
-            f"{reference['tokens_per_second']:,.0f} tokens/s",
+            f"{reference['tokens_per_second']:,.0f} tokens/s{_held_out(reference)}",
             *remarks,
         ]
         if not options.bf16:
-            verdict = "agree" if _agrees(data, options) else "DO NOT AGREE"
-            losses_limit, gradients_limit = _limits(options).values()
-            lines.append(
-                f"{label} and CP=1 {verdict} (limits {losses_limit:g} for losses, {gradients_limit:g} for gradients)"
+            is_good = agrees(data, options)
+            losses_limit, gradients_limit = (limits(options)[name] for name in ("max_loss_diff", GRADIENT_DIFF))
+            verdict = (
+                f"{label} and CP=1 {'agree' if is_good else 'DO NOT AGREE'} (limits {losses_limit:g} for losses, "
+                f"{gradients_limit:g} for gradients)"
             )
-    if not quiet:
-        with writing(folder, LOSS_PICTURE):
-            figure = _loss_figure(_stretches(folder, label), losses["CP=1"] if args.compare else None)
-            figure.savefig(folder / LOSS_PICTURE, dpi=130)
-        lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
-    ok = _agrees(data, options)
+            lines.append(verdict)
+    with writing(folder, LOSS_PICTURE):
+        loss_figure(entries, label, theirs).savefig(folder / LOSS_PICTURE, dpi=130)
+    write_report(
+        folder, options, command_line(args), record.environment, label, entries, theirs, data | shown,
+        (verdict, is_good), limits(options) if args.compare else {},
+    )  # fmt: skip
+    ok = agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
-    return Report("\n".join(lines), data, ok, quiet)
+    record.say("\n".join(lines))
+    record.ended(data)
+    lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
+    return Report("\n".join(lines), data, ok)
+
+
+def _held_out(summary: dict[str, Any]) -> str:
+    found = summary["validation_loss"]
+    return "" if found is None else f", validation loss {found:.4f}"
 
 
 def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
@@ -225,7 +281,8 @@ def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, 
     alone = dataclasses.replace(options, context_parallel_size=1, cp_comm_type=("auto",))
     target = folder / REFERENCE
     target.mkdir(exist_ok=True)
-    run = Run(alone, target, checkpoint, "CP=1", save=False, keep_first_gradients=True)
+    gradients = folder / GRADIENTS / REFERENCE
+    run = Run(alone, target, checkpoint, "CP=1", save=False, first_gradients=gradients)
     with _without_torchrun():
         return _train(run, device, None)
 
@@ -242,39 +299,6 @@ def _without_torchrun() -> Any:
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-
-
-def _compared(
-    folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
-) -> tuple[dict[str, float], list[str]]:
-    """Returns the numbers of `--compare`, and the lines that describe them."""
-    from megatron_cp.apps.train.checkpoint import compare_gradients
-    from megatron_cp.apps.train.loop import FIRST_GRADIENTS
-
-    names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
-    pairs = [folder / name for name in names], [folder / REFERENCE / name for name in names]
-    gradients = compare_gradients(*pairs)
-    for path in (*pairs[0], *pairs[1]):
-        path.unlink()
-    steps = ours.keys() & theirs.keys()
-    loss_diff = float(np.max([abs(ours[step] - theirs[step]) for step in steps]))  # NaN if any is
-    return {"max_loss_diff": loss_diff, "first_step_grad_diff": gradients.error}, [
-        f"max_loss_diff {loss_diff:.3g} over {len(steps)} steps, first_step_grad_diff {gradients.error:.3g}",
-        f"(largest share of a gradient itself: {gradients.worst_error:.3g} in {gradients.worst}, whose gradient is "
-        f"{gradients.worst_share:.2g} of the largest)",
-    ]
-
-
-def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
-    """Returns True if the two runs of `--compare` are equal up to rounding; a loss of NaN agrees with nothing."""
-    return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in _limits(options).items())
-
-
-def _limits(options: TrainingOptions) -> dict[str, float]:
-    """Returns the largest differences allowed between the two runs: rounding, or the loss of a codec."""
-    if options.cp_codec != "none" and options.context_parallel_size > 1:
-        return {"max_loss_diff": CODED_LOSS_TOLERANCE, "first_step_grad_diff": CODEC_TOLERANCES[options.cp_codec]}
-    return {"max_loss_diff": LOSS_TOLERANCE, "first_step_grad_diff": GRADIENT_TOLERANCE}
 
 
 def _options(args: argparse.Namespace) -> TrainingOptions:
@@ -376,59 +400,15 @@ def _is_resumed(folder: Path, args: argparse.Namespace) -> bool:
     return args.resume is not None and folder.resolve() == Path(args.resume).resolve()
 
 
-def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
+def _about(corpus: Any, held_out: Any, options: TrainingOptions, folder: Path) -> str:
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.skipped.items()))
     lengths = corpus.lengths
+    kept = "" if held_out is None else f"; {held_out.lengths.size:,} more are held out for validation"
     return (
         f"{corpus.name}: {lengths.size:,} {plural('document', lengths.size)}, "
         f"{int(lengths.sum()):,} tokens, the longest {int(lengths.max()):,}"
-        f"{f'; skipped {skipped}' if skipped else ''}. Packs of {options.seq_length} tokens. Writing to {folder}."
+        f"{f'; skipped {skipped}' if skipped else ''}{kept}. Packs of {options.seq_length} tokens. Writing to {folder}."
     )
-
-
-def _losses(folder: Path) -> dict[int, float]:
-    entries = map(json.loads, (folder / METRICS).read_text().splitlines())
-    return {entry["step"]: entry["loss"] for entry in entries}
-
-
-def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
-    """Returns the run's losses in stretches, each with the size that trained it: a run may be resumed at another one.
-
-    A stretch begins with the last step of the one before, so that the curve has no gaps.
-    """
-    from megatron_cp.apps.train.loop import METRICS
-
-    found: list[tuple[str, dict[int, float]]] = []
-    for entry in map(json.loads, (folder / METRICS).read_text().splitlines()):
-        size = entry.get("context_parallel_size")
-        name = label if size is None else f"CP={size}"
-        if not found or found[-1][0] != name:
-            found.append((name, dict(list(found[-1][1].items())[-1:]) if found else {}))
-        found[-1][1][entry["step"]] = entry["loss"]
-    return found
-
-
-def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: dict[int, float] | None) -> Any:
-    """Draws losses over steps, in a colour for each size, above those of the reference run on one rank."""
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    if reference is not None:
-        axes.plot(list(reference), list(reference.values()), label="CP=1, to compare", linewidth=5, color="0.8")
-    names = list(dict.fromkeys(name for name, _ in stretches))
-    for place, (name, curve) in enumerate(stretches):
-        is_first = all(name != other for other, _ in stretches[:place])
-        style: dict[str, Any] = {
-            "color": f"C{3 + names.index(name)}",
-            "linewidth": 1.2,
-            "label": name if is_first else None,
-        }
-        axes.plot(list(curve), list(curve.values()), **style)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.legend(frameon=False)
-    return figure
 
 
 def _quiet_imports() -> None:

@@ -123,6 +123,10 @@ class TrainingOptions:
     cp_even_packs: bool = _data(
         False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops"
     )
+    validation: float = _data(0.0, "share of the documents, the last ones, that are held out for validation")
+    eval_interval: int | None = _data(None, "steps between validations (default: one at the end)")
+    eval_iters: int = _data(10, "global batches of a validation; fewer if that many are not held out")
+    sample_tokens: int = _data(16, "tokens that the model adds to two documents' beginnings at the end; 0 for none")
     # Optimisation.
     train_iters: int = _optimised(100, "training steps")
     # Fields with `kept` are part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by
@@ -203,7 +207,7 @@ class TrainingOptions:
         if not 0.01 <= self.distributed_timeout_minutes <= _WEEK:
             allowed = f"minutes from 0.01 to {_WEEK}"
             raise ArgumentError("distributed_timeout_minutes", self.distributed_timeout_minutes, allowed)
-        for name in ("adam_beta1", "adam_beta2", "attention_dropout"):
+        for name in ("adam_beta1", "adam_beta2", "attention_dropout", "validation"):
             if not 0 <= getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
         for name, smallest, meaning in (
@@ -355,10 +359,11 @@ _COUNTS = (
     "linear_value_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
     "mamba_num_groups", "rotary_base", "make_vocab_size_divisible_by",
     "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
-    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "cp_head_chunks", "window_attn_skip_freq",
+    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "eval_interval", "eval_iters",
+    "cp_head_chunks", "window_attn_skip_freq",
 )  # fmt: skip
 _WEEK = 7 * 24 * 60  # in minutes
-_AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
+_AMOUNTS = ("seed", "sample_tokens", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -371,7 +376,9 @@ class Run:
         resume: the checkpoint from which to go on.
         name: text beside the progress bar.
         save: True writes checkpoints.
-        keep_first_gradients: True writes the gradients of the first step, for comparing.
+        first_gradients: a folder to write the gradients of the first step to, for comparing; None for nowhere.
+        tensorboard: the folder for TensorBoard's files, or None.
+        wandb: the project of Weights & Biases, or None.
     """
 
     options: TrainingOptions
@@ -379,4 +386,6 @@ class Run:
     resume: Path | None = None
     name: str = "train"
     save: bool = True
-    keep_first_gradients: bool = False
+    first_gradients: Path | None = None
+    tensorboard: str | None = None
+    wandb: str | None = None

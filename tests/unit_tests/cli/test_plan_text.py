@@ -5,6 +5,8 @@ import re
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.describe import ownership
 from megatron_cp.plan.schemes import SCHEMES
 from tests.commands import reported
 
@@ -59,6 +61,17 @@ def test_help_says_what_documents_takes(command, capsys):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--documents N instead of --lengths: a number of documents, such as 64, whose lengths are drawn" in text
+
+
+def test_owners_are_letters_for_few_ranks_and_numbers_for_many():
+    few, many = (ownership(Layout.contiguous(Packing([700]), ranks), width=700) for ranks in (62, 100))
+    assert len(few) == 2
+    assert few[1].startswith("owner      0")
+    assert "Z   (1 token a character)" in few[1]
+    _, tens, ones = many
+    assert "(1 token a character, read downwards)" in tens
+    owners = [int(ten + one) for ten, one in zip(tens[11:711], ones[11:711], strict=True)]
+    assert owners == Layout.contiguous(Packing([700]), 100).owners.tolist()
 
 
 def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():

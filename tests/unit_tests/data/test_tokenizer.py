@@ -162,3 +162,11 @@ def test_rejects_files_that_cannot_be_read(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with refusal_of(path, "utf-8"):
         read_tokenizer(path)
+
+
+def test_tokens_become_text_up_to_the_end_of_the_document(write, tokenizers):
+    of_bytes, of_file = ByteTokenizer(), FileTokenizer(write())
+    assert of_bytes.decode([*of_bytes.encode("naïve"), 256, 65]) == "naïve"
+    assert of_bytes.decode([65, 0xFF]) == "A\ufffd"  # half a character
+    assert of_file.decode([0, 1, of_file.end_of_document, 0]) == "a b"
+    assert of_file.decode([0, of_file.vocab_size + 5]) == "a"  # rows of an embedding that are no tokens

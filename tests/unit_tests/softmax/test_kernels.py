@@ -438,6 +438,10 @@ def test_rejects_what_a_kernel_cannot_run(name, call, says):
         choose_kernel(KERNELS, name, call)
     assert error.value.argument == "kernel"
     assert "use " in str(error.value)
+    assert error.value.allowed.startswith("auto or ")
+    assert name not in error.value.allowed.split(" or ")
+    for other in error.value.allowed.split(" or ")[1:]:
+        choose_kernel(KERNELS, other, call)
 
 
 @pytest.mark.parametrize(("name", "says"), [("flash_attn", "pip install"), ("flash_attn_3", "build it")])

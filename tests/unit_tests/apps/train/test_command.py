@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_cp.apps.train import command as train
+from megatron_cp.apps.train.comparison import agrees as agree
 from megatron_cp.apps.train.loop import _Log
 from megatron_cp.apps.train.options import Run, TrainingOptions
 from megatron_cp.cli.main import main
@@ -23,9 +24,11 @@ from megatron_cp.cli.main import main
     ],
 )  # fmt: skip
 def test_two_runs_agree_up_to_rounding(loss_diff, gradient_diff, agrees):
-    data = {"max_loss_diff": loss_diff, "first_step_grad_diff": gradient_diff}
-    assert train._agrees(data, TrainingOptions()) is agrees
-    assert train._agrees(data, TrainingOptions(bf16=True))
+    data = {"max_loss_diff": loss_diff, "max_validation_diff": None, "first_step_grad_diff": gradient_diff}
+    assert agree(data, TrainingOptions()) is agrees
+    assert agree(data, TrainingOptions(bf16=True))
+    other = data | {"max_validation_diff": loss_diff, "max_loss_diff": None}
+    assert agree(other, TrainingOptions()) is agrees
 
 
 def parsed(*arguments):
@@ -127,7 +130,7 @@ def test_a_run_goes_on_with_a_spec_of_ours_or_megatrons(module, tmp_path):
 def logged(folder, start, steps, cp_size=1):
     log = _Log(Run(TrainingOptions(train_iters=9, context_parallel_size=cp_size), folder), 0, start)
     for step in steps:
-        log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1, {}, ""), 0.5)
+        log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1, {}, ""), 0.5, {})
     log.close()
     return log.summary()
 
@@ -155,19 +158,6 @@ def test_lines_that_are_no_metrics_are_left_out(line, tmp_path):
         metrics.write(line + "\n")
     logged(tmp_path, 2, [3])
     assert written(tmp_path) == [1, 2, 3]
-
-
-def test_the_curve_is_labelled_by_the_sizes_that_trained_it(tmp_path):
-    logged(tmp_path, 0, [1, 2, 3], 2)
-    logged(tmp_path, 2, [3, 4], 3)
-    logged(tmp_path, 4, [5], 2)
-    stretches = train._stretches(tmp_path, "CP=9")
-    assert stretches == [("CP=2", {1: 1, 2: 2}), ("CP=3", {2: 2, 3: 3, 4: 4}), ("CP=2", {4: 4, 5: 5})]
-    axes = train._loss_figure(stretches, {1: 1.0, 2: 2.0}).axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["CP=1, to compare", "CP=2", "CP=3"]
-    colours = [line.get_color() for line in axes.lines]
-    assert colours[1] == colours[3] != colours[2]
-    assert [list(line.get_xdata()) for line in axes.lines] == [[1, 2], [1, 2], [2, 3, 4], [4, 5]]
 
 
 def test_the_summary_leaves_out_the_first_steps_time(tmp_path):

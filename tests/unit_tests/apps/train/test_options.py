@@ -15,7 +15,7 @@ NUMBERS = [
 ]
 MAY_BE_ZERO = {
     "seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon", "adam_beta1", "adam_beta2",
-    "attention_dropout", "cp_search",
+    "attention_dropout", "cp_search", "validation", "sample_tokens",
 }  # fmt: skip
 
 

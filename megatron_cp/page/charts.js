@@ -22,7 +22,7 @@ function buildChoice(parent) {
   else if (candidates.length) parent.append(element("p", {class: "over"}, "No candidate is chosen."));
   if (report.facts?.length) {
     parent.append(element("h3", {}, "What was assumed"));
-    parent.append(element("dl", {class: "facts"}, ...report.facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)])));
+    parent.append(factList(report.facts));
   }
   let draw = () => 1;
   if (candidates.some((candidate) => sum(candidate.milliseconds) > 0)) {
@@ -44,14 +44,7 @@ function chosenParts(chosen, candidates) {
   const next = candidates.find((candidate) => !candidate.chosen && candidate.cp === chosen.cp && stepOf(candidate) !== undefined && fits(candidate));
   if (next && stepOf(chosen) > 0) tile("next that fits at this cp", `${decimal(stepOf(next) / stepOf(chosen))} ×`, `the time: ${next.name}`);
   const found = [element("p", {}, `Chosen: ${chosen.name}.`)];
-  if (chosen.flags) {
-    const code = element("pre", {tabindex: "0", "aria-label": "Flags of the chosen candidate"}, chosen.flags);
-    const copy = button("Copy", async () => {
-      try { await navigator.clipboard.writeText(chosen.flags); say("Copied."); }
-      catch { getSelection().selectAllChildren(code); say("Selected: copy with the keyboard."); }
-    });
-    found.push(element("div", {class: "command"}, code, copy));
-  }
+  if (chosen.flags) found.push(commandBox(chosen.flags, "Flags of the chosen candidate"));
   if (tiles.length) found.push(element("dl", {class: "tiles"}, ...tiles));
   return found;
 }
@@ -258,14 +251,14 @@ function buildMemory(parent) {
 
 // -- work -------------------------------------------------------------------------------------------------------------
 
-function buildWork(parent) {
-  const work = numbers(report.work.values);
+function buildWork(parent, given = report.work) {
+  const work = numbers(given.values);
   const total = work.reduce((one, other) => one + other, 0);
   const mean = total / work.length;
   const busiest = work.indexOf(work.reduce((one, other) => Math.max(one, other), 0));
   const relative = (rank) => (mean > 0 ? `${(work[rank] / mean).toFixed(3)} times the mean` : "");
-  const words = (rank) => `rank ${count(rank)}${onHost(rank)}\n${amount(work[rank], report.work.unit)}\n${relative(rank)}`.trim();
-  parent.append(element("p", {}, `Mean ${amount(mean, report.work.unit)}. Busiest: rank ${count(busiest)} with ${amount(work[busiest], report.work.unit)}${mean > 0 ? ", " : ""}${relative(busiest)}.`));
+  const words = (rank) => `rank ${count(rank)}${onHost(rank)}\n${amount(work[rank], given.unit)}\n${relative(rank)}`.trim();
+  parent.append(element("p", {}, `Mean ${amount(mean, given.unit)}. Busiest: rank ${count(busiest)} with ${amount(work[busiest], given.unit)}${mean > 0 ? ", " : ""}${relative(busiest)}.`));
   const picture = element("div", {class: "picture"});
   parent.append(picture);
   return () => drawWork(picture, work, mean, busiest, words);

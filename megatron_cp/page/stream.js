@@ -1,7 +1,7 @@
 // Who holds what: the packed stream with its documents, as a band coloured by rank and as a row for each rank.
 
-function buildStream(parent) {
-  const [lengths, starts, ends, ranks] = ["lengths", "starts", "ends", "ranks"].map((name) => numbers(report.ownership[name]));
+function buildStream(parent, ownership = report.ownership, name = "") {
+  const [lengths, starts, ends, ranks] = ["lengths", "starts", "ends", "ranks"].map((field) => numbers(ownership[field]));
   const borders = new Float64Array(lengths.length + 1);
   lengths.forEach((length, document) => { borders[document + 1] = borders[document] + length; });
   const total = borders[lengths.length];
@@ -31,7 +31,7 @@ function buildStream(parent) {
     },
     told: () => `Tokens ${count(stream.view.lo)} to ${count(stream.view.hi)}.`,
   });
-  canvas.setAttribute("aria-label", `Stream of ${plural(total, "token")}: which rank holds which. Arrow keys move, plus and minus zoom. The table of ranks has the numbers.`);
+  canvas.setAttribute("aria-label", `${name && `${name}. `}Stream of ${plural(total, "token")}: which rank holds which. Arrow keys move, plus and minus zoom. The table of ranks has the numbers.`);
   parent.append(element("div", {class: "controls"}, ...buttons, element("label", {}, "Only rank", number)));
   parent.append(rankLegend(), picture);
   parent.append(element("p", {class: "said"}, "The wheel zooms, dragging moves, a click shows one rank alone. First row: documents; second: the rank that holds each token; below: a row for each rank."));

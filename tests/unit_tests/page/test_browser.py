@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megatron_cp.apps.estimate.page.page import page_of
+from megatron_cp.page.page import page_of
 from tests.limits import limit
 from tests.page_sample import sample
 

@@ -4,16 +4,21 @@
 const several = (values) => new Set(values).size > 1;
 const candidates = report.candidates ?? [];
 const SECTIONS = [
+  ["result", "Result", "", buildResult, Boolean(report.verdict || report.command || report.environment?.length)],
+  ["curves", "Curves", "", buildCurves, Boolean(report.curves?.length)],
   ["choice", "What to run, and why", "", buildChoice, candidates.length > 0 || Boolean(report.summary || report.facts?.length)],
   ["sizes", "Over context-parallel sizes", "The fastest candidate of each kind at each size.", buildOverCp,
     several(candidates.filter((each) => stepOf(each) !== undefined && each.cp !== undefined).map((each) => each.cp))],
   ["memory", "Memory of a rank", "By part, against the limit of the device.", buildMemory, candidates.some((each) => each.bytes)],
   ["ownership", "Who holds what", "", buildStream, Boolean(report.ownership)],
+  ["layers", "Who holds what, by kind of layer", "The pack with the most documents so far.", buildLayers, Boolean(report.layers?.length)],
+  ["tables", "Tables", "", buildTables, Boolean(report.tables?.length)],
   ["tiles", "Who computes which tile of the mask", "", buildTiles, Boolean(report.tiles?.length)],
   ["work", "Work by rank", "A step is as long as its busiest rank works.", buildWork, Boolean(report.work && numbers(report.work.values).length)],
   ["timeline", "Timeline of the streams", "", buildTimeline, Boolean(report.timeline)],
   ["traffic", "Traffic between ranks", "", buildTraffic, Boolean(report.traffic && report.traffic.size)],
-  ["ranks", "Ranks in numbers", "", buildRanks, report.ranks > 0],
+  ["ranks", "Ranks in numbers", "", buildRanks,
+    report.ranks > 0 && Boolean(report.ownership || report.work || report.timeline || report.traffic || report.hosts)],
   ["notes", "Notes", "", buildNotes, Boolean(report.notes?.length)],
 ];
 

@@ -1,4 +1,4 @@
-"""`save_page`: writes a predicted training step as one HTML file, which a browser opens without a network."""
+"""`save_page`: writes results as one HTML file, which a browser opens without a network."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron_cp.apps.estimate.page.fields import checked_report
 from megatron_cp.errors import ArgumentError
+from megatron_cp.page.fields import checked_report
 
 # In this order: later ones use earlier ones.
 _SCRIPTS = (
-    "base.js", "axes.js", "tables.js", "charts.js", "stream.js", "tiles.js", "timeline.js", "traffic.js", "page.js",
+    "base.js", "axes.js", "tables.js", "charts.js", "results.js", "stream.js", "tiles.js", "timeline.js", "traffic.js",
+    "page.js",
 )  # fmt: skip
 
 
 def page_of(report: dict[str, Any]) -> str:
-    """Returns the page that shows a predicted training step.
+    """Returns the page that shows a predicted training step, a training run, or results of checks and benchmarks.
 
     Every part of the report may be absent; its section is then left out. Texts are shown as they are: nothing in
     them is taken for HTML. The page asks for nothing outside itself, and its own policy forbids it to.
@@ -30,7 +31,16 @@ def page_of(report: dict[str, Any]) -> str:
         report: a dictionary of
 
             - `title`, `summary`: texts. The summary says what to run.
-            - `facts`: pairs of a name and a text.
+            - `verdict`: `text`, and `ok`: True if the text is good news.
+            - `command`: the command that made the results.
+            - `environment`, `facts`: pairs of a name and a text; the latter are what a prediction assumes.
+            - `curves`: charts, dictionaries with `title`, `lines` and, unless it is "step", `x`, the name of the axis.
+              A line has `name`, `x` and `y`, and may have `smooth`, drawn over a fainter `y`, and `beside`: True for
+              one that the others are compared with, drawn wide below them. NaN leaves a gap.
+            - `layers`: a dictionary for each kind of layer: `name`, `ownership`, and any of `text` (a list of lines)
+              and `work`, the last two as below.
+            - `tables`: dictionaries with `columns` (names) and `rows` (cells: texts, numbers or None), and any of
+              `title`, `text` and `bad` (pairs of a row and a column: cells that are bad news).
             - `candidates`: dictionaries with `name`, and any of `kind` (joined by a line over cp; by default the name
               without its "cp N"), `cp`, `flags`, `milliseconds` (parts by name, and `step`, the whole),
               `tokens_per_second_per_gpu`, `mfu` (0 to 1), `bytes` (parts by name), `limit_bytes`, `chosen` (of one at
@@ -63,13 +73,13 @@ def page_of(report: dict[str, Any]) -> str:
         True
     """
     checked = checked_report(report)
-    folder = files("megatron_cp.apps.estimate.page")
+    folder = files("megatron_cp.page")
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
     scripts = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{scripts}}})();\n'
     return Template(folder.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(checked.get("title") or "A predicted training step"),
-        summary=html.escape(checked.get("summary", "")),
+        summary=html.escape(checked.get("summary") or checked.get("verdict", {}).get("text", "")),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -79,7 +89,7 @@ def page_of(report: dict[str, Any]) -> str:
 
 
 def save_page(report: dict[str, Any], path: str | Path) -> None:
-    """Writes the page that shows a predicted training step.
+    """Writes the page that shows results.
 
     Args:
         report: as `page_of` takes it.

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_cp.apps.estimate.page import page as module
-from megatron_cp.apps.estimate.page.columns import packed, packed_matrix, packed_times
-from megatron_cp.apps.estimate.page.page import check_page, page_of, save_page
 from megatron_cp.errors import ArgumentError
+from megatron_cp.page import page as module
+from megatron_cp.page.columns import packed, packed_matrix, packed_times
+from megatron_cp.page.page import check_page, page_of, save_page
 from tests.page_sample import sample
 from tests.refusals import rejects
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.apps.estimate.page.columns import packed, packed_matrix, packed_times
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
+from megatron_cp.page.columns import packed, packed_matrix, packed_times
 
 STREAMS = ("compute", "send", "receive")
 EVENT_KINDS = ("kernel", "product", "copy", "transfer", "wait")
@@ -25,7 +25,7 @@ def checked_report(report: Any) -> dict[str, Any]:
     """Returns the report with every field checked and every long list of numbers packed, ready for JSON.
 
     Args:
-        report: as `page.page_of` describes it.
+        report: as `page_of` describes it.
 
     Returns:
         The same parts, and `ranks`: their number, as far as the report says.
@@ -302,8 +302,93 @@ def _hosts(where: str, value: Any) -> list[str]:
     return [f"host {name}" if isinstance(each, Integral) else name for each, name in zip(value, names, strict=True)]
 
 
+def _verdict(where: str, value: Any) -> dict[str, Any]:
+    fields = _fields(where, value, ["text", "ok"], ["text", "ok"])
+    return {"text": _text(f"{where}.text", fields["text"]), "ok": checked_flag(f"{where}.ok", fields["ok"])}
+
+
+_LINE = ("name", "x", "y", "smooth", "beside")
+_MOST_POINTS = 4000  # of a line: more than a screen has columns
+
+
+def _curves(where: str, value: Any) -> list[dict[str, Any]]:
+    """Returns charts of lines over a common axis. A long line keeps the extremes of as many parts as a screen shows."""
+    charts = []
+    for index, each in enumerate(_list(where, value)):
+        here = f"{where}[{index}]"
+        fields = _fields(here, each, ["title", "x", "lines"], ["title", "lines"])
+        lines = [
+            _line(f"{here}.lines[{place}]", line) for place, line in enumerate(_list(f"{here}.lines", fields["lines"]))
+        ]
+        texts = {name: _text(f"{here}.{name}", fields.get(name, "step")) for name in ("title", "x")}
+        charts.append({**texts, "lines": lines})
+    return charts
+
+
+def _line(where: str, value: Any) -> dict[str, Any]:
+    fields = _fields(where, value, _LINE, _LINE[:3])
+    found = {name: np.asarray(fields[name], np.float64) for name in _LINE[1:4] if name in fields}
+    shapes = {name: list(array.shape) for name, array in found.items()}
+    if found["x"].ndim != 1 or len({array.shape for array in found.values()}) > 1:
+        raise ArgumentError(where, shapes, "lists of numbers of the same length")
+    kept = _extremes(found["y"]) if found["y"].size > _MOST_POINTS else np.arange(found["y"].size)
+    beside = checked_flag(f"{where}.beside", fields.get("beside", False))
+    columns = {name: packed(each[kept]) for name, each in found.items()}
+    return {"name": _text(f"{where}.name", fields["name"]), "beside": beside, **columns}
+
+
+def _extremes(values: NDArray) -> NDArray[np.int64]:
+    """Returns the places of the least and the largest value of each of many parts, in order."""
+    parts = np.array_split(np.arange(values.size), _MOST_POINTS // 2)
+    finite = np.where(np.isfinite(values), values, 0.0)
+    return np.unique([part[choose(finite[part])] for part in parts for choose in (np.argmin, np.argmax)])
+
+
+def _tables(where: str, value: Any) -> list[dict[str, Any]]:
+    tables = []
+    for index, each in enumerate(_list(where, value)):
+        here = f"{where}[{index}]"
+        fields = _fields(here, each, ["title", "text", "columns", "rows", "bad"], ["columns", "rows"])
+        columns = _texts(f"{here}.columns", fields["columns"])
+        rows = [_list(f"{here}.rows[{place}]", row) for place, row in enumerate(_list(f"{here}.rows", fields["rows"]))]
+        for place, row in enumerate(rows):
+            if len(row) != len(columns):
+                raise ArgumentError(f"{here}.rows[{place}]", row, f"{len(columns)} cells, one for each column")
+        cells = [[_cell(f"{here}.rows[{place}]", cell) for cell in row] for place, row in enumerate(rows)]
+        bad = [[int(number) for number in pair] for pair in _list(f"{here}.bad", fields.get("bad", []))]
+        texts = {name: _text(f"{here}.{name}", fields.get(name, "")) for name in ("title", "text")}
+        tables.append({**texts, "columns": columns, "rows": cells, "bad": bad})
+    return tables
+
+
+def _cell(where: str, value: Any) -> Any:
+    """Returns a cell as JSON can hold it: numbers as numbers, so that a column of them sorts."""
+    if value is None or isinstance(value, str):
+        return value
+    number = as_number(value)
+    if math.isnan(number):
+        return "nan"
+    return number if math.isfinite(number) else _text(where, value)
+
+
+def _layers(where: str, value: Any) -> list[dict[str, Any]]:
+    layers = []
+    for index, each in enumerate(_list(where, value)):
+        here = f"{where}[{index}]"
+        fields = _fields(here, each, ["name", "text", "ownership", "work"], ["name", "ownership"])
+        checks = {"name": _text, "text": _texts, "ownership": _ownership, "work": _work}
+        layers.append({name: checks[name](f"{here}.{name}", field) for name, field in fields.items()})
+    return layers
+
+
 _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "title": _text,
+    "verdict": _verdict,
+    "command": _text,
+    "environment": _facts,
+    "curves": _curves,
+    "tables": _tables,
+    "layers": _layers,
     "summary": _text,
     "facts": _facts,
     "candidates": _candidates,
@@ -330,7 +415,9 @@ def _count_ranks(given: dict[str, Any]) -> int:
         raise ArgumentError("report", counts, "as many hosts as numbers of work and rows of traffic: one for each rank")
     events = given.get("timeline", {}).get("events", [])
     tiles = [(each.get("group") or 1, each["ranks"]) for each in given.get("tiles", [])]
+    layers = [int(rank) for layer in given.get("layers", []) for rank in layer["ownership"]["ranks"]]
     named = {
+        "layers.ranks": max(layers, default=-1),
         "ownership.ranks": max((int(rank) for rank in given.get("ownership", {}).get("ranks", [])), default=-1),
         "tiles.ranks": max((int(rank) + group - 1 for group, ranks in tiles for rank in ranks), default=-1),
         "timeline.events": max((max(event["rank"], event.get("peer") or 0) for event in events), default=-1),

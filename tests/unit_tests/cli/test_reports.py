@@ -1,0 +1,123 @@
+"""The pages of `check --report` and `bench --report`, and the environment that they name."""
+
+import argparse
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from megatron_cp.apps.bench.bench_report import compared, save_bench
+from megatron_cp.cli.check_report import save_check
+from megatron_cp.cli.environment import environment, environment_facts, git_state
+from megatron_cp.cli.main import main
+from megatron_cp.cli.report import Report
+from megatron_cp.testing.parity import Case, Parity
+
+
+def shown(path):
+    (text,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(text)
+
+
+def test_check_saves_a_page_of_its_cases(tmp_path, capsys):
+    target = tmp_path / "check.html"
+    shape = ["--lengths", "5,1,9", "--heads", "2", "--kv-heads", "1", "--head-dim", "4", "--scheme", "exact"]
+    assert main(["check", "--cp", "2,3", *shape, "--report", str(target)]) == 0
+    report = shown(target)
+    assert report["verdict"] == {"text": capsys.readouterr().out.splitlines()[-1], "ok": True}
+    assert report["command"].startswith("megatron-cp check --cp 2,3 --lengths 5,1,9")
+    schemes, cases = report["tables"]
+    assert [row[:4] for row in schemes["rows"]] == [["exact", 2, 1, 0], ["exact", 3, 1, 0]]
+    shares = [row[cases["columns"].index("error / limit")] for row in cases["rows"]]
+    assert len(shares) == 2
+    assert 1 > shares[0] >= shares[1] > 0
+
+
+def test_a_check_that_fails_shows_the_worst_case_first(tmp_path):
+    case = Case("attention", 2, (5,), heads=2, head_dim=4)
+    results = [
+        Parity(replace(case, seed=seed), {"out": 1e-13, "d_q": error}, False, False, 1e-12, {})
+        for seed, error in enumerate((2e-13, 5e-12, math.nan))
+    ]
+    args = argparse.Namespace(layer="attention", words=["check"], report=tmp_path / "check.html")
+    save_check(args, results, "FAILED: 3 cases")
+    report = shown(tmp_path / "check.html")
+    cases = report["tables"][1]
+    assert not report["verdict"]["ok"]
+    assert [row[2] for row in cases["rows"]] == ["nan", 5e-12, 2e-13]
+    assert {row for row, _ in cases["bad"]} == {0, 1}
+    assert report["tables"][0]["rows"][0][:4] == ["auto", 2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "found"),
+    [
+        # Peer over ours: below 1 the peer is ahead.
+        (["", "loop / this", "megatron-core / this"], ["a", "1.20 [1.1, 1.3]", "0.97 [0.9, 1.1]"],
+         [(1, False), (2, True)]),
+        (["", "megatron-core / ours, wall", "rest", "ours, ms: wall", "rest"], ["a", "0.90", "1.50", "0.5", "0.5"],
+         [(1, True), (2, False)]),
+        (["", "chunks", "speed-up"], ["fp8", "1", "0.80 [0.7, 0.9]"], [(2, True)]),
+        # Ours over a peer.
+        (["", "even over megatron-core"], ["DP 2", "0.50 / 1.20"], [(1, True)]),
+        # A row of the peer.
+        (["tokens", "forward", "forward ms"], ["one document, megatron-core", "0.80 [0.7, 0.9]", "0.3"], [(1, True)]),
+        # Over a limit, or nothing to compare.
+        (["", "forward / copy", "forward ms"], ["first", "0.90", "0.3"], []),
+        (["", "collective / this"], ["naive loop", "0.50"], []),
+        (["", "loop / this"], ["a", ""], []),
+    ],
+)  # fmt: skip
+def test_ratios_in_which_a_peer_is_ahead_are_seen(columns, row, found):
+    assert compared(columns, row) == found
+
+
+def test_a_page_of_a_benchmark_counts_targets_and_losses(tmp_path):
+    text = "\n".join([
+        "about", "a: 1.30, at least 1.25 is the target: met.", "b: 1.10, at least 1.25 is the target: NOT met.", "",
+        "| | loop / this |", "|---|--:|", "| a | 1.20 |", "| b | 0.80 |", "", "legend",
+    ])  # fmt: skip
+    save_bench(argparse.Namespace(what="layer", words=["bench"], report=tmp_path / "a.html"), Report(text))
+    report = shown(tmp_path / "a.html")
+    said = "1 of 2 targets met; a peer is ahead in 1 of 2 ratios, marked ✗"
+    assert report["verdict"] == {"text": said, "ok": False}
+    assert report["tables"][0]["bad"] == [[1, 1]]
+    assert [table["text"] for table in report["tables"]][1] == "legend"
+
+
+@pytest.mark.parametrize("command", [["check"], ["bench", "linear"]])
+def test_rejects_a_page_that_cannot_be_written_before_anything_runs(command, capsys):
+    assert main([*command, "--report", "no/such/folder/page.html"]) == 2
+    assert "--report: got 'no/such/folder/page.html'; allowed: a file ending in .html" in capsys.readouterr().err
+
+
+def test_the_environment_has_versions_and_no_names():
+    found = environment()
+    assert found["versions"]["python"].count(".") == 2
+    assert found["threads"] >= 1
+    names = [name for name, _ in environment_facts(found | {"git": {"commit": "abc", "dirty": True}})]
+    assert names == ["versions", "platform", "processor", "devices", "git"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_git_is_named_where_a_checkout_tracks_the_code(tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    assert git_state(tmp_path) is None
+    git("init")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "a")
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "a.py").write_text("1")
+    assert git_state(tmp_path / "installed") is None  # into a checkout that does not track it
+    state = git_state(tmp_path / "code")
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "code" / "a.py").write_text("2")
+    assert git_state(tmp_path / "code") == state | {"dirty": True}

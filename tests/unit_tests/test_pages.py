@@ -1,0 +1,92 @@
+"""Pages are true: their commands are parsed, their snippets run, and their pictures are those of the script."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S* )*(?:megatron-cp|torchrun .*-m megatron_cp) ([a-z]+\b.*)")
+_LEFT_OUT = ("...", "FLAGS", "MODEL", "FOLDER", "NAME", "SECONDS", "<", "|")  # a reader's own words
+
+
+def block(page, holding, language="python"):
+    """Returns the page's first block of a language that has a text."""
+    found = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return next(text for text in found if holding in text)
+
+
+def commands():
+    """Returns the whole commands in the blocks of all pages, without prompts, comments and a reader's own words."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        blocks = re.findall(r"^ *```(?:bash)?\n(.*?)^ *```|^((?:    .*\n)+)", text, re.DOTALL | re.MULTILINE)
+        for line in "\n".join(part for pair in blocks for part in pair).splitlines():
+            match = COMMAND.fullmatch(line.partition(" # ")[0].strip())
+            if match and not any(word in match[1] for word in _LEFT_OUT):
+                found.append((page.name, match[1]))
+    return sorted(set(found))
+
+
+def test_commands_of_pages_are_parsed(monkeypatch, capsys):
+    monkeypatch.setattr(main, "_run", lambda args: 0)
+    assert len(commands()) >= 15
+    refused = []
+    for page, line in commands():
+        if main.main(shlex.split(line)) != 0:
+            refused.append((page, line, capsys.readouterr().err))
+    assert refused == []
+
+
+def test_page_on_nan_names_rank_and_layer():
+    scope = {"torch": torch}
+    exec(block("docs/troubleshooting.md", "def stop_at_nan"), scope)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    scope["stop_at_nan"](model, 5)
+    model(torch.ones(4, 2))
+    with torch.no_grad():
+        model[1].bias[1] = float("nan")
+    with pytest.raises(FloatingPointError, match="rank 5, layer 1: 4 elements"):
+        model(torch.ones(4, 2))
+
+
+def test_recipe_of_a_mask_equals_torchs_attention(capsys):
+    page = (ROOT / "docs/your-own-mask.md").read_text()
+    scope = {}
+    for text in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(text, scope)
+    assert scope["difference"] < 1e-14
+    assert re.sub(r"[\d.e-]+$", "", capsys.readouterr().out.strip()) in page
+    packing, function = cp.Packing([6, 1]), scope["summary_mask"]
+    assert function(packing).seen.tolist() == [1, 2, 3, 4, 4, 6, 1]
+    spec = cp.AttentionSpec(4, 2, 8, mask=function)
+    batch = cp.shard_batch(torch.arange(7), cp.Layout.contiguous(packing, 1), slots=[spec])
+    assert batch.plan(spec).work_per_rank() == [4 * function(packing).area]
+
+
+def test_each_host_has_an_install_line_of_the_version_that_its_adapter_names():
+    page = (ROOT / "docs/hosts.md").read_text()
+    installed = re.findall(r"^## [^\n]*\n\n```bash\npip install ([^\n#]*)", page, re.MULTILINE)
+    assert len(installed) == len(re.findall(r"^## ", page, re.MULTILINE)) == 6
+    for path in (ROOT / "megatron_cp/integrations").glob("*.py"):
+        for requirement in re.findall(r'require\("\w+", "([\w.=-]+)"\)', path.read_text()):
+            assert sum(requirement in line.split() for line in installed) == 1, requirement
+
+
+def test_pictures_of_concepts_are_those_of_the_script(monkeypatch, tmp_path):
+    from tools import drawings
+
+    monkeypatch.setattr(drawings, "FOLDER", tmp_path)
+    drawings.main()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs/images").glob("*.svg")}
+    page = (ROOT / "docs/concepts.md").read_text()
+    assert set(re.findall(r"images/(\w+\.svg)", page)) == set(drawn)
+    assert len(page.split()) < 1500
