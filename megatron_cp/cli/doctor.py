@@ -66,7 +66,7 @@ def _machine(args: argparse.Namespace) -> Report:
     versions = {name: version_of(name) for name in INSTALLABLE}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
-    adapters = {name: _version(name) for name in ADAPTERS}
+    adapters = {name: version_of(name) for name in ADAPTERS}
     lines = _here(versions, devices, findings, adapters)
     proofs = _cuda_code()
     if args.all:
@@ -107,7 +107,7 @@ def _here(
     untested = outside(_of_table(versions))
     here = [f"{name} {found} ({adapter_tested(name, found)})" for name, found in adapters.items() if found]
     absent = [name for name, found in adapters.items() if not found]
-    numbers = [f"{name} {versions[name]}" for name in ("torch", "numpy", "triton") if versions[name]]
+    numbers = [f"{name} {versions[name]}" for name in ("torch", "numpy", "triton") if versions.get(name)]
     works = sum(finding.works for finding in findings)
     return [
         f"ready: {runs}",
