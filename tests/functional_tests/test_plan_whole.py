@@ -113,7 +113,7 @@ def test_a_size_has_a_line_and_hosts_that_are_far_apart_cost_time():
     out, found = printed("--cp", "2,4,8", "--layer", "gdn", "--model", "qwen3-next", *BATCH)
     assert list(found["sizes"]) == ["2", "4", "8"]
     assert found["cp"] == 2
-    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["2", "4", "8"]
+    assert [line.split()[0] for line in out.splitlines()[5:8]] == ["2", "4", "8"]
     shape = ["--model", "llama3-8b", "--cp", "8", "--scheme", "a2a", "--lengths", "65536"]
     times = [printed(*shape, "--hosts", hosts)[1]["predicted_ms"]["forward"] for hosts in ("1", "4")]
     assert times[1] > 1.1 * times[0]
