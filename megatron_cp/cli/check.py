@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check every named scheme, layout, kind of heads and mask; options that are given stay fixed",
     )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="name the error of every tensor, and say whether outputs and gradients are the same bits",
+    )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument(
         "--ranks", choices=RANK_KINDS, default="threads", help="kind of local ranks; ignored under torchrun"

@@ -15,6 +15,7 @@ from megatron_cp.cli import check, doctor, plan
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import Parser, UsageError, as_flag
 from megatron_cp.cli.report import Report
+from megatron_cp.cli.terminal import coloured
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 COMMANDS = ("train", "check", "plan", "bench", "doctor")
@@ -90,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 1
     if not report.quiet:
-        print(json.dumps(report.data) if args.json else report.text)
+        print(json.dumps(report.data) if args.json else coloured(report.text, sys.stdout))
     return report.status
 
 

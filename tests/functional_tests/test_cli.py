@@ -105,19 +105,19 @@ def test_plan_counts_pad_tokens_and_bytes(capsys):
 
 
 def test_check_in_bf16_shows_the_kernels_own_error():
-    out, report = reported(["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16"])
+    out, report = reported(
+        ["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--details"]
+    )
     assert out.count("(kernel ") == 4
     assert all(0 < error < 2e-2 for error in report["kernel_err"].values())
 
 
-def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
+def test_plan_draws_documents_from_the_corpus_and_compares_schemes():
     arguments = ["plan", "--documents", "64", "--cp", "8", "--scheme", "exact", "--model", "llama3-8b", "--json"]
     reports = {}
     for layout in ("contiguous", "balanced"):
-        assert main([*arguments, "--layout", layout]) == 0
-        out, err = capsys.readouterr()
-        assert "documents: 64 lengths drawn from the documents of --corpus default with --seed 0" in err
-        reports[layout] = last_json(out)
+        out, reports[layout] = reported([*arguments, "--layout", layout])
+        assert "documents: 64 lengths drawn from the documents of --corpus default with --seed 0" in out
     assert reports["balanced"]["work_imbalance"] <= 1.01 < 1.5 < reports["contiguous"]["work_imbalance"]
     for report in reports.values():
         assert report["pad_tokens"] == 0

@@ -112,9 +112,11 @@ def test_git_is_named_where_a_checkout_tracks_the_code(tmp_path):
     git("init")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("1")
-    assert git_state(tmp_path / "code") is None  # installed into a checkout that does not track it
     git("add", ".")
     git("commit", "-m", "a")
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "a.py").write_text("1")
+    assert git_state(tmp_path / "installed") is None  # into a checkout that does not track it
     state = git_state(tmp_path / "code")
     assert (len(state["commit"]), state["dirty"]) == (40, False)
     (tmp_path / "code" / "a.py").write_text("2")

@@ -149,6 +149,7 @@ def test_a_text_in_markdown_becomes_its_tables():
         "rows": [["x", "0.50 [0.4, 0.6]"], ["y", ""]], "bad": [[0, 1]],
     }  # fmt: skip
     assert rest == {"text": "last\nwords", "columns": [], "rows": []}
+    assert len(blocks_of("\n".join(text.splitlines()[:8]), lambda *_: [])) == 1  # no text behind the table
 
 
 def test_pictures_and_pages_have_the_same_colours():
