@@ -13,8 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import megatron_cp as cp
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 
 # The documents of each microbatch of each step. Any lengths work: nothing is padded.
 STEPS = [[[701, 1, 300, 23], [13]], [[2, 509]], [[5, 3, 1], [64, 64]]]

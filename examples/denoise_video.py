@@ -15,8 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 from torch import Tensor
 
 from megatron_cp.diffusers import enable_context_parallel
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 
 STEPS = 5
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megatron_cp as cp
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 
 VOCABULARY, HIDDEN, HELD_OUT = 64, 32, 10**6  # evaluation reads packs from that number on
 TOLERANCE = 1e-5  # for every loss, in fp32

@@ -10,8 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import megatron_cp as cp
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 
 LENGTHS = [701, 1, 300, 23]  # any lengths work: nothing is padded
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, TAPS = 8, 4, 16, 32, 4

@@ -23,8 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from megatron_cp.data import PackedStream, read_corpus, read_tokenizer
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.transformers import enable_context_parallel
 
 WARMUP = 20  # steps

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_cp.cli.main import parsed
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,14 @@ def command(*arguments, ranks=None, seconds=120, status=0):
     )  # fmt: skip
     assert run.returncode == status, run.stderr
     return run
+
+
+def reported(arguments, status=0):
+    """Runs a command in this process; returns the text that it prints and the object that it prints with --json."""
+    args = parsed(arguments)
+    report = args.run(args)
+    assert report.status == status, report.text
+    return report.text, json.loads(json.dumps(report.data))
 
 
 def run_module(module, *arguments, **environment):

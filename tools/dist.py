@@ -2,7 +2,7 @@
 
     python -m tools.dist [EXTRA ...] [--folder FOLDER] [--keep] [--compile]
     python -m tools.dist --build
-    python -m tools.dist --beside [HOST ...] [--install] [--folder FOLDER]
+    python -m tools.dist --beside [HOST ...] [--install] [--platform PLATFORM] [--folder FOLDER]
 
 The first makes an sdist, which must hold every file that git knows, and a wheel from that sdist, which must be the one
 that the source itself gives. The wheel is installed in a bare environment for each extra, one after another, with the
@@ -99,6 +99,8 @@ HOSTS = {
     "ms-swift": "transformers",
     "verl": "transformers",
     "torchtitan": "",
+    "nemo-automodel": "transformers",
+    "megatron-bridge": "megatron",
     "diffusers": "diffusers",
     "trl": "transformers",
 }
@@ -110,16 +112,18 @@ def main() -> None:
     with _folder(args) as folder:
         wheel, sdist = _built(folder)
         if args.beside:
-            sys.exit(beside(wheel, args.names or list(HOSTS), folder, install=args.install))
-        failed = _compared(wheel, sdist, folder)
-        print(*failed, sep="\n", end="\n" * bool(failed))
+            sys.exit(beside(wheel, args.names or list(HOSTS), folder, install=args.install, platform=args.platform))
+        _build(folder / "source", folder / "from-source", folder, "--wheel")
+        wrong = _compared(wheel, sdist, folder)
+        print(*wrong, sep="\n", end="\n" * bool(wrong))
+        failed = bool(wrong)
         if not args.build:
-            failed += extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
+            failed |= extras(wheel, args.names or list(EXTRAS), folder, compiled=args.compile)
         if not failed:
             shutil.rmtree(ROOT / "dist", ignore_errors=True)  # those of other versions
             (ROOT / "dist").mkdir()
             print(*(shutil.copy(file, ROOT / "dist") for file in (sdist, wheel)), sep="\n")
-    sys.exit(bool(failed))
+    sys.exit(failed)
 
 
 def _arguments() -> argparse.Namespace:
@@ -128,6 +132,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--build", action="store_true", help="make and compare sdist and wheel, and install nothing")
     parser.add_argument("--beside", action="store_true", help="resolve it together with other packages")
     parser.add_argument("--install", action="store_true", help="with --beside: install them as well")
+    parser.add_argument("--platform", help="with --beside: resolve for another one, such as x86_64-manylinux_2_39")
     parser.add_argument("--compile", action="store_true", help="compile packages that have no wheel")
     parser.add_argument("--folder", type=Path, help="where environments are made (default: a temporary folder)")
     parser.add_argument("--keep", action="store_true", help="leave wheel, cache and environments in the folder")
@@ -160,17 +165,19 @@ def _uv(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def _built(folder: Path) -> tuple[Path, Path]:
     """Makes the sdist and, from it, the wheel; returns the paths of wheel and sdist."""
-    source = _source(folder)
-    for options, into in (((), "dist"), (("--wheel",), "from-source")):
-        done = _uv(folder, "build", *options, "--python", sys.executable, "--out-dir", folder / into, source)
-        if done.returncode:
-            sys.exit(f"not built:\n{done.stderr}")
+    _build(_copy_source(folder), folder / "dist", folder)
     wheel, sdist = (max((folder / "dist").glob(kind)) for kind in ("*.whl", "*.tar.gz"))
     print(f"{sdist.name} {sdist.stat().st_size:,} bytes, {wheel.name} {wheel.stat().st_size:,} bytes", flush=True)
     return wheel, sdist
 
 
-def _source(folder: Path) -> Path:
+def _build(source: Path, into: Path, folder: Path, *options: str) -> None:
+    done = _uv(folder, "build", *options, "--python", sys.executable, "--out-dir", into, source)
+    if done.returncode:
+        sys.exit(f"not built:\n{done.stderr}")
+
+
+def _copy_source(folder: Path) -> Path:
     """Copies the files that git knows: a build in the clone would leave files there, and take old ones into a wheel."""
     for name in _known_files():
         file = folder / "source" / name
@@ -313,13 +320,13 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 # -- beside other packages ---------------------------------------------------------------------------------------------
 
 
-def beside(wheel: Path, names: list[str], folder: Path, *, install: bool) -> bool:
+def beside(wheel: Path, names: list[str], folder: Path, *, install: bool, platform: str | None = None) -> bool:
     """Resolves the wheel with other packages and prints their table. Returns True if one of them has no solution."""
     rows, failures = [("beside", "extra", *VERSIONS, *(["pip check"] if install else []))], []
     for name in names:
         extra = HOSTS[name]
         wanted = [name, f"megatron_cp{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}"]
-        pins, reason = _resolved(wanted, folder)
+        pins, reason = _resolved(wanted, folder, platform)
         if pins is None:
             rows.append((name, extra or "-", reason, *["-"] * (len(rows[0]) - 3)))
             failures.append(f"{name}: {reason}")
@@ -334,14 +341,13 @@ def beside(wheel: Path, names: list[str], folder: Path, *, install: bool) -> boo
     return bool(failures)
 
 
-def _resolved(wanted: list[str], folder: Path) -> tuple[dict[str, str] | None, str]:
+def _resolved(wanted: list[str], folder: Path, platform: str | None) -> tuple[dict[str, str] | None, str]:
     """Returns the versions of all packages that the resolver takes together, or None and why there are none."""
     asked, answer = folder / "wanted.txt", folder / "pins.txt"
     asked.write_text("\n".join(wanted))
     answer.unlink(missing_ok=True)  # the versions in it would be preferred
-    done = _uv(
-        folder, "pip", "compile", asked, "-o", answer, "--no-annotate", "--no-header", "--python", sys.executable
-    )
+    options = ["--python", sys.executable, *(["--python-platform", platform] if platform else [])]
+    done = _uv(folder, "pip", "compile", asked, "-o", answer, "--no-annotate", "--no-header", *options)
     if done.returncode:
         return None, _reason(done.stderr)
     lines = (line.partition(";")[0].strip() for line in answer.read_text().splitlines())

@@ -35,7 +35,7 @@ _FLAGS = """
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
 """
 SPEC = ["--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"]
-STOCK, OURS = "stock", "megatron_cp"
+STOCK, OURS, PAGE = "stock", "megatron_cp", "page"
 RUNS = {f"{STOCK}, 1 rank": (STOCK, 1), f"{OURS}, 1 rank": (OURS, 1), f"{OURS}, 2 ranks": (OURS, 2)}
 LIMIT = 1e-4
 
@@ -74,6 +74,20 @@ def our_step(batches: Any, model: Any) -> Any:
     return forward_step(iter([batch]), model)
 
 
+def step_of_the_page() -> Any:
+    """Returns the forward step that docs/moving-a-megatron-job.md adds to Megatron's script, on the CPU."""
+    from megatron.training import get_args
+
+    page = (Path(__file__).parents[1] / "docs" / "moving-a-megatron-job.md").read_text()
+    (added,) = [
+        block for block in re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "def " in block
+    ]
+    code = "\n".join(line[1:] for line in added.splitlines() if line.startswith("+")).replace('"cuda"', '"cpu"')
+    scope = {"get_args": get_args, "lru_cache": cache}
+    exec(code, scope)
+    return scope["packed_step"]
+
+
 @cache
 def _groups() -> Any:
     from megatron_cp.megatron.groups import BatchGroups
@@ -95,6 +109,7 @@ def data_sets(samples: list[int]) -> Any:
         random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=of_splits,
         split=args.split, tokenizer=build_tokenizer(args), reset_position_ids=False, reset_attention_mask=False,
         eod_mask_loss=False, create_attention_mask=False, path_to_cache=args.data_cache_path,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )  # fmt: skip
     return BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
 
@@ -121,7 +136,8 @@ def rank_main(kind: str) -> None:
         from megatron_cp.megatron.config import add_arguments, with_options
 
         args = parse_and_validate_args(extra_args_provider=add_arguments)
-        config, step = with_options(core_transformer_config_from_args(args, OurConfig), args), our_step
+        config = with_options(core_transformer_config_from_args(args, OurConfig), args)
+        step = our_step if kind == OURS else step_of_the_page()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args, config))
     data_sets.is_distributed = True  # type: ignore[attr-defined]
     try:
@@ -148,7 +164,8 @@ def corpus(prefix: Path, seed: int) -> Path:
 
 def losses(kind: str, ranks: int, folder: Path, flags: list[str]) -> tuple[list[float], list[float]]:
     """Returns the losses of all steps and of all evaluations."""
-    own = [*SPEC, "--context-parallel-size", str(ranks)] if kind == OURS else []
+    own = [*SPEC, "--context-parallel-size", str(ranks)] if kind != STOCK else []
+    own += ["--dataloader-inter-document-masking"] if kind == PAGE else []  # documents of any length in a sample
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     cache = ["--data-cache-path", str(folder / kind / str(ranks))]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}

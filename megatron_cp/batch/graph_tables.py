@@ -252,7 +252,7 @@ class GraphTables:
                 "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
             )
         # Blocks are cut by a document's own length, which padding changes.
-        if isinstance(slot, AttentionSpec) and is_block_table(slot.mask):
+        if isinstance(slot, AttentionSpec) and (not isinstance(slot.mask, str) or is_block_table(slot.mask)):
             raise _no_pattern(slot)
         if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
             return

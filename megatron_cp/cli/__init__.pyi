@@ -1,3 +1,4 @@
+from .environment import command_line as command_line
 from .environment import environment as environment
 from .environment import environment_facts as environment_facts
 from .installed import INSTALL_MEGATRON as INSTALL_MEGATRON
@@ -14,8 +15,10 @@ from .options import hosts_of_job as hosts_of_job
 from .options import known_shapes as known_shapes
 from .parser import MAX_TOKENS as MAX_TOKENS
 from .parser import UsageError as UsageError
+from .parser import flags as flags
 from .parser import memory_size as memory_size
 from .parser import number as number
+from .parser import of_kind as of_kind
 from .parser import positive as positive
 from .parser import seconds as seconds
 from .parser import whole as whole

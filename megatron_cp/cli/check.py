@@ -6,17 +6,24 @@ import argparse
 import warnings
 
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
-from megatron_cp.cli.parser import cp_sizes, minutes, seconds
+from megatron_cp.cli.parser import cp_sizes, flags, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 
 HELP = "compare one layer at CP=N with CP=1: outputs and every gradient"
+EXAMPLES = (
+    "check --cp 2,3 --layer gdn",
+    "check --all --cp 4 --mask window:128",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        "--cp", type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
+        *flags("cp"),
+        type=cp_sizes,
+        metavar="N,N,...",
+        help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)",
     )
     add_layer_arguments(parser, dtype="float64")
     add_batch_arguments(parser)
@@ -24,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all",
         action="store_true",
         help="check every named scheme, layout, kind of heads and mask; options that are given stay fixed",
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="name the error of every tensor, and say whether outputs and gradients are the same bits",
     )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument(

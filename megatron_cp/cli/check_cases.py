@@ -17,6 +17,7 @@ from megatron_cp.cli.check_report import save_check
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.cli.parser import as_flag
 from megatron_cp.cli.report import Report
+from megatron_cp.cli.terminal import Progress
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
@@ -42,23 +43,24 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     asked = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
     cases, not_run = _fitting(args, asked, world)
     sizes = [size for size in asked if size not in not_run]
-    results = list(_on_torchrun(cases, world, args) if world else _on_local_ranks(cases, args))
+    progress = Progress("cases", len(cases), quiet=world is not None and world.rank != 0)
+    results = []
+    for result in _on_torchrun(cases, world, args) if world else _on_local_ranks(cases, args):
+        results.append(result)
+        progress.step(f"cp={result.case.cp} {result.case.scheme}")
     passed = all(result.passed for result in results)
     names = dict.fromkeys(name for result in results for name in result.errors)
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
     kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
     backend = dist.get_backend() if world else "gloo" if args.ranks == "processes" else args.ranks
     where = {"backend": backend, "device": cases[0].device, "dtype": args.dtype}
-    lines = [", ".join(where.values()), *(_summary(results) if args.all else [_line(result) for result in results])]
+    lines = [_verdict(results, ", ".join(where.values()))]
+    lines += _summary(results, args.details) if args.all else [_line(result, args.details) for result in results]
     if args.all and args.layer == "attention" and args.scheme is None:
         products = [scheme.name for scheme in SCHEMES.values() if scheme.is_product]
         lines += [f"{' and '.join(products)} were not run at cp={size}, which is no product" for size in sizes
                   if not any(case.cp == size and case.scheme in products for case in cases)]  # fmt: skip
     lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
-    allowed = Counter(result.tolerance for result in results)
-    limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())
-    count = counted(len(results), "case")
-    lines.append(f"{'passed' if passed else 'FAILED'}: {count}, errors at most {' and '.join(limits)} allowed")
     data = {
         **where,
         "pass": passed,
@@ -156,23 +158,45 @@ def _on_torchrun(cases: list[Case], world: TorchGroup, args: argparse.Namespace)
         yield world.all_gather_object(result)[0]  # every rank leaves with the same verdict
 
 
-def _line(result: Parity) -> str:
+def _verdict(results: list[Parity], where: str) -> str:
+    """Returns the first line: whether all cases passed, by how much, and where they ran."""
+    failed = sum(not result.passed for result in results)
+    count = counted(len(results), "case")
+    said = f"ok: {count} as on one rank" if not failed else f"FAILED: {failed} of {count}"
+    return f"{said}, {_largest(results)}; {where}"
+
+
+def _largest(results: list[Parity]) -> str:
+    """Returns the largest error of all tensors with its limit, beside the kernel's own error if that is not float64."""
+    limits = Counter(result.tolerance for result in results)
+    shown = " and ".join(f"{limit:g}" if len(limits) == 1 else f"{limit:g} for {n}" for limit, n in limits.items())
+    error = _number(_worst([error for result in results for error in result.errors.values()]))
+    own = [error for result in results for error in result.kernel_errors.values()]
+    kernel = f", the kernel's own {_number(_worst(own))}" if own else ""
+    return f"largest error {error} (limit {shown}{kernel})"
+
+
+def _line(result: Parity, details: bool) -> str:
+    if result.passed and not details:
+        return f"ok     {result.case}: {_largest([result])}"
     forward, backward = (
         "bitwise" if same else "not bitwise" for same in (result.bitwise_forward, result.bitwise_backward)
     )
     verdict = "ok    " if result.passed else "FAILED"
-    return f"{verdict} {result.case}: forward {forward}, backward {backward}; {_errors([result])}"
+    limit = f"limit {result.tolerance:g}"
+    return f"{verdict} {result.case}: {limit}, forward {forward}, backward {backward}; {_errors([result])}"
 
 
-def _summary(results: list[Parity]) -> list[str]:
+def _summary(results: list[Parity], details: bool) -> list[str]:
     """Returns a line for each scheme and number of ranks, and one for each case that failed."""
     lines = []
     for (cp, scheme), group in itertools.groupby(results, key=lambda result: (result.case.cp, result.case.scheme)):
         cases = list(group)
         failed = [result for result in cases if not result.passed]
         verdict = "FAILED" if failed else "ok    "
-        lines.append(f"{verdict} cp={cp} {scheme:<15} {len(cases):>4} cases; at most {_errors(cases)}")
-        lines += [f"  {_line(result)}" for result in failed]
+        shown = f"at most {_errors(cases)}" if details or failed else _largest(cases)
+        lines.append(f"{verdict} cp={cp} {scheme:<15} {len(cases):>4} cases; {shown}")
+        lines += [f"  {_line(result, details)}" for result in failed]
     return lines
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_cp.cli.environment import environment, environment_facts
+from megatron_cp.cli.environment import command_line, environment, environment_facts
 from megatron_cp.page import save_page
 from megatron_cp.testing.parity import Parity
 
@@ -25,7 +25,7 @@ def save_check(args: argparse.Namespace, results: Sequence[Parity], verdict: str
     report = {
         "title": f"Check of {args.layer}, {len(results)} cases",
         "verdict": {"text": verdict, "ok": passed},
-        "command": args.command_line,
+        "command": command_line(args),
         "environment": environment_facts(environment()),
         "tables": [_by_scheme(results), _cases(results)],
     }

@@ -21,6 +21,10 @@ from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.versions import PACKAGES, outside, table, tested
 
 HELP = "versions, kernels found, devices, and what works here"
+EXAMPLES = (
+    "doctor",
+    "doctor --megatron --context-parallel-size 4 --num-layers 8 --calculate-per-token-loss",
+)
 
 
 @dataclass(frozen=True)

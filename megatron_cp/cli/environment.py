@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
+import shlex
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,11 @@ PACKAGES = (
     "triton", "transformers", "diffusers", "accelerate", "trl",
 )  # fmt: skip
 _GIT_SECONDS = 10.0  # a checkout on a slow disk is left out
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """Returns the command as it was typed, quoted for a shell."""
+    return shlex.join(["megatron-cp", *args.words])
 
 
 def version_of(package: str) -> str | None:

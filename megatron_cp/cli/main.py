@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,11 +15,18 @@ from megatron_cp.cli import check, doctor, plan
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import Parser, UsageError, as_flag
 from megatron_cp.cli.report import Report
+from megatron_cp.cli.terminal import coloured
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 COMMANDS = ("train", "check", "plan", "bench", "doctor")
 
-_JSON = "one JSON object on the last line of standard output, and the text on standard error"
+_JSON = "print one JSON object on standard output instead of the text"
+
+_STATUS = (
+    "exit status: 0 success, 1 a check or a rank failed, 2 the command was refused, 3 nothing fits the memory "
+    "(plan --whole), 130 interrupted"
+)
+_NUMBERS = "numbers: 256k is 262144 and 1M is 1048576, since k is 1024 and M is 1024 * 1024"
 
 
 def command(name: str) -> Any:
@@ -30,28 +36,41 @@ def command(name: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
+    """Runs the command line and returns its exit status, one of those that `--help` lists."""
+    try:
+        args = parsed(arguments)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return _run(args)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of a command line, with its command as `run`.
+
+    Raises:
+        UsageError: a command, an option or a value that is not known.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
         prog="megatron-cp",
         description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
+        epilog=f"{_examples('plan --cp 8 --model llama3-8b --lengths 100k,20k', 'doctor')}\n\n{_NUMBERS}\n{_STATUS}",
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name in COMMANDS:
         module = command(name)
-        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        epilog = f"{_examples(*module.EXAMPLES)}\n\n{_NUMBERS}"
+        sub = commands.add_parser(name, help=module.HELP, description=module.HELP, epilog=epilog)
         sub.add_argument("--json", action="store_true", help=_JSON)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    try:
-        args, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            commands.choices[args.command].refuse_unknown(unknown)
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    args.command_line = shlex.join(["megatron-cp", *(sys.argv[1:] if arguments is None else arguments)])  # for reports
-    return _run(args)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands.choices[args.command].refuse_unknown(unknown)
+    args.words = words
+    return args
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -72,10 +91,13 @@ def _run(args: argparse.Namespace) -> int:
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 1
     if not report.quiet:
-        print(report.text, file=sys.stderr if args.json else sys.stdout)
-        if args.json:
-            print(json.dumps(report.data))
-    return 0 if report.ok else 1
+        print(json.dumps(report.data) if args.json else coloured(report.text, sys.stdout))
+    return report.status
+
+
+def _examples(*lines: str) -> str:
+    """Returns the end of a help text with these command lines."""
+    return "\n".join(["examples:", *(f"  megatron-cp {line}" for line in lines)])
 
 
 def console() -> None:

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_cp.cli.applications import application
-from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
+from megatron_cp.cli.parser import (
+    MAX_TOKENS,
+    flags,
+    integers,
+    mask_name,
+    natural,
+    number,
+    of_kind,
+    positive,
+    rows,
+    scheme_or_mode,
+    size,
+)
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.describe import counted
@@ -69,18 +81,26 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """Adds `--layer` and the options of its shape; `dtype` is the default of `--dtype`."""
     group = parser.add_argument_group("layer")
     models = ", ".join(sorted(application("estimate").MODELS))
-    group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
+    group.add_argument(
+        "--layer",
+        type=of_kind("layer"),
+        default="attention",
+        metavar="|".join(working("layer")),
+        help="default: attention",
+    )
     group.add_argument(
         "--model",
         metavar="NAME|FILE|FLAGS",
         help=f"the layer's shape in a model: {models}, a Hugging Face config.json, or Megatron's flags in one string "
         "(default: tiny)",
     )
-    group.add_argument("--heads", type=size, help="number of query heads, value heads, or mamba's heads of x")
-    group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
+    group.add_argument(*flags("heads"), type=size, help="number of query heads, value heads, or mamba's heads of x")
+    group.add_argument(*flags("kv-heads"), type=size, help="key/value heads of attention")
     group.add_argument("--key-heads", type=size, help=f"query and key heads of {_with('key_heads')}")
     group.add_argument("--groups", type=size, help=f"groups of B and C of {_with('groups')}")
-    group.add_argument("--head-dim", type=size, help="features of a query or key head, or of a head of x of mamba")
+    group.add_argument(
+        *flags("head-dim"), type=size, help="features of a query or key head, or of a head of x of mamba"
+    )
     group.add_argument("--value-dim", type=size, help="features of a value head (default: --head-dim)")
     group.add_argument("--state", type=size, help=f"size of the state of {_with('state')}: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
@@ -93,30 +113,43 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--learned-sink", action="store_true", help="add a learned score for each head to every softmax")
     group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
     group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
-    group.add_argument("--dtype", choices=list(DTYPES), default=dtype, help=f"default: {dtype}")
     group.add_argument(
-        "--scheme",
-        help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
-        "(default: auto; for check: a2a and headwise)",
+        "--dtype",
+        type=of_kind("dtype"),
+        choices=list(DTYPES),
+        default=dtype,
+        help=f"or fp64, fp32, bf16, fp16, half (default: {dtype})",
+    )
+    group.add_argument(
+        *flags("scheme"),
+        type=scheme_or_mode,
+        help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers; ring is p2p "
+        "and ulysses a2a (default: auto; for check: a2a and headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(
-        "--head-chunks",
+        *flags("head-chunks"),
         type=positive,
         metavar="N",
         help="chunks in which heads are exchanged (default: 1), or keys are gathered (default: 2)",
     )
     group.add_argument(
-        "--search",
+        *flags("search"),
         type=number,
         default=0.0,
         metavar="SECONDS",
         help="for tiled: how long a solver may look for better tiles in each direction (default: none); "
         "above 0, auto considers tiled too",
     )
-    group.add_argument("--search-cache", metavar="FOLDER", help="folder in which found tiles are kept (default: none)")
     group.add_argument(
-        "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
+        *flags("search-cache"), metavar="FOLDER", help="folder in which found tiles are kept (default: none)"
+    )
+    group.add_argument(
+        *flags("transport"),
+        type=of_kind("transport"),
+        default="collective",
+        metavar="|".join(working("transport")),
+        help="default: collective",
     )
     group.add_argument(
         "--hosts",
@@ -125,13 +158,19 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help="with --transport hierarchical: number of hosts, which share the ranks evenly (default: the job's, or 2)",
     )
     group.add_argument(
-        "--codec",
+        *flags("codec"),
+        type=of_kind("codec"),
         default="none",
         metavar="|".join(working("codec")),
         help="coding of heads that are exchanged (default: none)",
     )
     group.add_argument(
-        "--mask", metavar="|".join(working("mask")), help="keys that a query of attention sees (default: causal)"
+        "--mask",
+        type=mask_name,
+        metavar="|".join(working("mask")),
+        help="keys that a query of attention sees (default: causal); window:128 is a token itself and the 127 before "
+        "it, as transformers' sliding_window=128 counts; two numbers do not count the token itself, as Megatron's "
+        "--window-size: window:127,0 is the same window",
     )
 
 
@@ -143,7 +182,9 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         corpus: default of `--corpus`, from which documents are drawn; None draws short lengths, for quick checks.
     """
     group = parser.add_argument_group("batch")
-    group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
+    group.add_argument(
+        "--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document, such as 130,256k"
+    )
     group.add_argument(
         "--documents",
         type=positive,
@@ -162,7 +203,9 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
     group.add_argument(
         "--seed", type=natural, default=0, help="seed of drawn lengths, inputs and random layouts (default: 0)"
     )
-    group.add_argument("--layout", metavar="|".join(working("layout")), help="default: zigzag")
+    group.add_argument(
+        *flags("layout"), type=of_kind("layout"), metavar="|".join(working("layout")), help="default: zigzag"
+    )
     group.add_argument("--align", type=rows, default=1, help="make every rank's rows a multiple of this (default: 1)")
 
 

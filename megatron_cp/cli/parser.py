@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.fragments import MAX_CP_SIZE
-from megatron_cp.planner.capabilities import did_you_mean
+from megatron_cp.planner.capabilities import did_you_mean, spelled
 
 MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry for each token
 MAX_SIZE = 2**16  # heads or features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
@@ -21,17 +22,34 @@ class UsageError(Exception):
     """A command that cannot be run as typed, or on this machine: one sentence that begins with the program's name."""
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps what comes after the options line by line, so that examples keep theirs."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(line if line.startswith("  ") else fill(line, width, indent) for line in text.split("\n"))
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are raised, as one line that says what is allowed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # an option may not change with its neighbours
+        # An option may not change with its neighbours.
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Raises what argparse would print after its usage."""
         text = message.removeprefix("argument ").rstrip()
+        names = text.partition(":")[0]
+        if "/" in names and names.startswith("--"):
+            text = as_typed(names.split("/"), self._words) + text.removeprefix(names)
         end = "" if text.endswith((".", "?")) else "."
         raise UsageError(f"{self.prog}: {text}{end} See {self.prog} --help.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses as argparse does, and keeps the words for errors."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
         """Raises for the first word that no option takes."""
@@ -64,8 +82,15 @@ _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds"
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
     """Returns the error's text with the argument spelled as the flag of the command line."""
     name = _FLAGS.get(error.argument, error.argument)
-    flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
+    given = name.removeprefix("--").replace("-", "_")
+    flag = as_typed(flags(given.replace("_", "-")), args.words) if given in vars(args) else error.argument
     return f"{flag}{str(error).removeprefix(error.argument)}"
+
+
+def as_typed(names: Sequence[str], words: Sequence[str]) -> str:
+    """Returns the one of an option's names that is among the words of a command line, or else the first."""
+    given = {word.partition("=")[0] for word in words}
+    return next((name for name in names if name in given), names[0])
 
 
 def positive(text: str) -> int:
@@ -164,12 +189,53 @@ def seconds(text: str) -> float:
 
 def _integer(text: str, least: int, most: int, example: str) -> int:
     try:
-        value = int(text)
+        value = _scaled(text)
     except ValueError:
         value = least - 1
     if not least <= value <= most:
         raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: integers from {least} to {most}, {example}")
     return value
+
+
+def _scaled(text: str) -> int:
+    """Returns the integer of a text such as 262144 or 256k, in which k is 1024 and M is 1024 * 1024."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([kKmM])", text)
+    if not found:
+        return int(text)
+    value = float(found[1]) * {"k": 2**10, "m": 2**20}[found[2].lower()]
+    if value != int(value):
+        raise ValueError(text)
+    return int(value)
+
+
+def of_kind(argument: str) -> Callable[[str], str]:
+    """Parses a value of an argument of `planner/capabilities.py` in any spelling, such as ring or zig-zag."""
+    return lambda text: str(spelled(argument, text))
+
+
+def scheme_or_mode(text: str) -> str:
+    """Parses a scheme of attention or a mode of linear layers in any spelling."""
+    return str(spelled("scheme", spelled("mode", text)))
+
+
+def mask_name(text: str) -> str:
+    """Parses the spelling of a mask, whose numbers may be such as 4k."""
+    return re.sub(r"[0-9]+[km]\b", lambda found: str(_scaled(found[0])), text.strip().lower())
+
+
+# The command line's own names of options, and Megatron's names of the same ones: every command takes both.
+_MEGATRONS = {
+    "cp": "context-parallel-size", "heads": "num-attention-heads", "kv-heads": "num-query-groups",
+    "head-dim": "kv-channels", "layout": "cp-layout", "scheme": "cp-comm-type", "transport": "cp-transport",
+    "codec": "cp-codec", "head-chunks": "cp-head-chunks", "gpu": "cp-hardware", "search": "cp-search",
+    "search-cache": "cp-search-cache",
+}  # fmt: skip
+
+
+def flags(name: str) -> tuple[str, ...]:
+    """Returns the flag of an option by this name, and its flag by the other of its two names if it has two."""
+    other = _MEGATRONS.get(name) or next((short for short, long in _MEGATRONS.items() if long == name), None)
+    return (f"--{name}",) if other is None else (f"--{name}", f"--{other}")
 
 
 def _short(text: str) -> str:

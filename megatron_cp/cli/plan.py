@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 import warnings
@@ -20,10 +21,11 @@ from megatron_cp.cli.options import (
     described_layer,
     layer_case_of,
 )
-from megatron_cp.cli.parser import cp_sizes
+from megatron_cp.cli.parser import cp_sizes, flags
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Mask
 from megatron_cp.plan.describe import counted, size
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
@@ -39,19 +41,23 @@ from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 
 HELP = "explain a plan: who owns what, transfers and balance"
+EXAMPLES = (
+    "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
+    "plan --whole --model qwen3-next --cp 8,16 --gpu h100 --lengths 256k",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        *flags("cp"), type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
     group = parser.add_argument_group("prediction")
     group.add_argument(
-        "--gpu",
+        *flags("gpu"),
         metavar="NAME-OR-FILE",
         help=f"the machine: {', '.join(presets())}, or a file of bench planner --calibrate (default: {SAFE})",
     )
@@ -75,8 +81,7 @@ def run(args: argparse.Namespace) -> Report:
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
     if len(args.cp) > 1:
         _refuse(args, ("plot",), "with one --cp")
-    explained = _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
-    return replace(explained, text="\n".join([described_layer(args), *described_documents(args), explained.text]))
+    return _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
 
 
 _LONG_SEARCH = 5  # seconds; shorter searches are not announced
@@ -112,7 +117,13 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> N
 
 def _compared(args: argparse.Namespace) -> Report:
     reports = {cp: _explained(args, cp) for cp in args.cp}
-    lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
+    lines = [described_layer(args), *described_documents(args), ""]
+    lines += [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
+    total = {cp: sum(report.data["predicted_ms"].values()) for cp, report in reports.items()}
+    fastest, cheapest = min(total, key=lambda cp: total[cp]), min(total, key=lambda cp: total[cp] * cp)
+    said = f"fastest: cp {fastest} by {reports[fastest].data['scheme']}, {total[fastest]:.3f} ms predicted"
+    of_ranks = f"{total[cheapest] * cheapest:.3f} ms of all ranks together"
+    lines.insert(0, f"{said}; least time of GPUs: cp {cheapest}, {of_ranks}")
     for cp, report in reports.items():
         found, sent = report.data, report.data["bytes_sent_per_rank"]
         times = [found["predicted_ms"][direction] for direction in _BOTH]
@@ -142,20 +153,77 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     if choice is not None:
         case = replace(case, layout=choice.name)  # in which the other schemes are compared
     item_size = case.dtype.itemsize
-    text = [choice.explain()] if choice else []
-    text += [plan.explain(item_size), f"planned in {milliseconds:.1f} ms, in layout {case.layout}"]
     faster = _faster_layout(case, plan) if len(args.cp) == 1 and choice is None else None
+    schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
+    text = [*_verdict(args, case, plan, schemes, item_size)]
     if faster is not None:
         times = f"{faster['predicted_ms']:.3f} ms, and {plan.prices[0].total:.3f} ms in {case.layout}"
         text.append(f"layout {faster['name']} is predicted to take {times}: try --layout {faster['name']}")
-    schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
+    text += ["", described_layer(args), *described_documents(args), *([choice.explain()] if choice else [])]
+    text.append(plan.explain(item_size, candidates=not schemes))
     if schemes:
-        text += ["", *_table(schemes), *_not_as_asked(case, schemes)]
+        text += [f"note: {note}" for note in plan.notes]
+    text.append(f"planned in {milliseconds:.1f} ms, in layout {case.layout}")
+    if schemes:
+        text += ["", *_table(schemes, plan.scheme), *_not_as_asked(case, schemes)]
     if args.plot is not None:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
     found = {**as_json(plan, item_size, milliseconds), "faster_layout": faster, "schemes": schemes}
     return Report("\n".join(text), found)
+
+
+def _verdict(
+    args: argparse.Namespace, case: LayerCase, plan: Plan, schemes: dict[str, Any], item_size: int
+) -> list[str]:
+    """Returns what to take, its predicted times, bytes and memory, and the reason."""
+    price, sent, needed = plan.prices[0], [], []
+    for forward in _BOTH.values():
+        sent.append(size(max(plan.bytes_sent(item_size, forward=forward))))
+        needed.append(size(max(plan.bytes_needed(item_size, forward=forward))))
+    name = (plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name) + price.detail
+    is_asked = getattr(args, "scheme", None) not in (None, AUTO)
+    memory = schemes.get(plan.scheme, {})
+    needs = max(memory["peak_bytes_of_rank_0"].values()) + memory["buffer_bytes_of_rank_0"] if memory else None
+    lines = [
+        f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted",
+        f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
+        f"waiting, on {price.hardware}",
+        f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}",
+        *([f"memory: {size(needs)} on rank 0 beyond q, k and v"] if needs is not None else []),
+        f"work: the busiest rank has {plan.work_imbalance:.3f} x the mean",
+        f"why: {_reason(plan, schemes, name)}",
+    ]
+    if case.layer == "attention" and isinstance(case.mask, str) and (meaning := _window(plan.mask)):
+        lines.append(f"mask: {meaning}")
+    return lines
+
+
+def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
+    """Says which other candidate is fastest, in the numbers of the table, and why it was not taken."""
+    price = plan.prices[0]
+    times = {scheme: sum(row["predicted_ms"].values()) for scheme, row in schemes.items() if scheme != plan.scheme}
+    if not schemes:
+        times = {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if not other.is_bound}
+    if not times:
+        return f"{name} is the only candidate that was priced"
+    other = min(times, key=lambda scheme: times[scheme])
+    if times[other] >= price.total:
+        return f"it is predicted to be fastest; next is {other}, {times[other]:.3f} ms"
+    ratio = price.total / times[other]
+    gain = f"{other} is predicted to be {f'{ratio - 1:.1%} faster' if ratio < 1.5 else f'{ratio:.1f} times as fast'}"
+    if len(plan.prices) == 1:
+        return f"it was asked for; {gain}, {times[other]:.3f} ms"
+    return f"{gain}, {times[other]:.3f} ms, but {price.reason or 'auto leaves such gains alone'}: see docs/planning.md"
+
+
+def _window(mask: Mask | None) -> str:
+    """Returns the meaning of a window's numbers; nothing for other masks."""
+    found = re.fullmatch(r"window:(-?\d+),(-?\d+)", mask.name) if mask else None
+    if not found:
+        return ""
+    before, after = ("all tokens" if number == "-1" else counted(int(number), "token") for number in found.groups())
+    return f"{found[0]} is a token itself, {before} before it and {after} after it, in its document"
 
 
 _MUCH_FASTER = 1.5  # layouts that win by less are left to those who ask for --layout auto
@@ -244,7 +312,7 @@ def _head_chunks(plan: Plan) -> int:
     return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
-def _table(schemes: dict[str, Any]) -> list[str]:
+def _table(schemes: dict[str, Any], chosen: str) -> list[str]:
     heads = (
         "all ranks send: forward",
         "backward",
@@ -266,7 +334,7 @@ def _table(schemes: dict[str, Any]) -> list[str]:
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
         degree = f" (u = {scheme['ulysses_degree']})" if scheme_named(name).is_product else ""
-        lines.append(f"{name + degree:<24}{row}")
+        lines.append(f"{name + degree:<24}{row}{'  <-' if name == chosen else ''}")
     total = {name: sum(scheme["bytes_sent"].values()) for name, scheme in schemes.items()}
     fewest, most_even = (
         min(total, key=lambda name: total[name]),

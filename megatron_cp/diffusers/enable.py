@@ -73,7 +73,7 @@ def enable_context_parallel(
     if any(hasattr(each, _RANKS) for each in models):
         remedy = "Keep the context that the first call returned, which runs every pass."
         raise ArgumentError("model", "one that runs over a group already", "a model, once", remedy)
-    require("scheme", scheme)
+    scheme = require("scheme", scheme)
     if text not in ("split", "held"):
         raise ArgumentError("text", text, "split or held")
     if text == "held":

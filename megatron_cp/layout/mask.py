@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TypeAlias
 
@@ -201,14 +202,16 @@ class Mask(Memo):
 
     @classmethod
     def named(cls, packing: Packing, spec: str, kv_packing: Packing | None = None) -> Mask:
-        """Makes the mask with a spelling of the command line, such as "causal", "window:127,0", "prefix:5" or
-        "strided".
+        """Makes the mask with a spelling of the command line, such as "causal", "window:128", "prefix:5" or "strided".
+
+        `window:128` lets a query see itself and 127 keys before it, as `sliding_window` of transformers; `window:127,0`
+        is the same window, since two numbers do not count the query itself, as in Megatron's and flash-attn's.
 
         The `name` of every mask made by `causal`, `full`, `window`, `prefix` (with one number) and `chunk` is such a
         spelling. `strided`, `global_local`, `star` and `streaming` are tables of blocks that apply to each document
-        (`layout/block_masks.py`). A document is cut into as many blocks as the table has rows, of equal length except
-        that the first ones may be a token longer; a document of fewer tokens has blocks of one token, in the first rows
-        of the table. A number after a colon is another number of blocks: `strided:32`.
+        (`layout/block_masks.py`): it is cut into as many blocks as the table has rows, of equal length except that the
+        first ones may be a token longer, and if it has fewer tokens, into blocks of one token, in the first rows of the
+        table. A number after a colon is another number of blocks: `strided:32`.
 
         Raises:
             ArgumentError: a spelling that is not known, or one without a meaning for keys packed otherwise.
@@ -220,22 +223,20 @@ class Mask(Memo):
         checked_packing(packing)
         kind, numbers = _parsed(spec)
         if not kind:
-            remedy = (
-                "Numbers of tokens: a chunk has at least 1, and LEFT or RIGHT may be -1 for no limit;"
-                " BLOCKS a document may be left out."
-            )
+            forms, word = {re.split(r"[:\[]", form)[0]: form for form in _SPELLINGS}, str(spec).partition(":")[0]
+            near = [] if word in forms else get_close_matches(word.lower(), forms, 1, 0.75)
+            remedy = f"Did you mean {forms[near[0]]}?" if near else _NUMBERS
             raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
         if kind in ("causal", "full"):
             return (cls.causal if kind == "causal" else cls.full)(packing, kv_packing)
         kv_packing = _checked_kv_packing(packing, kv_packing)
         if kv_packing != packing and kind not in ("window", "first"):
-            allowed = (
-                "causal, full, window:LEFT,RIGHT or first:N+window:LEFT,RIGHT where keys have a packing of their own"
-            )
+            allowed = "causal, full, window:N or first:N+window:LEFT,RIGHT where keys have a packing of their own"
             raise ArgumentError("mask", spec, allowed, "Say which queries see which keys with Mask.from_slices.")
         match kind:
             case "window":
-                return cls.window(packing, *numbers, kv_packing=kv_packing)
+                sides = numbers if len(numbers) == 2 else (numbers[0] - 1, 0)  # a window of N tokens counts its own
+                return cls.window(packing, *sides, kv_packing=kv_packing)
             case "first":
                 return cls.window(packing, *numbers[1:], first=numbers[0], kv_packing=kv_packing)
             case "prefix":
@@ -334,11 +335,13 @@ _SPELLINGS = {
     "causal": "causal",
     "full": "full",
     "window:LEFT,RIGHT": f"window:{_LIMIT},{_LIMIT}",
+    "window:N": "window:([1-9][0-9]{0,14})",
     "prefix:N": f"prefix:{_NUMBER}",
     "chunk:N": "chunk:([1-9][0-9]{0,14})",
     "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
     **{table.spelling: f"{table.name}(?::{_NUMBER})?" for table in BLOCK_TABLES.values()},
 }
+_NUMBERS = "A chunk or window of N has at least 1 token; -1 as LEFT or RIGHT is no limit; BLOCKS may be left out."
 
 
 def _parsed(spec: str) -> tuple[str, list[int]]:

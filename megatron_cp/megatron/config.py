@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig as MegatronTransformerCo
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.schemes import AUTO
-from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.capabilities import require, spelled
 from megatron_cp.planner.predict.hardware import SAFE, machine, presets
 from megatron_cp.planner.tiled import checked_search
 
@@ -123,8 +123,8 @@ def check_options(config: Any) -> None:
         ArgumentError: the first such option, by its flag.
     """
     for option in ("layout", "transport", "codec"):
-        require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
-    require("mode", config.linear_cp_mode, name="--linear-cp-mode")
+        setattr(config, f"cp_{option}", require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}"))
+    config.linear_cp_mode = require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
     checked_search(
         config.cp_search, config.cp_search_cache, schemes_of(config), names=("--cp-search", "--cp-search-cache")
@@ -137,12 +137,10 @@ def check_options(config: Any) -> None:
         require("packed_order", config.cp_packed_order, name="--cp-packed-order")
 
 
-_ALIASES = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine spell it differently
-
-
 def scheme_name(cp_comm_type: str) -> str:
     """Returns this package's name of a scheme of Megatron's."""
-    return _ALIASES.get(cp_comm_type, cp_comm_type)
+    name: str = spelled("scheme", cp_comm_type)
+    return name
 
 
 def schemes_of(config: Any) -> list[str]:

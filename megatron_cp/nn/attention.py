@@ -11,6 +11,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
 from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
+from megatron_cp.planner.checks import MaskLike
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 
@@ -60,7 +61,7 @@ class Attention(Layer):
         qk_norm: bool = False,
         bias: bool = False,
         eps: float = 1e-6,
-        mask: str = "causal",
+        mask: MaskLike = "causal",
         scheme: str = "auto",
         kernel: str | AttentionKernel = "auto",
         device: torch.device | str | None = None,

@@ -330,8 +330,11 @@ class Plan(Memo):
                     lines.append(f"step {number}: {type(step).__name__} {blocks}{how}")
         return lines
 
-    def explain(self, item_size: int = 2) -> str:
-        """Returns the owners, steps and costs as text, for elements of `item_size` bytes."""
+    def explain(self, item_size: int = 2, *, candidates: bool = True) -> str:
+        """Returns the owners, steps and costs as text, for elements of `item_size` bytes.
+
+        `candidates` lists the chosen and the other candidates with their predicted times, and the notes.
+        """
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
         scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
@@ -351,9 +354,9 @@ class Plan(Memo):
             described = describe_step(step, self.cp_size, item_size, chunkwise=bool(self.recurrent_steps))
             lines.extend(f"step {number}: {line}" for line in described)
         lines += ["", *self._explain_costs(item_size), *self._explain_redistribution(item_size)]
-        lines += self._explain_prices()
-        lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
-        lines.extend(f"note: {note}" for note in self.notes)
+        if candidates:
+            lines += [*self._explain_prices(), *(f"predicted for {price.hardware}" for price in self.prices[:1])]
+            lines.extend(f"note: {note}" for note in self.notes)
         return "\n".join(lines)
 
     def _explain_prices(self) -> list[str]:
@@ -373,13 +376,11 @@ class Plan(Memo):
 
     def _explain_costs(self, item_size: int) -> list[str]:
         lines = []
-        spare = "alignment and keys that nobody sees" if self.attend else "alignment"
         for name, forward in (("forward", True), ("backward", False)):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
-                f"{name}: a rank starts {counted(self.collectives(forward=forward), 'transfer')} and sends "
-                f"at most {size(max(sent))}; {size(max(needed))} without {spare}; "
-                f"at {item_size} bytes an element"
+                f"{name}: {counted(self.collectives(forward=forward), 'transfer')}; the busiest rank sent "
+                f"{size(max(sent))}, minimum {size(max(needed))}, at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:

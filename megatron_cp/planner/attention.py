@@ -23,6 +23,7 @@ from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
+    MaskLike,
     check_layout,
     check_mask,
     checked_chunks,
@@ -31,6 +32,7 @@ from megatron_cp.planner.checks import (
     checked_topology,
     exchange_of,
     many_bands,
+    mask_over,
     no_chunks,
     notes_of,
 )
@@ -48,7 +50,7 @@ def plan_attention(
     kv_heads: int | None = None,
     head_dim: int,
     value_head_dim: int | None = None,
-    mask: Mask | None = None,
+    mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
     scheme: str = "auto",
@@ -82,8 +84,9 @@ def plan_attention(
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
-        mask: the keys that each query sees; causal in each document if None, or full if `kv_packing` or `kv_layout` is
-            given.
+        mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
+            of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
+            `kv_layout` is given.
         kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and
             their layout; None for self-attention.
         scheme: one of the above, or "auto", which takes the candidate that is predicted to be fastest: the scheme, its
@@ -107,13 +110,14 @@ def plan_attention(
     Raises:
         ArgumentError: an argument that does not fit the others or that no scheme can run.
     """
-    require("scheme", scheme)
+    scheme = require("scheme", scheme)
     check_layout(packing, layout)
     # The arguments decide, not equal lengths by chance: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
     if mask is None:
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
+    mask = mask_over(packing, mask, kv_packing)
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
@@ -121,7 +125,7 @@ def plan_attention(
     for name, value in given.items():
         if value is not None:
             checked_integer(name, value, 1)
-    require("codec", codec)
+    codec = require("codec", codec)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)

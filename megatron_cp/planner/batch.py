@@ -22,6 +22,7 @@ from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.checks import MASKS_ALLOWED, MaskLike, is_mask_function, mask_over
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
@@ -35,7 +36,8 @@ class AttentionSpec:
     """The arguments of a softmax attention layer's plan, except the batch. See `plan_attention`.
 
     Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
-    is not given.
+    is not given. `mask` is a spelling of `Mask.named`, or for a mask of your own a function that makes it from a
+    batch's packing; a `Mask` serves the one packing that it is over.
 
     Example:
         >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
@@ -46,7 +48,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     value_head_dim: int = None  # type: ignore[assignment]  # an integer once the spec is made
-    mask: str = "causal"
+    mask: MaskLike = "causal"
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
@@ -65,17 +67,20 @@ class AttentionSpec:
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
-            require(name, getattr(self, name))
+            object.__setattr__(self, name, require(name, getattr(self, name)))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
-        Mask.named(Packing([1]), self.mask)  # refuses unknown names before there is a batch
+        if isinstance(self.mask, str):  # unknown names are refused before there is a batch
+            object.__setattr__(self, "mask", Mask.named(Packing([1]), self.mask).name)
+        elif not isinstance(self.mask, Mask) and not is_mask_function(self.mask):
+            raise ArgumentError("mask", self.mask, MASKS_ALLOWED)
         # A transport by name and the same by value make equal specs.
         object.__setattr__(self, "transport", Transport.named(self.transport))
 
     def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
         """Plans the layer over a layout; `lengths` are those of the documents without pads, see `BatchPlan`."""
         _check_layout(layout)
-        mask = Mask.named(layout.packing, self.mask)
+        mask = mask_over(layout.packing, self.mask)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
@@ -126,7 +131,7 @@ class LinearSpec:
         _check_sizes(self, sizes, ("hidden_size", "head_chunks"))
         _check_topology(self.topology)
         for name in ("kind", "mode", "codec"):
-            require(name, getattr(self, name))
+            object.__setattr__(self, name, require(name, getattr(self, name)))
         if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSpec) for slot in self.run):
             raise ArgumentError("run", self.run, "a tuple of the slots of the run's layers")
         object.__setattr__(self, "transport", Transport.named(self.transport))

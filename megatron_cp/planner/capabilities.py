@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.block_masks import BLOCK_TABLES
@@ -40,6 +41,7 @@ CAPABILITIES = (
     Capability("scheme", AUTO, True, "the scheme that is predicted to be fastest"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),
+    Capability("mask", "window:N", True, "itself and the N - 1 tokens before it, as sliding_window=N of transformers"),
     Capability("mask", "window:LEFT,RIGHT", True, "so many tokens before and after itself; -1 for no limit"),
     Capability("mask", "prefix:N", True, "the first N tokens see one another, the rest is causal"),
     Capability("mask", "chunk:N", True, "causal within chunks of N tokens"),
@@ -149,7 +151,7 @@ def working(argument: str) -> list[str]:
 
 
 def require(argument: str, value: str, *, name: str | None = None) -> str:
-    """Returns `value` if it can be planned.
+    """Returns the table's spelling of `value` if it can be planned; see `spelled`.
 
     Args:
         argument: the argument's name in the table.
@@ -160,10 +162,10 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
         ArgumentError: the value cannot be planned; the error names the alternatives.
     """
     refuse_unbuilt(argument, value, name=name)
-    known = working(argument)
-    if not isinstance(value, str) or value not in known:
+    known, meant = working(argument), spelled(argument, value)
+    if not isinstance(meant, str) or meant not in known:
         raise ArgumentError(name or argument, value, " or ".join(known) or "None", did_you_mean(value, known))
-    return value
+    return meant
 
 
 def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> None:
@@ -179,14 +181,33 @@ def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> Non
             )
 
 
+def spelled(argument: str, value: Any) -> Any:
+    """Returns the table's spelling of a value in another one; any other value as it is.
+
+    Case, dashes and underscores do not count, and names of other projects are understood.
+
+    Example:
+        >>> [spelled("scheme", name) for name in ("ring", "All-Gather", "ulysses+ring", "rings")]
+        ['p2p', 'all_gather', 'a2a+p2p', 'rings']
+        >>> spelled("dtype", "bf16")
+        'bfloat16'
+    """
+    if not isinstance(value, str):
+        return value
+    others = SYNONYMS.get(argument, {})
+    known = {_plain(name): name for name in (*others.values(), *working(argument))} | others
+    parts = [known.get(_plain(part)) for part in value.split("+")]  # a product of two schemes
+    found = "+".join(part or "" for part in parts)
+    return found if found in known.values() else value
+
+
 def did_you_mean(value: object, known: Iterable[str], alike: float = 0.75) -> str:
     """Returns a question with the most similar known value, if its similarity is at least `alike` (0 to 1), or ""."""
     if not isinstance(value, str):
         return ""
     known = list(known)
-    plain = {_plain(name): name for name in known} | {
-        other: name for other, name in _OTHER_NAMES.items() if name in known
-    }
+    others = {other: name for names in SYNONYMS.values() for other, name in names.items()} | _SUGGESTED
+    plain = {_plain(name): name for name in known} | {other: name for other, name in others.items() if name in known}
     near = get_close_matches(_plain(value), plain, n=1, cutoff=alike)
     return f"Did you mean {plain[near[0]]}?" if near else ""
 
@@ -195,10 +216,22 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "+")
 
 
-# Names of other projects, in plain letters.
-_OTHER_NAMES = {
-    "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
-    "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
-    "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
-    "nodes": "--hosts", "relay": "redistribute",  # former names
+# Names of other projects and short forms, in plain letters, with the values that they are taken for.
+SYNONYMS: dict[str, dict[str, str]] = {
+    "scheme": {
+        "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "ag": "all_gather",
+        "usp": "a2a+p2p",
+    },
+    "kind": {
+        "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
+        "conv": "conv1d", "causalconv1d": "conv1d",
+    },
+    "codec": {"e4m3": "fp8"},
+    "transport": {"nccl": "collective", "gloo": "collective"},
+    "dtype": {
+        "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+        "fp64": "float64", "double": "float64",
+    },
 }  # fmt: skip
+SYNONYMS["layer"] = {"softmax": "attention", **SYNONYMS["kind"]}
+_SUGGESTED = {"nodes": "--hosts", "relay": "redistribute", "e5m2": "fp8_e5m2"}  # former names, and what is not quite it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias, Union
 
 import numpy as np
 
@@ -31,10 +33,38 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
+MaskLike: TypeAlias = Union[Mask, str, Callable[[Packing], Mask]]  # noqa: UP007  # evaluated in Python 3.10
+
+
+def mask_over(packing: Packing, mask: MaskLike, kv_packing: Packing | None = None) -> Mask:
+    """Returns the mask that is given as such, by its spelling, or by a function of the packing.
+
+    Raises:
+        ArgumentError: anything else, an unknown spelling, or a mask over another packing.
+    """
+    if isinstance(mask, str):
+        return Mask.named(packing, mask, kv_packing)
+    made = mask if not is_mask_function(mask) else mask(packing)  # type: ignore[operator]
+    if isinstance(made, Mask) and (made.packing, made.kv_packing) == (packing, kv_packing or packing):
+        return made
+    shown = made if made is mask else f"a function that returns {made!r}"
+    raise ArgumentError("mask", shown, MASKS_ALLOWED, MASKS_REMEDY if isinstance(made, Mask) else "")
+
+
+def is_mask_function(mask: object) -> bool:
+    """Returns True if a mask is given by a function; a class is none."""
+    return callable(mask) and not isinstance(mask, type)
+
+
+MASKS_ALLOWED = (
+    "a mask over the same packing, such as Mask.causal(packing), a function of the packing that returns one, or a "
+    'name, such as "window:128"'
+)
+MASKS_REMEDY = "It is over another packing: a function makes one for each batch."
+
+
 def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool) -> None:
-    """Refuses anything but a mask over the documents that hides the rows with which `GraphTables` pads them."""
-    if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (layout.packing, kv_layout.packing):
-        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+    """Refuses a mask that shows the rows with which `GraphTables` pads documents."""
     for side in (layout, kv_layout):
         if isinstance(side, FilledLayout):
             _check_filler_is_unseen(side, mask, is_cross=is_cross)
@@ -108,9 +138,10 @@ def no_chunks(asked: int, scheme: str, remedy: str) -> int:
 
 def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
     """Returns the codec of that name; if `remedy` is not empty, refuses any but "none" with it."""
-    if require("codec", name) != "none" and remedy:
+    known = require("codec", name)
+    if known != "none" and remedy:
         raise ArgumentError("codec", name, f"none for {scheme}", remedy)
-    return CODECS[name]
+    return CODECS[known]
 
 
 def exchange_of(

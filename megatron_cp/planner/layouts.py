@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.packing import checked_packing
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import checked_topology
+from megatron_cp.planner.checks import MaskLike, checked_topology, mask_over
 from megatron_cp.planner.choose import VERY_MANY
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
@@ -33,7 +33,7 @@ _REMEMBERED = 128  # choices that are kept; a few kilobytes each
 
 def layout_by_name(
     name: str, packing: Packing, cp_size: int, *, align: int = 1, min_rows: int = 0, seed: int = 0,
-    mask: Mask | None = None, slots: Iterable[Slot] = (),
+    mask: MaskLike | None = None, slots: Iterable[Slot] = (),
 ) -> Layout:  # fmt: skip
     """Makes the layout of that name.
 
@@ -43,7 +43,7 @@ def layout_by_name(
         cp_size: the number of ranks.
         align, min_rows: see `Layout`.
         seed: the seed of random fragments.
-        mask: the mask that balanced is made for; causal if None.
+        mask: the mask that balanced is made for, as in `plan_attention`; causal if None.
         slots: the spec of every layer of the model, for `auto`; see `choose_layout`.
 
     Raises:
@@ -57,7 +57,8 @@ def layout_by_name(
         case "zigzag":
             layout = Layout.zigzag(packing, cp_size, align=align)
         case "balanced":
-            layout = Layout.balanced(packing, cp_size, mask=mask, align=align)
+            made = None if mask is None else mask_over(packing, mask)
+            layout = Layout.balanced(packing, cp_size, mask=made, align=align)
         case _:
             layout = random_layout(packing, cp_size, align=align, seed=seed)
     return layout.padded(align=align, min_rows=min_rows)
@@ -144,7 +145,7 @@ class LayoutChoice:
 
 def choose_layout(
     packing: Packing, cp_size: int, slots: Iterable[Slot], *, align: int = 1, min_rows: int = 0,
-    mask: Mask | None = None,
+    mask: MaskLike | None = None,
 ) -> LayoutChoice:  # fmt: skip
     """Chooses the layout in which all layers of a model are predicted to be fastest: contiguous, zigzag or balanced.
 
@@ -170,8 +171,8 @@ def choose_layout(
     """
     cp_size, packing = checked_integer("cp_size", cp_size, 1), checked_packing(packing)
     align, min_rows = checked_integer("align", align, 1), checked_integer("min_rows", min_rows, 0)
-    if mask is not None and (not isinstance(mask, Mask) or mask.packing != packing):
-        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing), or None")
+    if mask is not None:
+        mask = mask_over(packing, mask)
     layers = _counted(slots)
     made: dict[str, Layout] = {}
 

@@ -134,8 +134,8 @@ def plan_linear(
     Raises:
         ArgumentError: an argument that does not fit the others, or that no mode can run.
     """
-    record = KINDS[require("kind", kind)]
-    require("mode", mode)
+    kind, mode = require("kind", kind), require("mode", mode)
+    record = KINDS[kind]
     check_layout(packing, layout)
     shape = linear_shape(
         kind, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,

@@ -34,7 +34,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     Every scheme meets every layout and mask; kinds of heads take turns. Schemes with a degree that does not divide the
     case's number of ranks are left out.
     """
-    require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme")
+    case = replace(case, scheme=require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme"))
     layouts = [case.layout] if "layout" in fixed else [name for name in working("layout") if name != AUTO]
     if case.layer != "attention":
         checked_search(case.search_seconds, case.search_cache, [])

@@ -112,7 +112,7 @@ def enable_context_parallel(
     }  # fmt: skip
     attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
     linear_args = {"mode": linear_mode, **options}
-    require("layout", layout)
+    layout = require("layout", layout)
     planned = slots_of(model, attention_args, linear_args)
     planner = BatchPlanner(tuple(planned.values()), ranks.size, layout, checked_integer("align", align, 1))
     return ContextParallel(model, ranks, planner, kernel, planned)

@@ -62,9 +62,9 @@ def window_mask(window: int | None) -> str:
     return "causal" if window is None else f"window:{window - 1},0"
 
 
-def is_mask_of(mask: str, window: int | None) -> bool:
+def is_mask_of(mask: object, window: int | None) -> bool:
     """True if a layer with this mask passes this window. Layers with chunks pass no window."""
-    return window is None if mask.startswith("chunk:") else window_mask(window) == mask
+    return window is None if str(mask).startswith("chunk:") else window_mask(window) == mask
 
 
 def _layer_type(module: nn.Module, config: Any) -> str | None:

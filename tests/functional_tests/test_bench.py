@@ -15,7 +15,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
 from megatron_cp.planner.predict import machine
-from tests.commands import command, last_json
+from tests.commands import command, last_json, reported
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -49,10 +49,8 @@ def check_report(report, schemes):
         assert 0.3 < report["buffers_over_formula"][scheme] < 1.5
 
 
-def test_every_scheme_that_runs_is_measured_and_the_others_say_why(capsys):
-    assert main(["bench", "attention", "--cp", "3", "--ranks", "threads", *QUICK]) == 0
-    out, text = capsys.readouterr()
-    report = last_json(out)
+def test_every_scheme_that_runs_is_measured_and_the_others_say_why():
+    text, report = reported(["bench", "attention", "--cp", "3", "--ranks", "threads", *QUICK])
     check_report(report, SCHEMES)
     assert list(report["not_run"]) == PRODUCTS
     assert "use a2a, p2p or another number of ranks" in report["not_run"]["a2a+p2p"]

@@ -1,6 +1,5 @@
 """`megatron-cp bench exchange`: what it reports, that its counts are what the project claims, and what it refuses."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case
-from tests.commands import command, last_json
+from tests.commands import command, last_json, reported
 
 SHAPE = ["--device", "cpu", "--heads", "4", "--key-heads", "2", "--head-dim", "16", "--repeats", "2"]
 SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5", "--json"]
@@ -116,12 +115,10 @@ def test_counts_are_what_is_claimed(report):
     [[], ["--transport", "pairwise", "--head-chunks", "2", "--codec", "fp8"]],
     ids=lambda options: " ".join(options) or "as it is",
 )
-def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
+def test_runs_ours_alone_by_every_road(options, monkeypatch):
     monkeypatch.setattr(exchange, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
     shape = [*SHAPE, "--heads", "8", "--key-heads", "8"]
-    assert main(["bench", "exchange", *shape, *options, "--tokens-per-rank", "64", "--cells", "2x64/3", "--json"]) == 0
-    out, text = capsys.readouterr()
-    report = json.loads(out)
+    text, report = reported(["bench", "exchange", *shape, *options, "--tokens-per-rank", "64", "--cells", "2x64/3"])
     assert list(report["not_run"]) == [MEGATRON]
     assert "megatron-core was not run" in text
     assert report["megatron_pack_over_copy"] is None

@@ -14,7 +14,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
-from tests.commands import command, last_json
+from tests.commands import command, last_json, reported
 
 QUICK = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--repeats", "1", "--json"]
 HEADS = {
@@ -54,10 +54,8 @@ def check_report(report):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_is_measured(layer, capsys):
-    assert main(["bench", "linear", "--layer", layer, *HEADS[layer], "--ranks", "threads", *QUICK]) == 0
-    out, text = capsys.readouterr()
-    report = last_json(out)
+def test_every_layer_is_measured(layer):
+    text, report = reported(["bench", "linear", "--layer", layer, *HEADS[layer], "--ranks", "threads", *QUICK])
     check_report(report)
     assert (report["layer"], report["cp"], report["kernel"]) == (layer, 2, "chunked")
     if layer == "gdn":

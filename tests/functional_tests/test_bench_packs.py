@@ -1,12 +1,11 @@
 """`megatron-cp bench packs`: what it reports, and what it refuses."""
 
-import json
-
 import numpy as np
 import pytest
 
 from megatron_cp.cli.main import main
 from megatron_cp.planner.predict.pack_cost import PackCost
+from tests.commands import reported
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +17,10 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def test_reports_every_way_in_every_cell(corpus, capsys):
+def test_reports_every_way_in_every_cell(corpus):
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
-    options = ["--cp", "2", "--batches", "2", "--tokens-per-rank", "512", "--corpus", str(corpus), "--json"]
-    assert main(["bench", "packs", *options]) == 0
-    out, printed = capsys.readouterr()
-    data = json.loads(out)
+    options = ["--cp", "2", "--batches", "2", "--tokens-per-rank", "512", "--corpus", str(corpus)]
+    printed, data = reported(["bench", "packs", *options])
     assert [(cell["replicas"], cell["cp"]) for cell in data["cells"]] == [(2, 2), (4, 2), (8, 2)] + [(8, 2)] * 3
     for cell in data["cells"]:
         excess = cell["excess"]

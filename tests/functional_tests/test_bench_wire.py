@@ -18,7 +18,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.transport import TRANSPORTS, Transport
 from megatron_cp.testing.parity import Case, draw
-from tests.commands import command, last_json
+from tests.commands import command, last_json, reported
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +85,8 @@ def check_overlap(report, layers, chunks):
         assert report["one_chunk_over_chunked"][layer]["1"]["both"]["median"] == 1
 
 
-def test_everything_is_measured_between_threads(capsys):
-    assert main(["bench", "wire", "--ranks", "threads", "--cp", "3", *TINY]) == 0
-    out, text = capsys.readouterr()
-    report = last_json(out)
+def test_everything_is_measured_between_threads():
+    text, report = reported(["bench", "wire", "--ranks", "threads", "--cp", "3", *TINY])
     check_transports(report, ["3"])
     check_codecs(report, ["1", "4"])
     check_overlap(report, ["attention", "gdn"], ["1", "2", "4"])

@@ -14,7 +14,7 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
-from tests.commands import command, last_json
+from tests.commands import command, last_json, reported
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -30,12 +30,6 @@ GRADIENTS = {
 }
 
 
-def everything(capsys):
-    """The text of a command with --json, which is on standard error, and then its object."""
-    out, text = capsys.readouterr()
-    return text + out
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -46,16 +40,15 @@ def everything(capsys):
     ],
     ids=" ".join,
 )
-def test_json_is_all_of_standard_output_and_the_text_is_on_standard_error(command, capsys):
+def test_json_is_one_object_and_nothing_else(command, capsys):
     assert main([*command, "--json"]) == 0
-    out, text = capsys.readouterr()
-    assert out.count("\n") == 1
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
     assert json.loads(out)
-    assert text.count("\n") > 1
     assert main(command) == 0
-    without, silence = capsys.readouterr()
-    assert silence == ""
-    assert len(without.splitlines()) == len(text.splitlines())
+    out, err = capsys.readouterr()
+    assert out.count("\n") > 1
+    assert err == ""
 
 
 # Each layer and each layout once or twice: `test_parity.test_layer_equals_one_rank` has their product.
@@ -72,10 +65,8 @@ def test_check_passes_bitwise_forward(layer, layout, capsys):
 
 
 @pytest.mark.thorough
-def test_check_all_varies_what_is_not_given(capsys):
-    assert main(["check", "--all", "--cp", "2,4", "--lengths", "5,1,12", "--layout", "random", "--json"]) == 0
-    out = everything(capsys)
-    report = last_json(out)
+def test_check_all_varies_what_is_not_given():
+    out, report = reported(["check", "--all", "--cp", "2,4", "--lengths", "5,1,12", "--layout", "random"])
     assert report["pass"] is True
     on_two = [name for name, scheme in SCHEMES.items() if not scheme.is_product]
     assert report["cases"] == (len(on_two) + len(SCHEMES)) * len(MASKS)  # schemes that are possible times masks
@@ -84,20 +75,17 @@ def test_check_all_varies_what_is_not_given(capsys):
 
 
 def test_check_runs_every_mode_of_a_linear_layer_and_draws_documents(capsys):
-    assert main(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12", "--json"]) == 0
-    out = everything(capsys)
-    assert last_json(out)["cases"] == 3 * 4  # modes times layouts
+    out, report = reported(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12"])
+    assert report["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
     assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
     assert last_json(capsys.readouterr().out)["cases"] == 1
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
-def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
+def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme):
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--tokens-per-rank", "32768", "--cp", "8"]
-    assert main(["plan", *shape, "--documents", "64", "--layout", layout, "--json"]) == 0
-    out = everything(capsys)
-    report = last_json(out)
+    out, report = reported(["plan", *shape, "--documents", "64", "--layout", layout])
     assert report["scheme"] == scheme
     assert 0 < report["predicted_ms"]["forward"] < report["predicted_ms"]["backward"]
     assert re.search(rf"chosen {scheme} +predicted [0-9.]+ ms forward", out)
@@ -116,21 +104,20 @@ def test_plan_counts_pad_tokens_and_bytes(capsys):
     assert max(*sent["forward"], *sent["backward"]) <= 30 * 2**20
 
 
-def test_check_in_bf16_shows_the_kernels_own_error(capsys):
-    assert main(["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--json"]) == 0
-    out = everything(capsys)
+def test_check_in_bf16_shows_the_kernels_own_error():
+    out, report = reported(
+        ["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--details"]
+    )
     assert out.count("(kernel ") == 4
-    assert all(0 < error < 2e-2 for error in last_json(out)["kernel_err"].values())
+    assert all(0 < error < 2e-2 for error in report["kernel_err"].values())
 
 
-def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
+def test_plan_draws_documents_from_the_corpus_and_compares_schemes():
     arguments = ["plan", "--documents", "64", "--cp", "8", "--scheme", "exact", "--model", "llama3-8b", "--json"]
     reports = {}
     for layout in ("contiguous", "balanced"):
-        assert main([*arguments, "--layout", layout]) == 0
-        out, err = capsys.readouterr()
-        assert "documents: 64 lengths drawn from the documents of --corpus default with --seed 0" in err
-        reports[layout] = last_json(out)
+        out, reports[layout] = reported([*arguments, "--layout", layout])
+        assert "documents: 64 lengths drawn from the documents of --corpus default with --seed 0" in out
     assert reports["balanced"]["work_imbalance"] <= 1.01 < 1.5 < reports["contiguous"]["work_imbalance"]
     for report in reports.values():
         assert report["pad_tokens"] == 0
@@ -142,13 +129,12 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
             assert sent["exact"][way] <= min(sent["p2p"][way], sent["all_gather"][way])
 
 
-def test_plan_names_a_layout_that_is_much_faster(capsys):
+def test_plan_names_a_layout_that_is_much_faster():
     arguments = ["plan", "--documents", "1000", "--cp", "64", "--hosts", "8", "--tokens-per-rank", "8192", "--json"]
     found = {}
     for layout in ("zigzag", "contiguous"):
-        assert main([*arguments, "--layout", layout]) == 0
-        out = everything(capsys)
-        found[layout] = last_json(out)
+        out, report = reported([*arguments, "--layout", layout])
+        found[layout] = report
         assert ("try --layout contiguous" in out) == (layout == "zigzag")
     assert found["contiguous"]["faster_layout"] is None
     faster = found["zigzag"]["faster_layout"]
@@ -166,11 +152,9 @@ def test_check_fails_where_one_of_the_sizes_fails(capsys, monkeypatch):
     assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
-def test_plan_reports_every_key(capsys, tmp_path):
+def test_plan_reports_every_key(tmp_path):
     picture = tmp_path / "plan.png"
-    assert main(["plan", "--cp", "3", *BATCH, "--kv-heads", "2", "--plot", str(picture), "--json"]) == 0
-    out = everything(capsys)
-    report = last_json(out)
+    out, report = reported(["plan", "--cp", "3", *BATCH, "--kv-heads", "2", "--plot", str(picture)])
     assert set(report) >= {
         "scheme", "cp", "tokens_per_rank", "fragments_per_rank", "pad_tokens", "work_imbalance", "bytes_sent_per_rank",
         "bytes_lower_bound", "solver", "collectives", "predicted_ms", "plan_ms",
@@ -204,13 +188,11 @@ WIRE = ["--codec", "int8", "--head-chunks", "2", "--transport", "hierarchical"]
 
 
 @pytest.mark.parametrize("scheme", ["auto", "a2a+p2p", "exact"])
-def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme, capsys):
+def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme):
     """The chosen scheme's row is the plan's own, and a row says what it could not do."""
     shape = ["--heads", "8", "--kv-heads", "8", "--lengths", "7,1,130,64,2", "--cp", "4"]
     wire = WIRE if scheme != "exact" else WIRE[2:]
-    assert main(["plan", *shape, *wire, "--scheme", scheme, "--json"]) == 0
-    out = everything(capsys)
-    report = last_json(out)
+    out, report = reported(["plan", *shape, *wire, "--scheme", scheme])
     codec = "none" if scheme == "exact" else "int8"
     assert [report[name] for name in ("transport", "hosts", "codec", "head_chunks")] == [
         "hierarchical", [0, 0, 1, 1], codec, 2,
@@ -224,24 +206,21 @@ def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme, capsys
     assert ("p2p has no codec and 1 head chunk; all_gather has no codec;" in out) == (scheme != "exact")
 
 
-def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
+def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads():
     shape = ["--heads", "8", "--kv-heads", "4", "--lengths", "7,1,130", "--cp", "4"]
-    assert main(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3", "--json"]) == 0
-    out = everything(capsys)
-    chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
+    out, report = reported(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3"])
+    chunks = {name: scheme["head_chunks"] for name, scheme in report["schemes"].items()}
     assert chunks == {
         "a2a": 1, "p2p": 1, "all_gather": 3, "exact": 3, "a2a+p2p": 2, "a2a+all_gather": 2, "a2a+exact": 2,
     }  # fmt: skip
     assert "a2a has 1 head chunk; p2p has 1 head chunk; a2a+p2p has 2 head chunks; a2a+all_gather has 2" in out
 
 
-def test_plan_says_that_a_linear_layer_leaves_codec_and_chunks_unused(capsys):
+def test_plan_says_that_a_linear_layer_leaves_codec_and_chunks_unused():
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
-    assert main(["plan", *shape, "--lengths", "262144", "--codec", "fp8", "--head-chunks", "2", "--json"]) == 0
-    out = everything(capsys)
+    out, report = reported(["plan", *shape, "--lengths", "262144", "--codec", "fp8", "--head-chunks", "2"])
     note = "codec fp8 and 2 head chunks are unused: chunkwise was chosen, which exchanges no heads; headwise uses them"
     assert f"note: {note}" in out
-    report = last_json(out)
     assert note in report["notes"]
     assert (report["scheme"], report["codec"], report["head_chunks"]) == ("chunkwise", "none", 1)
 
@@ -290,7 +269,8 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
     [
         (["check", "--layer", "nonsense"], "attention or gdn or kda or mamba or conv1d"),
         (["check", "--layout", "striped"], "balanced"),
-        (["check", "--mask", "window:5"], "window:LEFT,RIGHT"),
+        (["check", "--mask", "window:-5"], "window:LEFT,RIGHT"),
+        (["check", "--mask", "windw:5"], "Did you mean window:N?"),
         (["check", "--mask", "chunk:0"], "at least 1"),
         (["check", "--mask", "strided:6"], "strided:BLOCKS with a multiple of 4 from 4 to 256"),
         (["check", "--scheme", "a2a+p2p", "--cp", "5"], "5 has no other divisor"),
@@ -337,8 +317,9 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
         (["plan", "--scheme", "tiles"], "Did you mean tiled?"),
-        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
-        (["check", "--all", "--scheme", "ring"], "Did you mean p2p?"),
+        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'p2p'"),
+        (["check", "--all", "--scheme", "rings"], "Did you mean p2p?"),
+        (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
         (["check", "--all", "--scheme", "tiles"], "Did you mean tiled?"),
         (["check", "--all", "--layer", "gdn", "--scheme", "a2a"], "--scheme: got 'a2a'"),
         (["check", "--layer", "mamba", "--key-heads", "2"], "mamba has none"),
@@ -426,12 +407,10 @@ def test_check_runs_under_torchrun(layer):
 
 
 @pytest.mark.parametrize("every", [[], ["--all", "--scheme", "a2a", "--mask", "causal"]])
-def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every, capsys):
+def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every):
     shape = ["--heads", "12", "--kv-heads", "6", "--lengths", "7,1,30", "--layout", "zigzag"]
-    arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every, "--json"]
-    assert main(arguments) == 0
-    out = everything(capsys)
-    report = last_json(out)
+    arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every]
+    out, report = reported(arguments)
     assert report["pass"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3, 5], [8, 100])
     assert report["cases"] == 3
@@ -447,19 +426,17 @@ def test_rejects_a_check_of_which_no_size_fits(capsys):
     assert printed.out == ""
 
 
-def test_check_runs_on_processes(capsys):
-    assert main(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes", "--json"]) == 0
-    out, text = capsys.readouterr()
-    assert last_json(out)["bitwise_forward"]
-    assert text.splitlines()[0] == "gloo, cpu, float64"
+def test_check_runs_on_processes():
+    text, report = reported(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes"])
+    assert report["bitwise_forward"]
+    assert "gloo, cpu, float64" in text.splitlines()[0]
 
 
 @pytest.mark.parametrize("every", [[], ["--all", "--mask", "causal", "--scheme", "a2a", "--heads", "2"]])
-def test_check_says_first_where_it_ran(every, capsys):
-    assert main(["check", "--cp", "2", "--lengths", "3,4", "--dtype", "float32", *every, "--json"]) == 0
-    out, text = capsys.readouterr()
-    assert text.splitlines()[0] == "threads, cpu, float32"
-    assert list(last_json(out).items())[:3] == [("backend", "threads"), ("device", "cpu"), ("dtype", "float32")]
+def test_check_says_first_where_it_ran(every):
+    text, report = reported(["check", "--cp", "2", "--lengths", "3,4", "--dtype", "float32", *every])
+    assert "threads, cpu, float32" in text.splitlines()[0]
+    assert list(report.items())[:3] == [("backend", "threads"), ("device", "cpu"), ("dtype", "float32")]
 
 
 def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():

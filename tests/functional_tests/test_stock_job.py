@@ -20,3 +20,14 @@ def test_losses_of_a_stock_job_are_the_same_over_ranks(monkeypatch):
     assert len(evaluations) == 1
     assert runs["ours"][0] == pytest.approx(steps, abs=1e-5)
     assert runs["ours"][1] == pytest.approx(evaluations, abs=1e-5)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.thorough
+def test_step_of_the_page_trains_packed_documents_the_same_over_ranks(monkeypatch):
+    """The page's diff of Megatron's pretrain_gpt.py: its data set says where documents of a sample begin."""
+    monkeypatch.setattr(stock_job, "RUNS", {"one": (stock_job.PAGE, 1), "two": (stock_job.PAGE, 2)})
+    runs = stock_job.compared(2, ["--calculate-per-token-loss"])
+    assert [len(losses) for losses in runs["one"]] == [2, 1]
+    for ours, one in zip(runs["two"], runs["one"], strict=True):
+        assert ours == pytest.approx(one, abs=1e-5)

@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 SECTIONS = dict(
     re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/hosts.md").read_text(), re.DOTALL | re.MULTILINE)
 )
+# Each process imports a host anew, which is nearly all of the time; so a model runs on one number of ranks, and alone.
+RANKS = {"Llama": 2, "Qwen3Next": 3}
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 LENGTHS = (13, 21, 5, 17)  # all in one pack, so that a step has them all, packed or one by one
@@ -42,8 +44,15 @@ SHARED = {"learning_rate": 0.01, "max_steps": 3, "max_grad_norm": 1.0, "eval_str
 PACKED, ALONE = {"gradient_accumulation_steps": 1}, {"gradient_accumulation_steps": len(LENGTHS)}
 
 
-def block(host, language):
-    return re.search(rf"^```{language}\n(.*?)^```", SECTIONS[host], re.DOTALL | re.MULTILINE)[1]
+def block(host, language, beginning):
+    """Returns the block of a host's section of the page that begins so."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", SECTIONS[host], re.DOTALL | re.MULTILINE)
+    (found,) = [each for each in blocks if each.startswith(beginning)]
+    return found
+
+
+# Read when tests are collected, so that a page that has them no more is seen without the hosts.
+KEYS, LINE = block("axolotl", "yaml", "context_parallel_size: 2"), block("LlamaFactory", "bash", "torchrun ")
 
 
 def host(name, package):
@@ -51,7 +60,7 @@ def host(name, package):
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"{package} is not installed"))
 
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(0)]  # each launch has a limit of its own, for this machine
 
 
 def documents():
@@ -83,7 +92,7 @@ def axolotl(folder, ranks):
         "eval_sample_packing": ranks > 1, "eval_batch_size": 1 if ranks > 1 else len(LENGTHS),
         "dataset_prepared_path": "prepared", "dataset_num_proc": 1, "fp16": False, "tf32": False,
     }  # fmt: skip
-    added = "" if ranks == 1 else block("axolotl", "yaml").replace("size: 2", f"size: {ranks}")
+    added = "" if ranks == 1 else KEYS.replace("size: 2", f"size: {ranks}")
     (folder / "job.yaml").write_text(
         "\n".join(f"{key}: {json.dumps(value)}" for key, value in config.items()) + "\n" + added
     )
@@ -106,8 +115,11 @@ def llamafactory(folder, ranks):
         "per_device_eval_batch_size": 1 if ranks > 1 else len(LENGTHS), "lr_scheduler_type": "constant",
     }  # fmt: skip
     (folder / "job.yaml").write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in config.items()))
-    line = block("LlamaFactory", "bash").replace(" 2", f" {ranks}")
-    script = shlex.split(line)[1:] if ranks > 1 else ["-m", "llamafactory.cli", "train", "job.yaml"]
+    script = (
+        shlex.split(LINE.replace(" 2", f" {ranks}"))[1:]
+        if ranks > 1
+        else ["-m", "llamafactory.cli", "train", "job.yaml"]
+    )
     launch(folder, *(["-m", "torch.distributed.run", "--standalone"] if ranks > 1 else []), *script)
     return json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
 
@@ -118,12 +130,11 @@ def test_packed_ranks_log_what_the_stock_host_logs_of_each_document_alone(traine
     from tests.transformers_cases import build, tokenizer
 
     found = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, RANKS[name]):
         folder = tmp_path / str(ranks)
         build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder / "model")
         tokenizer().save_pretrained(folder / "model")
         logs = trained(folder, ranks)
         found[ranks] = [log[key] for log in logs for key in ("loss", "grad_norm", "eval_loss") if key in log]
     assert len(found[1]) >= 7  # axolotl evaluates at the beginning too
-    for ranks in (2, 3):
-        assert found[ranks] == pytest.approx(found[1], rel=2e-4)
+    assert found[RANKS[name]] == pytest.approx(found[1], rel=2e-4)

@@ -8,6 +8,7 @@ import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
+from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
 
@@ -166,6 +167,7 @@ def all_numbers(world, folder):
         trainer = trainer_of(folder / "dropout", "GRPO", "Llama", True, sizes, dropout=0.5, **more | {"max_steps": 4})
         trainer.train()
         found["dropout"] = [entry.get("loss") for entry in trainer.state.log_history]
+        found["the page's script"] = printed_by_the_page(folder, TRAINED["GRPO"])
     return found
 
 
@@ -176,6 +178,7 @@ def found(tmp_path_factory):
     def run():
         worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
         assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
+        rewarded_alike("".join(rank["the page's script"] for rank in worlds[2]))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "generating trainers", run)

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs/transformers.md").read_text().partition("## Trainer and TRL
 LINES = re.findall(r"^(?:torchrun|accelerate launch) .*$", PAGE, re.MULTILINE)
 LINES += re.findall(r"`(accelerate launch --config_file .*?)`", PAGE)
 SAID = re.compile(r"^ *parallelism_config=.*\n", re.MULTILINE)
-TRAINED = {"SFT": "class LongSFTTrainer", "DPO": "class LongDPOTrainer"}
+TRAINED = {"SFT": "class LongSFTTrainer", "DPO": "class LongDPOTrainer", "GRPO": "class LongGRPOTrainer"}
 TRAINED_PRINTED = re.compile(r"(SFT|DPO), cp_size 2, loss ([\d.]+)")
 LOSS_PRINTED = re.compile(r"cp_size 2, eval_loss ([\d.]+)")
 
@@ -68,6 +68,13 @@ def trained_like_the_page(name, printed, times=1):
     assert found == [pytest.approx(float(expected), abs=1e-2)] * times  # in bf16, TRL's default
 
 
+def rewarded_alike(printed, ranks=2):
+    """Asserts that each rank printed one reward of the page's script for GRPO, whose completions are random."""
+    rewards = re.findall(r"GRPO, cp_size 2, reward ([\d.]+)", printed)
+    assert rewards == rewards[:1] * ranks
+    assert 0 < float(rewards[0]) < 1
+
+
 @pytest.mark.thorough  # `test_transformers_evaluation` runs the script by forks, which import nothing again
 @pytest.mark.parametrize("line", LINES)
 def test_launch_lines_run_as_printed(line, tmp_path):
@@ -83,4 +90,5 @@ def test_launch_lines_run_as_printed(line, tmp_path):
 @pytest.mark.parametrize("name", TRAINED)
 def test_scripts_of_trl_run_as_printed(name, tmp_path):
     (tmp_path / "train.py").write_text(block("python", TRAINED[name]))
-    trained_like_the_page(name, launched("torchrun --nproc-per-node 2 train.py", tmp_path), times=2)
+    printed = launched("torchrun --nproc-per-node 2 train.py", tmp_path)
+    trained_like_the_page(name, printed, times=2) if name != "GRPO" else rewarded_alike(printed)

@@ -6,7 +6,10 @@ import re
 import pytest
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.capabilities import require
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec
+from megatron_cp.planner.capabilities import require, spelled
 from tests.refusals import rejects
 
 
@@ -27,13 +30,39 @@ def test_an_error_survives_pickling_and_names_the_argument_as_the_user_spells_it
     ("argument", "value", "meant"),
     [
         ("scheme", "allgather", "all_gather"), ("scheme", "All-Gather", "all_gather"), ("scheme", "ring", "p2p"),
-        ("scheme", "Ulysses", "a2a"), ("scheme", "a2a + p2p", "a2a+p2p"), ("layout", "zig-zag", "zigzag"),
-        ("mode", "head_wise", "headwise"), ("kind", "gated_delta_net", "gdn"), ("codec", "e4m3", "fp8"),
-        ("transport", "hierarchic", "hierarchical"),
+        ("scheme", "Ulysses", "a2a"), ("scheme", "a2a + p2p", "a2a+p2p"), ("scheme", "ulysses+ring", "a2a+p2p"),
+        ("layout", "zig-zag", "zigzag"), ("mode", "head_wise", "headwise"), ("kind", "gated_delta_net", "gdn"),
+        ("codec", "e4m3", "fp8"), ("transport", "NCCL", "collective"), ("layer", "Mamba-2", "mamba"),
     ],
 )  # fmt: skip
-def test_rejects_what_others_call_it_and_asks_whether_that_was_meant(argument, value, meant):
+def test_takes_the_names_of_other_projects(argument, value, meant):
+    assert require(argument, value) == spelled(argument, value) == meant
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "meant"),
+    [
+        ("scheme", "rings", "p2p"), ("scheme", "all_gathr", "all_gather"), ("codec", "e5m2", "fp8_e5m2"),
+        ("mode", "relay", "redistribute"), ("transport", "hierarchic", "hierarchical"),
+    ],
+)  # fmt: skip
+def test_rejects_what_is_like_a_name_and_asks_whether_that_was_meant(argument, value, meant):
     rejects(re.escape(f"Did you mean {meant}?"), require, argument, value)
+
+
+def test_plans_by_a_name_of_another_project_are_the_same():
+    packing = Packing([50, 7])
+    layout = Layout.zigzag(packing, 2)
+    plans = [
+        plan_attention(packing, layout, heads=4, head_dim=8, scheme=name, codec=codec, mask=mask)
+        for name, codec, mask in (("a2a", "fp8", Mask.window(packing, 15)), ("Ulysses", "E4M3", "window:16"))
+    ]
+    assert plans[0] == plans[1]
+    specs = [
+        AttentionSpec(4, 4, 8, scheme=name, mask=mask) for name, mask in (("p2p", "window:15,0"), ("ring", "window:16"))
+    ]
+    assert specs[0] == specs[1]
+    assert LinearSpec("Mamba-2", 4, 2, 8, 8, mode="Head-wise") == LinearSpec("mamba", 4, 2, 8, 8, mode="headwise")
 
 
 @pytest.mark.parametrize("value", ["", "nothing", "x", None, 5])

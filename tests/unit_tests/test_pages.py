@@ -64,8 +64,11 @@ def test_recipe_of_a_mask_equals_torchs_attention(capsys):
         exec(text, scope)
     assert scope["difference"] < 1e-14
     assert re.sub(r"[\d.e-]+$", "", capsys.readouterr().out.strip()) in page
-    mask = scope["summary_mask"](cp.Packing([6, 1]))
-    assert mask.seen.tolist() == [1, 2, 3, 4, 4, 6, 1]
+    packing, function = cp.Packing([6, 1]), scope["summary_mask"]
+    assert function(packing).seen.tolist() == [1, 2, 3, 4, 4, 6, 1]
+    spec = cp.AttentionSpec(4, 2, 8, mask=function)
+    batch = cp.shard_batch(torch.arange(7), cp.Layout.contiguous(packing, 1), slots=[spec])
+    assert batch.plan(spec).work_per_rank() == [4 * function(packing).area]
 
 
 def test_each_host_has_an_install_line_of_the_version_that_its_adapter_names():

@@ -1,5 +1,6 @@
 """Tests of an installed package's contents, which the build lists without building, and of `make dist`."""
 
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -57,10 +58,42 @@ def test_dist_compares_sdist_and_wheel_with_the_source(sdist, wheel, wrong, monk
     assert all(each.startswith(start) for each, start in zip(found, wrong, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("words", "wrong", "kept"),
+    [
+        (["base"], (), True),
+        (["base"], ("extra",), False),
+        (["base"], ("source",), False),
+        (["--build"], ("extra",), True),
+    ],
+)
+def test_dist_keeps_sdist_and_wheel_if_nothing_is_wrong(words, wrong, kept, monkeypatch, tmp_path):
+    built, clone = tmp_path / "built", tmp_path / "clone"
+    (clone / "dist").mkdir(parents=True)
+    (clone / "dist" / "old.whl").touch()
+    built.mkdir()
+    files = built / "p-1.whl", built / "p-1.tar.gz"
+    for file in files:
+        file.touch()
+    monkeypatch.setattr(dist, "ROOT", clone)
+    monkeypatch.setattr(dist, "_built", lambda folder: files)
+    monkeypatch.setattr(dist, "_build", lambda *_: None)
+    monkeypatch.setattr(dist, "_compared", lambda *_: ["p lacks a file"] * ("source" in wrong))
+    monkeypatch.setattr(dist, "extras", lambda *_, **__: "extra" in wrong)
+    monkeypatch.setattr(dist.sys, "argv", ["dist", *words])
+    with pytest.raises(SystemExit) as ended:
+        dist.main()
+    assert ended.value.code is not kept
+    held = {path.name for path in (clone / "dist").iterdir()}
+    assert held == ({file.name for file in files} if kept else {"old.whl"})
+
+
 def test_what_dist_builds_from_is_what_git_knows():
     known = dist._known_files()
     assert {"pyproject.toml", "MANIFEST.in", "megatron_cp/__init__.py", ".ci/run"} <= set(known)
     assert not [name for name in known if name.startswith((".venv/", "dist/")) or name.endswith(".pyc")]
+    taken = set(re.findall(r"^graft (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE))
+    assert taken == {name.partition("/")[0] for name in known if "/" in name} - {"megatron_cp"}
 
 
 def test_dist_tries_each_extra():

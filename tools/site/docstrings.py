@@ -10,15 +10,13 @@ if TYPE_CHECKING:
 
 
 def with_literal_blocks(lines: list[str]) -> Iterator[str]:
-    """Marks each indented block after a blank line as literal; a section such as `Args:` has none before its block."""
-    inside = False
-    for before, line in zip(["", *lines], lines, strict=False):
-        if inside and line and not line.startswith(" "):
-            inside = False
-        if not inside and not before and line.startswith("    ") and not line.lstrip().startswith(">>>"):
-            inside = True
+    """Marks each indented block after a line of text and a blank one; a section such as `Args:` has no blank line."""
+    text = before = ""  # the last line that is not blank, and the last line
+    for line in lines:
+        if line.startswith("    ") and not before and text and text[0] != " " and not line.lstrip().startswith(">>>"):
             yield from (".. code-block:: text", "")
         yield line
+        text, before = line or text, line
 
 
 def prepare(_app: Sphinx, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.timing import BOTH
-from megatron_cp.cli import Report, environment, environment_facts
+from megatron_cp.cli import Report, command_line, environment, environment_facts
 from megatron_cp.page import blocks_of, save_page
 
 _PEER_OVER_OURS = re.compile(r"/ (ours|this)\b|^(speed-up|gain)$")
@@ -25,7 +25,7 @@ def save_bench(args: argparse.Namespace, report: Report) -> None:
     page = {
         "title": f"bench {args.what}",
         "verdict": {"text": "; ".join(words) or "measured; there is no peer and no target here", "ok": not missed},
-        "command": args.command_line,
+        "command": command_line(args),
         "environment": environment_facts(environment()),
         "tables": tables,
     }

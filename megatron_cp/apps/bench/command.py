@@ -11,13 +11,26 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_cp.apps.bench.defaults import EXCHANGE_RANKS, PACK_RANKS, RANKS, WIRE_RANKS
-from megatron_cp.cli import RANK_KINDS, Report, add_batch_arguments, add_layer_arguments, check_paths, positive, seconds
+from megatron_cp.cli import (
+    RANK_KINDS,
+    Report,
+    add_batch_arguments,
+    add_layer_arguments,
+    check_paths,
+    flags,
+    positive,
+    seconds,
+)
 from megatron_cp.errors import ArgumentError
 
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
 HELP = "measure a layer: local work, waits, memory and bytes, each over its limit"
+EXAMPLES = (
+    "bench layer --layer gdn --cp 2",
+    "bench wire --only transports --json",
+)
 BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs", "planner")
 DEVICES = ("cpu", "cuda")
 
@@ -27,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
     wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
     parser.add_argument(
-        "--cp",
+        *flags("cp"),
         type=positive,
         metavar="N",
         help=f"context-parallel size (default: {RANKS}; for exchange {EXCHANGE_RANKS}, for wire {wire}, for packs "
@@ -74,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate", metavar="FILE.toml", help="for planner: file for the rates of this machine, as a preset"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME-OR-FILE", help="for planner: machine for which to predict (default: measured beforehand)"
+        *flags("gpu"),
+        metavar="NAME-OR-FILE",
+        help="for planner: machine for which to predict (default: measured beforehand)",
     )
     parser.add_argument("--report", metavar="FILE.html", help="save a page that shows the results")
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")

@@ -52,7 +52,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         type=memory_size,
         metavar="SIZE",
         help="with --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's); the exit status is 1 if nothing fits",
+        "--gpu's); the exit status is 3 if nothing fits",
     )
     group.add_argument(
         "--sharding", choices=SHARDINGS, help="with --whole: sharding of weights and optimizer (default: zero3)"
@@ -106,12 +106,13 @@ def run_whole(args: argparse.Namespace) -> Report:
         "best": _as_json(chosen, on, limit), "rows": [_as_json(row, on, limit) for row in rows],
         "longest": _longest(args, model, on, chosen, lengths, limit), "plan_ms": milliseconds,
     }  # fmt: skip
-    text = _text(args, model, lengths, on, rows, best, limit, data)
+    verdict = _verdict(args, rows, best, limit, data)
+    text = [*verdict, "", *_text(args, model, lengths, on, rows, best, data)]
     if args.report is not None:
-        page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1])
+        page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, verdict[0])
         save_page(page, args.report)
         text.append(f"report: {args.report}")
-    return Report("\n".join(text), data, ok=best is not None)
+    return Report("\n".join(text), data, fits=best is not None)
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
@@ -213,12 +214,12 @@ def _longest(
 
 def _text(
     args: argparse.Namespace, model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[StepPrice],
-    best: StepPrice | None, limit: float, data: dict[str, Any],
+    best: StepPrice | None, data: dict[str, Any],
 ) -> list[str]:  # fmt: skip
     choice, middle = rows[0].choice, sorted(lengths)[len(lengths) // 2]
     drawn = "given" if args.lengths is not None else f"drawn from the corpus {args.corpus}"
     drawn += " and scaled" if args.lengths is None and args.tokens_per_rank is not None else ""
-    lines = [
+    return [
         f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
         f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
         f"a step of one context-parallel group: {counted(sum(lengths), 'token')} in "
@@ -228,25 +229,32 @@ def _text(
         "",
         *_table(rows, best, on),
         "",
-        "Times are milliseconds of one forward and backward on the rank that ends last: inside attention's and linear "
-        "layers' kernels, products of weights, waiting for context parallelism's transfers, memory traffic of norms "
-        "and activations, gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, "
-        "tensor parallelism, experts' exchanges and the host's own time are left out. Memory counts parameters, "
-        "gradients, optimizer, activations, buffers, and 2.8 GiB for CUDA and its libraries.",
+        "Times are milliseconds of one forward and backward on the slowest rank. attention, linear, products: kernels; "
+        "exposed: transfers of context parallelism that no kernel overlaps; traffic: norms and activations; shards: "
+        "gathers and sums of sharded weights and gradients that nothing overlaps. Pipelines, tensor parallelism, "
+        "experts' exchanges and the host's own time are left out. Memory counts parameters, gradients, optimizer, "
+        "activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
+
+
+def _verdict(
+    args: argparse.Namespace, rows: list[StepPrice], best: StepPrice | None, limit: float, data: dict[str, Any]
+) -> list[str]:
+    """Returns what to take, its predicted time and memory, and the tokens that would fit."""
     if best is None:
-        return [*lines, _nearest(args, rows, limit, data)]
+        return [_nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
     gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
+    why = "the smallest size that fits" if args.fit is not None else "the most tokens/s a GPU of those that fit"
     if args.fit is not None and gain > 1.005:
-        lines.append(
-            f"this is the smallest size that fits; cp {faster.choice.cp} has {gain:.2f} times its throughput a GPU"
-        )
-    about = "about " if args.search else ""
+        why += f"; cp {faster.choice.cp} has {gain:.2f} times its throughput a GPU"
+    about, longest = "about " if args.search else "", counted(data["longest"], "token")
     return [
-        *lines,
-        f"up to {about}{counted(data['longest'], 'token')} fit {size(int(limit))} this way",
         f"take this: {best.flags}",
+        f"step: {best.step:,.1f} ms predicted, {best.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
+        f"{size(int(best.memory.total))} of {size(int(limit))} a rank; up to {about}{longest} "
+        "fit this way",
+        f"why: {why}",
     ]
 
 

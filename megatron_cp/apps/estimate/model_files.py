@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ def read_model(text: str) -> ModelSpec:
         return read_flags(text)
     if text in PRESETS:
         return PRESETS[text]
+    if re.fullmatch(r"[\w-]+/[\w.-]+", text) and not text.endswith(".json") and not _exists(text):
+        near = did_you_mean(text.rpartition("/")[2], PRESETS, alike=0.6)
+        remedy = f"Nothing is downloaded: pass its config.json, or a preset. {near}".rstrip()
+        raise ArgumentError("model", text, _allowed(), remedy)
     if not (text.endswith(".json") or os.sep in text or _exists(text)):
         raise ArgumentError("model", text, _allowed(), did_you_mean(text, PRESETS))
     return _read_config(text)

@@ -13,13 +13,21 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from megatron_cp.apps.train.curves import Entry, entries_of, loss_figure, losses_of, validation_of
+from megatron_cp.apps.train.comparison import (
+    CODED_LOSS_TOLERANCE,
+    GRADIENT_DIFF,
+    GRADIENT_TOLERANCE,
+    GRADIENTS,
+    LOSS_TOLERANCE,
+    REFERENCE,
+    agrees,
+    compared,
+    limits,
+)
+from megatron_cp.apps.train.curves import entries_of, loss_figure
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.record import LOG_FILE, RUN_FILE, RunRecord, write_report
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
@@ -31,8 +39,11 @@ from megatron_cp.cli import (
     Report,
     UsageError,
     check_paths,
+    command_line,
+    flags,
     megatron_is_installed,
     number,
+    of_kind,
     whole,
 )
 from megatron_cp.errors import ArgumentError
@@ -43,13 +54,11 @@ if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
 HELP = "train a Megatron model with context parallelism on packed documents"
+EXAMPLES = (
+    "train --cp 2 --train-iters 20 --run-dir runs/first",
+    "train --resume runs/first --cp 3 --train-iters 40",
+)
 OPTIONS_FILE, LOSS_PICTURE = "options.json", "loss.png"
-REFERENCE = "one_rank"  # what --compare trains for comparison
-_GRADIENTS = ".first_gradients"  # while it compares
-# Limits of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart.
-GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
-CODED_LOSS_TOLERANCE = 2e-2
-_GRADIENT_DIFF = "first_step_grad_diff"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["action"] = argparse.BooleanOptionalAction
         elif details.get("type") is int:
             details["type"] = whole
+        elif entry.name in _SPELLED:
+            details["type"] = of_kind(_SPELLED[entry.name])
         elif "nargs" not in details:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
-        groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
+        groups[group].add_argument(*flags(entry.name.replace("_", "-")), **details)
     run = parser.add_argument_group("run")
     run.add_argument("--run-dir", metavar="DIR", help="folder to write to (default: runs/ and the time)")
     run.add_argument(
@@ -95,6 +106,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _TYPES = {"int": whole, "float": number, "str": str}
+# Options whose values have several spellings.
+_SPELLED = {
+    "cp_comm_type": "scheme", "linear_cp_mode": "mode", "cp_layout": "layout", "cp_transport": "transport",
+    "cp_codec": "codec",
+}  # fmt: skip
 
 
 def _help(entry: dataclasses.Field[Any], text: str) -> str:
@@ -160,12 +176,12 @@ def _run(
     folder = _folder(args, options, world, checkpoint, held)
     quiet = world is not None and world.rank > 0
     about = [_about(corpus, held_out, options, folder), *remarks_on_data]
-    record = None if quiet else RunRecord(folder, options, args.command_line)
+    record = None if quiet else RunRecord(folder, options, command_line(args))
     if record is not None:
         print("\n".join(about), file=sys.stderr)
         record.say("\n".join(about))
     label = f"CP={options.context_parallel_size}"
-    gradients = folder / _GRADIENTS if args.compare else None
+    gradients = folder / GRADIENTS if args.compare else None
     main_run = Run(
         options, folder, checkpoint, label, first_gradients=gradients, tensorboard=args.tensorboard, wandb=args.wandb
     )
@@ -183,7 +199,7 @@ def _run(
         raise
     finally:
         if record is not None:
-            shutil.rmtree(folder / _GRADIENTS, ignore_errors=True)
+            shutil.rmtree(folder / GRADIENTS, ignore_errors=True)
     return report
 
 
@@ -207,7 +223,7 @@ def _finished(
     if args.compare:
         reference = _reference(options, folder, checkpoint, device)
         theirs = entries_of(folder / REFERENCE)
-        numbers, remarks = _compared(folder, options, entries, theirs)
+        numbers, remarks = compared(folder, options, entries, theirs)
         data |= numbers
         lines += [
             f"CP=1: loss {reference['first_loss']:.4f} to {reference['final_loss']:.4f}, "
@@ -215,8 +231,8 @@ def _finished(
             *remarks,
         ]
         if not options.bf16:
-            is_good = _agrees(data, options)
-            losses_limit, gradients_limit = (_limits(options)[name] for name in ("max_loss_diff", _GRADIENT_DIFF))
+            is_good = agrees(data, options)
+            losses_limit, gradients_limit = (limits(options)[name] for name in ("max_loss_diff", GRADIENT_DIFF))
             verdict = (
                 f"{label} and CP=1 {'agree' if is_good else 'DO NOT AGREE'} (limits {losses_limit:g} for losses, "
                 f"{gradients_limit:g} for gradients)"
@@ -225,10 +241,10 @@ def _finished(
     with writing(folder, LOSS_PICTURE):
         loss_figure(entries, label, theirs).savefig(folder / LOSS_PICTURE, dpi=130)
     write_report(
-        folder, options, args.command_line, record.environment, label, entries, theirs, data | shown,
-        (verdict, is_good), _limits(options) if args.compare else {},
+        folder, options, command_line(args), record.environment, label, entries, theirs, data | shown,
+        (verdict, is_good), limits(options) if args.compare else {},
     )  # fmt: skip
-    ok = _agrees(data, options)
+    ok = agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
     record.say("\n".join(lines))
@@ -265,7 +281,7 @@ def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, 
     alone = dataclasses.replace(options, context_parallel_size=1, cp_comm_type=("auto",))
     target = folder / REFERENCE
     target.mkdir(exist_ok=True)
-    gradients = folder / _GRADIENTS / REFERENCE
+    gradients = folder / GRADIENTS / REFERENCE
     run = Run(alone, target, checkpoint, "CP=1", save=False, first_gradients=gradients)
     with _without_torchrun():
         return _train(run, device, None)
@@ -283,50 +299,6 @@ def _without_torchrun() -> Any:
 
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-
-
-def _compared(
-    folder: Path, options: TrainingOptions, ours: Sequence[Entry], theirs: Sequence[Entry]
-) -> tuple[dict[str, float | None], list[str]]:
-    """Returns the numbers of `--compare`, and the lines that describe them."""
-    from megatron_cp.apps.train.checkpoint import compare_gradients
-    from megatron_cp.apps.train.loop import FIRST_GRADIENTS
-
-    names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
-    kept = folder / _GRADIENTS
-    gradients = compare_gradients([kept / name for name in names], [kept / REFERENCE / name for name in names])
-    losses, held_out = ((of(ours), of(theirs)) for of in (losses_of, validation_of))
-    loss_diff, validation_diff = _furthest(*losses), _furthest(*held_out)
-    lines = [
-        f"max_loss_diff {loss_diff:.3g} over {len(losses[0].keys() & losses[1].keys())} steps, first_step_grad_diff "
-        f"{gradients.error:.3g}",
-        f"(largest share of a gradient itself: {gradients.worst_error:.3g} in {gradients.worst}, whose gradient is "
-        f"{gradients.worst_share:.2g} of the largest)",
-    ]
-    if validation_diff is not None:
-        lines.append(f"max_validation_diff {validation_diff:.3g}")
-    found = {"max_loss_diff": loss_diff, "max_validation_diff": validation_diff, _GRADIENT_DIFF: gradients.error}
-    return found, lines
-
-
-def _furthest(ours: dict[int, float], theirs: dict[int, float]) -> float | None:
-    """Returns the largest difference at the steps that both have, NaN if any is; None if there is no such step."""
-    steps = ours.keys() & theirs.keys()
-    return float(np.max([abs(ours[step] - theirs[step]) for step in steps])) if steps else None
-
-
-def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
-    """Returns True if the two runs of `--compare` are equal up to rounding; a loss of NaN agrees with nothing."""
-    return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in _limits(options).items())
-
-
-def _limits(options: TrainingOptions) -> dict[str, float]:
-    """Returns the largest differences allowed between the two runs: rounding, or the loss of a codec."""
-    if options.cp_codec != "none" and options.context_parallel_size > 1:
-        losses, gradients = CODED_LOSS_TOLERANCE, CODEC_TOLERANCES[options.cp_codec]
-    else:
-        losses, gradients = LOSS_TOLERANCE, GRADIENT_TOLERANCE
-    return {"max_loss_diff": losses, "max_validation_diff": losses, _GRADIENT_DIFF: gradients}
 
 
 def _options(args: argparse.Namespace) -> TrainingOptions:

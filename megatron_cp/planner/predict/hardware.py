@@ -273,9 +273,9 @@ def machine(name: Machine | str | Path | None = None, *, argument: str = "hardwa
         name = SAFE
     if not isinstance(name, str | Path):
         raise ArgumentError(argument, name, f"{', '.join(presets())} or a file")
-    if str(name) in presets():
-        return _preset(str(name))
     path = Path(name)
+    if str(name).lower() in presets() and not path.is_file():
+        return _preset(str(name).lower())
     if not path.is_file():
         near = difflib.get_close_matches(str(name).lower(), presets(), 1)
         remedy = f"Did you mean {near[0]}?" if near else "`megatron-cp bench planner --calibrate` writes such a file."

@@ -1,15 +1,22 @@
 """The text of `megatron-cp plan` says which layer it is about."""
 
+import re
+
 import pytest
 
 from megatron_cp.cli.main import main
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.describe import ownership
+from megatron_cp.plan.schemes import SCHEMES
+from tests.commands import reported
 
 
-def first_line(capsys, *options):
-    assert main(["plan", "--lengths", "7,1,130", *options]) == 0
-    return capsys.readouterr().out.splitlines()[0]
+def said_by(*options):
+    return reported(["plan", "--lengths", "7,1,130", *options])[0].splitlines()
+
+
+def layer_line(*options):
+    return next(line for line in said_by(*options) if line.startswith("layer: "))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +50,8 @@ def first_line(capsys, *options):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_the_first_line_says_which_layer_is_planned(options, layer, capsys):
-    line = first_line(capsys, *options)
+def test_a_line_says_which_layer_is_planned(options, layer):
+    line = layer_line(*options)
     assert line == f"layer: {layer}" or (line.startswith(f"layer: {layer}") and layer.endswith("; pass"))
 
 
@@ -65,3 +72,33 @@ def test_owners_are_letters_for_few_ranks_and_numbers_for_many():
     assert "(1 token a character, read downwards)" in tens
     owners = [int(ten + one) for ten, one in zip(tens[11:711], ones[11:711], strict=True)]
     assert owners == Layout.contiguous(Packing([700]), 100).owners.tolist()
+
+
+def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
+    """Its time is the chosen row's, and the candidate that it names as faster or next is that of another row."""
+    shape = ["--cp", "4", "--heads", "8", "--kv-heads", "8", "--head-dim", "64"]
+    for options in ([], ["--scheme", "ring"], ["--mask", "window:20"]):
+        lines = said_by(*shape, *options)
+        table = {}
+        for line in lines:
+            cells = line.removesuffix("  <-").split()
+            if cells and cells[0] in SCHEMES and len(cells) > 5:
+                table[cells[0]] = (cells[-1], line.endswith("<-"))
+        chosen = next(name for name, (_, is_chosen) in table.items() if is_chosen)
+        begins = "as asked: p2p" if options[:1] == ["--scheme"] else f"take this: {chosen}"
+        assert lines[0].startswith(begins)
+        assert lines[0].endswith(f" in layout zigzag, {table[chosen][0]} ms predicted")
+        assert [line.partition(":")[0] for line in lines[1:6]] == ["time", "bytes", "memory", "work", "why"]
+        others = {time: name for name, (time, is_chosen) in table.items() if not is_chosen}
+        named = re.search(r"([0-9.]+) ms", lines[5])[1]
+        assert others[min(others, key=float)] in lines[5]
+        assert float(named) == min(map(float, others))
+        assert not any("at least" in line for line in lines)
+        assert (
+            "mask: window:19,0 is a token itself, 19 tokens before it and 0 tokens after it" in "\n".join(lines)
+        ) == (options[:1] == ["--mask"])
+
+
+def test_sizes_are_compared_in_the_first_line():
+    first, *_ = said_by("--cp", "2,4")
+    assert re.fullmatch(r"fastest: cp \d by \S+, [0-9.]+ ms predicted; least time of GPUs: cp \d, [0-9.]+ ms .*", first)

@@ -42,7 +42,7 @@ def test_a_check_that_fails_shows_the_worst_case_first(tmp_path):
         Parity(replace(case, seed=seed), {"out": 1e-13, "d_q": error}, False, False, 1e-12, {})
         for seed, error in enumerate((2e-13, 5e-12, math.nan))
     ]
-    args = argparse.Namespace(layer="attention", command_line="check", report=tmp_path / "check.html")
+    args = argparse.Namespace(layer="attention", words=["check"], report=tmp_path / "check.html")
     save_check(args, results, "FAILED: 3 cases")
     report = shown(tmp_path / "check.html")
     cases = report["tables"][1]
@@ -80,7 +80,7 @@ def test_a_page_of_a_benchmark_counts_targets_and_losses(tmp_path):
         "about", "a: 1.30, at least 1.25 is the target: met.", "b: 1.10, at least 1.25 is the target: NOT met.", "",
         "| | loop / this |", "|---|--:|", "| a | 1.20 |", "| b | 0.80 |", "", "legend",
     ])  # fmt: skip
-    save_bench(argparse.Namespace(what="layer", command_line="bench", report=tmp_path / "a.html"), Report(text))
+    save_bench(argparse.Namespace(what="layer", words=["bench"], report=tmp_path / "a.html"), Report(text))
     report = shown(tmp_path / "a.html")
     said = "1 of 2 targets met; a peer is ahead in 1 of 2 ratios, marked ✗"
     assert report["verdict"] == {"text": said, "ok": False}

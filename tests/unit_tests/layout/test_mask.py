@@ -258,20 +258,33 @@ def test_pads_behind_documents_see_nothing_and_nobody_sees_them(spec):
 
 
 P = Packing([5, 2])
-NAMES = "causal | full | window:LEFT,RIGHT | prefix:N | chunk:N | first:N+window:LEFT,RIGHT | " + " | ".join(
-    f"{name}[:BLOCKS]" for name in TABLES
+NAMES = " | ".join(
+    ["causal", "full", "window:LEFT,RIGHT", "window:N", "prefix:N", "chunk:N", "first:N+window:LEFT,RIGHT"]
+    + [f"{name}[:BLOCKS]" for name in TABLES]
 )
 
 
 @pytest.mark.parametrize(
     "spec",
-    ["stride", "star:", "star:x", "strided:4,8", "", "Causal", "window", "window:1", "window:-2,0", "window:1.5,0",
-     "prefix:-1", "chunk:0", "first:2", "window:1,2,3", " causal", "causal\n", "prefix:" + "9" * 99, None, 3],
+    ["stride", "star:", "star:x", "strided:4,8", "", "Causal", "window", "window:0", "window:-1", "window:-2,0",
+     "window:1.5,0", "prefix:-1", "chunk:0", "first:2", "window:1,2,3", " causal", "causal\n", "prefix:" + "9" * 99,
+     None, 3],
 )  # fmt: skip
 def test_rejects_an_unknown_name(spec):
     with pytest.raises(ArgumentError, match=re.escape(f"allowed: {NAMES}.")) as caught:
         Mask.named(P, spec)
     assert caught.value.argument == "mask"
+
+
+def test_one_number_of_a_window_counts_the_query_itself_and_two_do_not():
+    packing = Packing([6, 0, 1, 3])
+    mask = Mask.named(packing, "window:3")
+    assert mask == Mask.named(packing, "window:2,0")
+    assert mask.name == "window:2,0"
+    assert mask.seen.tolist() == [1, 2, 3, 3, 3, 3, 1, 1, 2, 3]
+    assert Mask.named(packing, "window:1").seen.tolist() == [1] * 10
+    keys = Packing([9, 1, 1, 2])
+    assert Mask.named(packing, "window:3", keys) == Mask.window(packing, 2, kv_packing=keys)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPELLED if "window" in spec])

@@ -11,6 +11,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
+from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from tests.refusals import rejects
 
@@ -175,3 +176,37 @@ def test_rejects_slots_that_cannot_be_planned(slot, argument):
     rejects(f"^{argument}: got ", BatchPlan, LAYOUT, [slot])
     with pytest.raises(ArgumentError):
         BatchPlan(LAYOUT).plan(slot)
+
+
+def causal_but_for_the_first(packing):
+    """Returns a mask in which the first token of each document sees all of it."""
+    starts, ends = packing.cu_seqlens[:-1], packing.cu_seqlens[1:]
+    slices = [(s, e, s, e, "causal") for s, e in zip(starts, ends, strict=True) if e > s]
+    return Mask.from_slices(packing, [*slices, *((s, s + 1, s, e, "full") for s, e, *_ in slices)])
+
+
+def test_a_mask_is_a_name_a_mask_or_a_function_of_the_packing_everywhere():
+    """In a spec, `plan_attention` and the choice of a layout."""
+    masks = {"window:6": Mask.window(PACKING, 5), causal_but_for_the_first: causal_but_for_the_first(PACKING)}
+    for given, mask in masks.items():
+        expected = plan_attention(PACKING, LAYOUT, heads=6, kv_heads=2, head_dim=8, value_head_dim=16, mask=mask)
+        assert expected.mask == mask
+        for way in (given, mask):
+            spec = dataclasses.replace(ATTENTION, mask=way)
+            assert spec.plan(LAYOUT) == expected
+            assert BatchPlan(LAYOUT, [spec]).plan(spec) == expected
+            own = dataclasses.replace(spec).plan(LAYOUT, [5, 1, 0, 100, 2]).mask
+            assert own == mask.unpadded([5, 1, 0, 100, 2])
+            assert plan_attention(
+                PACKING, LAYOUT, heads=6, kv_heads=2, head_dim=8, value_head_dim=16, mask=way
+            ) == expected  # fmt: skip
+            assert layout_by_name("balanced", PACKING, 3, mask=way) == Layout.balanced(PACKING, 3, mask=mask)
+            assert choose_layout(PACKING, 3, [spec]).name in CHOICES
+    of_another = dataclasses.replace(ATTENTION, mask=Mask.causal(Packing([3])))
+    rejects(r"a function makes one for each batch\.", of_another.plan, LAYOUT)
+    rejects(
+        "mask: got 'a function that returns 5'; allowed: a mask over the same packing",
+        dataclasses.replace(ATTENTION, mask=lambda packing: 5).plan, LAYOUT,
+    )  # fmt: skip
+    rejects('or a name, such as "window:128"', dataclasses.replace, ATTENTION, mask=5)
+    rejects(r"Did you mean window:N\?", dataclasses.replace, ATTENTION, mask="windw:5")

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_cp.apps.train import command as train
+from megatron_cp.apps.train.comparison import agrees as agree
 from megatron_cp.apps.train.loop import _Log
 from megatron_cp.apps.train.options import Run, TrainingOptions
 from megatron_cp.cli.main import main
@@ -24,10 +25,10 @@ from megatron_cp.cli.main import main
 )  # fmt: skip
 def test_two_runs_agree_up_to_rounding(loss_diff, gradient_diff, agrees):
     data = {"max_loss_diff": loss_diff, "max_validation_diff": None, "first_step_grad_diff": gradient_diff}
-    assert train._agrees(data, TrainingOptions()) is agrees
-    assert train._agrees(data, TrainingOptions(bf16=True))
+    assert agree(data, TrainingOptions()) is agrees
+    assert agree(data, TrainingOptions(bf16=True))
     other = data | {"max_validation_diff": loss_diff, "max_loss_diff": None}
-    assert train._agrees(other, TrainingOptions()) is agrees
+    assert agree(other, TrainingOptions()) is agrees
 
 
 def parsed(*arguments):

@@ -1,0 +1,92 @@
+"""Every command takes the same spellings of numbers, types, schemes, masks and layouts, and both names of options."""
+
+import pytest
+
+from megatron_cp.cli.main import main, parsed
+from megatron_cp.planner.predict.hardware import machine
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["plan", "--lengths", "256k,1M,1.5k,7"], "lengths", [262144, 1048576, 1536, 7]),
+        (["train", "--seq-length", "128K"], "seq_length", 131072),
+        (["check", "--dtype", "bf16"], "dtype", "bfloat16"), (["bench", "wire", "--dtype", "FP32"], "dtype", "float32"),
+        (["check", "--dtype", "half"], "dtype", "float16"), (["check", "--dtype", "fp64"], "dtype", "float64"),
+        (["plan", "--scheme", "ring"], "scheme", "p2p"), (["check", "--scheme", "Ulysses"], "scheme", "a2a"),
+        (["bench", "attention", "--scheme", "all-gather"], "scheme", "all_gather"),
+        (["plan", "--scheme", "Head-wise"], "scheme", "headwise"),
+        (["plan", "--layout", "zig-zag"], "layout", "zigzag"), (["check", "--layer", "Mamba2"], "layer", "mamba"),
+        (["plan", "--mask", "window:4k"], "mask", "window:4096"), (["check", "--mask", "Causal"], "mask", "causal"),
+        (["train", "--cp-comm-type", "ag", "ring"], "cp_comm_type", ["all_gather", "p2p"]),
+        (["train", "--cp-layout", "ZigZag"], "cp_layout", "zigzag"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else "",
+)  # fmt: skip
+def test_values_have_several_spellings(words, name, value):
+    assert getattr(parsed(words), name) == value
+
+
+@pytest.mark.parametrize("command", [["plan"], ["check"], ["bench", "layer"]], ids=" ".join)
+def test_commands_take_the_names_of_megatrons_flags(command):
+    own = ["--cp", "4", "--heads", "8", "--kv-heads", "2", "--layout", "zigzag", "--scheme", "p2p", "--transport"]
+    megatrons = [
+        "--context-parallel-size", "4", "--num-attention-heads", "8", "--num-query-groups", "2", "--cp-layout",
+        "zigzag", "--cp-comm-type", "p2p", "--cp-transport",
+    ]  # fmt: skip
+    first, second = (vars(parsed([*command, *words, "pairwise"])) for words in (own, megatrons))
+    assert first | {"words": None} == second | {"words": None}
+    assert (first["kv_heads"], first["transport"]) == (2, "pairwise")
+
+
+def test_train_takes_the_short_names():
+    short = ["--cp", "4", "--heads", "8", "--kv-heads", "2", "--layout", "zigzag", "--scheme", "p2p", "--codec", "fp8"]
+    long = [
+        "--context-parallel-size", "4", "--num-attention-heads", "8", "--num-query-groups", "2", "--cp-layout",
+        "zigzag", "--cp-comm-type", "p2p", "--cp-codec", "fp8",
+    ]  # fmt: skip
+    first, second = (vars(parsed(["train", *words])) for words in (short, long))
+    assert first | {"words": None} == second | {"words": None}
+    assert first["num_query_groups"] == 2
+
+
+def test_machines_have_names_in_any_case():
+    assert machine("H100") is machine("h100")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "--num-query-groups", "0"], "plan: --num-query-groups: got '0'; allowed: integers from 1"),
+        (["plan", "--kv-heads=4", "--num-attention-heads=6"], "plan: --kv-heads: got 4"),
+        (["plan", "--num-query-groups=4", "--heads=6"], "plan: --num-query-groups: got 4"),
+        (["train", "--kv-heads", "3"], "train: --kv-heads: got 3"),
+        (["plan", "--lengths", "1.3k"], "--lengths: got '1.3k'; allowed: integers from 0"),
+        (["plan", "--lengths", "4g"], "--lengths: got '4g'"),
+        (["plan", "--mask", "windw:5"], "Did you mean window:N?"), (["plan", "--gpu", "h1000"], "Did you mean h100?"),
+        (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
+        (["plan", "--cp-layouts", "zigzag"], "Did you mean --cp-layout?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_rejects_what_is_no_spelling_by_the_name_that_was_typed(words, says, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert says in said
+
+
+def test_help_says_what_numbers_and_exit_statuses_mean_and_has_examples(capsys):
+    for command in ("train", "check", "plan", "bench", "doctor"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        lines = [line.strip() for line in text.partition("\nexamples:\n")[2].splitlines()[:2]]
+        assert len(lines) == 2
+        for line in lines:
+            parsed(line.split()[1:])  # is no error of usage
+        assert "256k is 262144" in " ".join(text.split())
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 success, 1 a check or a rank failed, 2 the command was refused, 3 nothing fits the memory" in said
