@@ -16,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("python", "torch", "transformers", "megatron-core", "numpy")  # the columns of the table
+# The version of each framework with which its adapter was tested (docs/hosts.md); those of the table have a range.
+ADAPTERS: dict[str, str | None] = {
+    "transformers": None, "diffusers": "0.42.1", "trl": "1.16.0", "axolotl": "0.21.0", "verl": "0.9.1",
+    "torchtitan": "0.3.0", "llamafactory": "0.9.5", "ms-swift": "4.6.0", "nemo-automodel": "0.7.0",
+}  # fmt: skip
 _warned: set[tuple[str, str]] = set()
 
 
@@ -42,6 +47,18 @@ def outside(versions: Mapping[str, str | None]) -> list[str]:
             if not _release(oldest) <= _release(version) <= _release(newest):
                 phrases.append(f"{package} {version}, tested from {oldest} to {newest}")
     return phrases
+
+
+def adapter_tested(package: str, version: str) -> str:
+    """Returns "tested" if an adapter was tested with this version of its framework, or what it was tested with.
+
+    The last number of a version does not count.
+    """
+    known = ADAPTERS[package]
+    oldest, newest = tested_range(package) or ("", "") if known is None else (known, known)
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return "tested"
+    return f"untested: only {oldest}" + (f" to {newest}" if oldest != newest else "")
 
 
 def warn_if_untested(**packages: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import warnings
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.capabilities import CAPABILITIES
-from megatron_cp.versions import PACKAGES, outside, table, tested
+from megatron_cp.versions import ADAPTERS, PACKAGES, adapter_tested, outside, table, tested
 
 HELP = "versions, kernels found, devices, and what works here"
 EXAMPLES = (
@@ -37,7 +38,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--megatron`, which judges a job's flags and does not inspect the machine."""
+    """Adds `--all`, and `--megatron`, which judges a job's flags and does not inspect the machine."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="list every kernel and feature, the tested versions, and the CUDA code that tests have run",
+    )
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="FLAGS", help=megatron_job.HELP)
 
 
@@ -47,6 +53,12 @@ def run(args: argparse.Namespace) -> Report:
         # Ours wherever it stands: Megatron has no such flag, and all words that follow --megatron are in this list.
         args.json = args.json or "--json" in args.megatron
         return megatron_job.judged([word for word in args.megatron if word != "--json"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of other packages as they are imported
+        return _machine(args)
+
+
+def _machine(args: argparse.Namespace) -> Report:
     import torch
 
     from megatron_cp.torch_private import lacking
@@ -54,24 +66,20 @@ def run(args: argparse.Namespace) -> Report:
     versions = {name: version_of(name) for name in INSTALLABLE}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
-    lines = [
-        f"megatron-cp {__version__}, Python {platform.python_version()} on {platform.machine()}",
-        "  ".join(f"{name} {found or '-'}" for name, found in versions.items()),
-        f"devices: {', '.join(devices) if devices else 'the CPU only'}",
-        f"{sum(f.works for f in findings)} of {len(findings)} features below work here; the others say what they need",
-        "",
-        *_tested(versions),
-        "",
-    ]
-    width = max(len(finding.feature) for finding in findings)
-    lines += [f"{'yes' if f.works else 'no ':<4}{f.feature:<{width + 2}}{f.remark}" for f in findings]
+    adapters = {name: version_of(name) for name in ADAPTERS}
+    lines = _here(versions, devices, findings, adapters)
     proofs = _cuda_code()
-    lines += ["", *_proofs(proofs)]
+    if args.all:
+        width = max(len(finding.feature) for finding in findings)
+        lines += ["", *_tested(versions), ""]
+        lines += [f"{'yes' if f.works else 'no ':<4}{f.feature:<{width + 2}}{f.remark}" for f in findings]
+        lines += ["", *_proofs(proofs)]
     data = {
         "version": __version__,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices,
+        "adapters": {name: [found, adapter_tested(name, found)] for name, found in adapters.items() if found},
         "tested_versions": tested()["rows"],
         "untested": outside(_of_table(versions)),
         "private_names_lacking": lacking(),
@@ -79,6 +87,40 @@ def run(args: argparse.Namespace) -> Report:
         "cuda_code": proofs,
     }
     return Report("\n".join(lines), data)
+
+
+def _here(
+    versions: dict[str, str | None], devices: list[str], findings: list[Finding], adapters: dict[str, str | None]
+) -> list[str]:
+    """Returns what this machine can run, in eight lines, the verdict first."""
+    kernels = [finding for finding in findings if finding.feature.startswith("kernel ")]
+    best: dict[str, str] = {}
+    for finding in kernels:
+        name, _, layer = finding.feature.removeprefix("kernel ").partition(" of ")
+        if finding.works:
+            best.setdefault(layer, name)
+    by_kernel = {name: [layer for layer in best if best[layer] == name] for name in best.values()}
+    runs = "; ".join(f"{', '.join(layers)} by kernel {name}" for name, layers in by_kernel.items())
+    lacking = dict.fromkeys(f.feature.split()[1] for f in kernels if not f.works and "not installed" in f.remark)
+    ranks = {f.feature.rpartition(" ")[2]: f.works for f in findings if f.feature.startswith("ranks ")}
+    megatron = versions["megatron-core"]
+    untested = outside(_of_table(versions))
+    here = [f"{name} {found} ({adapter_tested(name, found)})" for name, found in adapters.items() if found]
+    absent = [name for name, found in adapters.items() if not found]
+    numbers = [f"{name} {versions[name]}" for name in ("torch", "numpy", "triton") if versions.get(name)]
+    works = sum(finding.works for finding in findings)
+    return [
+        f"ready: {runs}",
+        f"device: {', '.join(devices) if devices else 'the CPU only; kernels of CUDA are not tried'}",
+        f"ranks: {', '.join(name for name, is_there in ranks.items() if is_there)}"
+        + "".join(f"; {name} needs CUDA devices" for name, is_there in ranks.items() if not is_there),
+        f"versions: megatron-cp {__version__}, Python {platform.python_version()}, {', '.join(numbers)}: "
+        + (f"untested: {'; '.join(untested)}" if untested else "as tested"),
+        f"Megatron: {f'megatron-core {megatron}' if megatron_is_installed() else 'not installed: ' + INSTALL_MEGATRON}",
+        f"adapters: {', '.join(here) or 'none'}; not installed: {', '.join(absent) or 'none'}",
+        f"kernels not installed: {', '.join(lacking) or 'none'}",
+        f"features: {works} of {len(findings)} work here; doctor --all lists them, and what the others need",
+    ]
 
 
 def _of_table(versions: dict[str, str | None]) -> dict[str, str | None]:

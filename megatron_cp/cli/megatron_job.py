@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,13 @@ def judged(words: Sequence[str]) -> Report:
     """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of Megatron and its packages as they are imported
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        return _judged(words)
+
+
+def _judged(words: Sequence[str]) -> Report:
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
     args, given, typed = _parsed(list(words))
@@ -44,7 +53,8 @@ def judged(words: Sequence[str]) -> Report:
     # A refusal may be of one value alone, so it is shown with the flag.
     shown = {flag: typed.get(flag, flag) if verdict == "refused" else flag for verdict, flag, _ in rows}
     width = max(map(len, shown.values()), default=0)
-    lines = [f"{verdict:<11}{shown[flag]:<{width + 2}}{remark}" for verdict, flag, remark in rows]
+    lines = [_verdict(rows), ""]
+    lines += [f"{verdict:<11}{shown[flag]:<{width + 2}}{remark}" for verdict, flag, remark in rows]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no flags"]
     if args.context_parallel_size == 1:
         lines.append("one context-parallel rank: --context-parallel-size is 1, so nothing is spread over ranks")
@@ -54,7 +64,22 @@ def judged(words: Sequence[str]) -> Report:
             dict(zip(names, (verdict, flag, typed.get(flag), remark), strict=True)) for verdict, flag, remark in rows
         ]
     }
-    return Report("\n".join(lines), data | {"counts": counts}, ok=not counts["refused"] + counts["undecided"])
+    is_ready = not counts["refused"] + counts["undecided"]
+    return Report("\n".join(lines), {"ready": is_ready, **data, "counts": counts}, ok=is_ready)
+
+
+def _verdict(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Returns the first line: whether this job can start, and which flags stop it or were never tried."""
+    flags = {verdict: [flag for each, flag, _ in rows if each == verdict] for verdict in _ORDER}
+    stops = [
+        f"{name}: {', '.join(flags[verdict])}"
+        for verdict, name in (("undecided", "missing or undecided"), ("refused", "refused"))
+        if flags[verdict]
+    ]
+    if stops:
+        return f"NOT READY: {'; '.join(stops)}"
+    unproved = len(flags["untried"]) + len(flags["unknown"])
+    return "READY: no flag is refused" + (f", and {unproved} of them were never tried" if unproved else "")
 
 
 def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.cli.main import main
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
+from tests.commands import reported
 from tests.functional_tests import tiny_megatron as tiny
 
 _USUAL = (
@@ -129,17 +130,17 @@ def judged(flags):
     return {row["flag"]: row["verdict"] for row in rows}, status
 
 
-def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed(capsys):
+def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed():
     flags = ["--cp-layout=striped", "--qk-clip", "--cp-comm-type", "a2a", "p3p", "--micro-batch-size", "2"]
     job = [*flags, "--context-parallel-size", "4", *shlex.split(OURS), "--calculate-per-token-loss"]
-    assert main(["doctor", "--json", "--megatron", *job]) == 1
-    out, text = capsys.readouterr()
+    text, report = reported(["doctor", "--megatron", *job], status=1)
+    assert text.startswith("NOT READY: refused: --cp-comm-type, --cp-layout, --qk-clip\n")
     text = re.sub(" +", " ", text)
     assert "refused --cp-layout=striped got 'striped'; allowed: contiguous or" in text
     assert "refused --cp-comm-type a2a p3p got 'p3p'; allowed: a2a or" in text
     assert "refused --qk-clip got True; allowed: off" in text
     assert "proved --micro-batch-size tests/" in text
-    typed = {row["flag"]: row["typed"] for row in json.loads(out)["flags"]}
+    typed = {row["flag"]: row["typed"] for row in report["flags"]}
     assert typed["--cp-comm-type"] == "--cp-comm-type a2a p3p"
     assert typed["--micro-batch-size"] == "--micro-batch-size 2"
 
@@ -175,14 +176,18 @@ def test_doctor_judges_published_launches(name):
         (f"--calculate-per-token-loss {OURS}", set(), ""),
     ],
 )  # fmt: skip
-def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags, undecided, remark, capsys):
+def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags, undecided, remark):
     """With several context-parallel ranks; and --json is ours behind Megatron's flags too."""
     for ranks in (2, 1):
-        status = main(["doctor", "--megatron", "--context-parallel-size", str(ranks), *shlex.split(flags), "--json"])
-        out, text = capsys.readouterr()
-        rows = {row["flag"]: row for row in json.loads(out)["flags"] if row["verdict"] == "undecided"}
+        words = ["doctor", "--megatron", "--context-parallel-size", str(ranks), *shlex.split(flags), "--json"]
+        is_ready = ranks == 1 or not undecided
+        text, report = reported(words, status=0 if is_ready else 1)
+        rows = {row["flag"]: row for row in report["flags"] if row["verdict"] == "undecided"}
         assert rows.keys() == (undecided if ranks > 1 else set())
-        assert status == (1 if rows else 0)
+        missing = ", ".join(sorted(undecided))
+        first = "READY: no flag is refused" if is_ready else f"NOT READY: missing or undecided: {missing}"
+        assert text.startswith(f"{first}\n")
+        assert report["ready"] == is_ready
         assert ("nothing is spread over ranks" in text) == (ranks == 1)
         if rows:
             assert any(remark in row["remark"] for row in rows.values())

@@ -105,3 +105,18 @@ def test_a_row_replaces_that_of_the_same_environment(tmp_path, monkeypatch):
     assert text.startswith("before\n")
     assert text.endswith(f"{tool.END}\nafter\n")
     assert "old\n" not in text
+
+
+def test_adapters_were_tested_with_the_versions_that_the_pages_and_pins_name():
+    hosts = (HOUSE.parent / "docs" / "hosts.md").read_text()
+    adapters = "".join(path.read_text() for path in (HOUSE / "integrations").glob("*.py"))
+    project = (HOUSE.parent / "pyproject.toml").read_text()
+    for package, version in versions.ADAPTERS.items():
+        if version is not None:
+            assert f"{package}=={version}" in project + adapters or f" {version}" in hosts, package
+            newer = version.replace(version.split(".")[1], "999", 1)
+            assert versions.adapter_tested(package, version) == "tested"
+            assert versions.adapter_tested(package, newer) == f"untested: only {version}"
+    low, high = versions.tested_range("transformers")
+    assert versions.adapter_tested("transformers", low) == versions.adapter_tested("transformers", high) == "tested"
+    assert versions.adapter_tested("transformers", "99.0") == f"untested: only {low} to {high}"

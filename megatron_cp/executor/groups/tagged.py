@@ -166,11 +166,13 @@ class TaggedMessages:
         doing = stall.describe(() if verdict else stall.details)
         self.abort_waits(stall.peer)  # so that ranks that wait for this one need not wait until its process has ended
         others = self.board.exchange_exit_reports(ExitReport(f"rank {self.rank} was {doing}", verdict))
-        text = f"rank {self.rank} of {self.size}, {doing}: {why}."
+        text = f"rank {self.rank} of {self.size}, {stall.describe()}: {why}."
         if verdict is None:
             known = [other.verdict for other in others if other.verdict is not None]
             lines = [f"  {other.waiting}" for other in others]
             text += f" It says: {known[0]}" if known else "".join(f"\n{line}" for line in lines)
+        if verdict is None and stall.details:  # the cause first: a plan has many lines
+            text += f"\n  This rank's call: {'; '.join(stall.details)}"
         self._failed = (text + self._places, stall.peer)
         return PeerError(self._failed[0], rank=self.rank, peer=stall.peer)
 

@@ -116,9 +116,13 @@ class ThreadGroup(RankGroup):
         if found.shape != piece.shape or found.dtype != piece.dtype or arrived.activity != awaited.activity:
             own, theirs = differences([awaited.lines(), arrived.lines()])
             raise PeerError(
-                f"rank {self.rank} of {self.size}, in {_describe(awaited.activity, own)}: expects "
-                f"{_describe_tensor(piece)} from rank {peer}, which sent {_describe_tensor(found)} in "
-                f"{_describe(arrived.activity, theirs)}",
+                f"{here}: expects {_describe_tensor(piece)} from rank {peer}, which sent {_describe_tensor(found)} in "
+                f"{_describe(arrived.activity)}"
+                + "".join(
+                    f"\n  rank {rank}'s call: {'; '.join(lines)}"
+                    for rank, lines in ((self.rank, own), (peer, theirs))
+                    if lines
+                ),
                 rank=self.rank, peer=peer,
             )  # fmt: skip
         with no_modes():
@@ -146,9 +150,8 @@ class _Awaited(_Sent):
     has_arrived: bool = False
 
 
-def _describe(activity: str, lines: Sequence[str] = ()) -> str:
-    details = f" ({'; '.join(lines)})" if lines else ""
-    return f"{activity or 'a transfer of the caller'}{details}"
+def _describe(activity: str) -> str:
+    return activity or "a transfer of the caller"
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -388,3 +388,9 @@ def test_a_layout_from_the_counts_of_each_rank():
 @pytest.mark.parametrize("counts", [[], [1, 2], [[1], [2, 3]], [[1.5]], [[-1], [2]], 3])
 def test_counts_that_are_no_layout(counts):
     rejects("counts: got", Layout.from_counts, counts)
+
+
+def test_rejects_tokens_with_a_batch_axis_of_one_and_says_to_take_it_out():
+    layout = Layout.contiguous(Packing([3, 2]), 2)
+    for tokens in (np.zeros((1, 5), np.int64), torch.zeros(1, 5, dtype=torch.long)):
+        rejects(r"got 'shape \[1, 5\]'; .* It has a batch axis of one: use tokens\[0\]\.", layout.labels, tokens, 0)
