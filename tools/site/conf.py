@@ -115,8 +115,8 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-pygments_style = "friendly"
-pygments_dark_style = "native"
+pygments_style = "github-light"
+pygments_dark_style = "github-dark"
 html_theme_options = {"navigation_with_keys": True}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import posixpath
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,11 +67,16 @@ def folder_body(folder: Path) -> str:
     """Returns a table of a folder's files, each with the first line of its docstring."""
     files = [path for path in sorted(folder.rglob("*.py")) if "__pycache__" not in path.parts]
     rows = "".join(
-        f"<tr><td><code>{html.escape(str(path.relative_to(folder)))}</code></td>"
-        f"<td>{html.escape(opening(path))}</td></tr>"
+        f"<tr><td><p>{literal(str(path.relative_to(folder)))}</p></td>"
+        f"<td><p>{re.sub('`(.*?)`', lambda quoted: literal(quoted[1]), html.escape(opening(path)))}</p></td></tr>"
         for path in files
     )
     return f'<div class="table-wrapper"><table class="docutils"><tbody>{rows}</tbody></table></div>'
+
+
+def literal(text: str) -> str:
+    """Returns a text in the site's type for code."""
+    return f'<code class="docutils literal notranslate">{text}</code>'
 
 
 def opening(path: Path) -> str:
