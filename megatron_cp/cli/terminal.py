@@ -13,12 +13,12 @@ _GOOD, _BAD = r"^(?:ok|yes|ready|READY)\b", r"^(?:FAILED|no|NOT READY|refused|un
 _EVERY_SECONDS = 10.0  # between lines where standard error is no terminal
 
 
-def coloured(text: str, stream: TextIO) -> str:
+def coloured(text: str, stream: TextIO | None) -> str:
     """Returns the text with verdicts at the beginning of lines in green or red, if the stream is a terminal.
 
     The variable NO_COLOR (no-color.org) and a terminal called dumb turn colours off.
     """
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     for pattern, colour in ((_GOOD, _GREEN), (_BAD, _RED)):
         text = re.sub(pattern, lambda found, colour=colour: f"{colour}{found[0]}{_PLAIN}", text, flags=re.MULTILINE)  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_cp.errors import checked_integer
+from megatron_cp.errors import checked_flag, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
@@ -336,6 +336,7 @@ class Plan(Memo):
         `candidates` lists the chosen and the other candidates with their predicted times, and the notes.
         """
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
+        candidates = checked_flag("candidates", candidates)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
         scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"

@@ -192,7 +192,7 @@ def spelled(argument: str, value: Any) -> Any:
         >>> spelled("dtype", "bf16")
         'bfloat16'
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or value in working(argument):
         return value
     others = SYNONYMS.get(argument, {})
     known = {_plain(name): name for name in (*others.values(), *working(argument))} | others

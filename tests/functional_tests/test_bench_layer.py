@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.testing.parity import Case, draw
+from tests.commands import reported
 
 TINY = ["--device", "cpu", "--model", "tiny", "--tokens-per-rank", "32", "--documents", "3", "--repeats", "2"]
 WAYS = [*DIRECTIONS, "both"]
@@ -26,18 +27,14 @@ RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def found(tmp_path_factory):
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
-    with pytest.MonkeyPatch.context() as patch:
-        texts = []
-        patch.setattr("builtins.print", lambda text, **_: texts.append(text))
-        trace = tmp_path_factory.mktemp("traces") / "trace.json"
-        assert main(["bench", "layer", *TINY, "--json", "--profile", str(trace)]) == 0
-    return texts
+    trace = tmp_path_factory.mktemp("traces") / "trace.json"
+    return reported(["bench", "layer", *TINY, "--profile", str(trace)])
 
 
-def test_both_layers_are_measured_ratios_first(printed):
-    text, report = printed[0], json.loads(printed[-1])
+def test_both_layers_are_measured_ratios_first(found):
+    text, report = found
     assert list(report)[:3] == list(RATIOS)
     assert list(report["layers"]) == list(LAYERS)
     for name, layer in report["layers"].items():
@@ -59,8 +56,8 @@ def test_both_layers_are_measured_ratios_first(printed):
     assert (report["cp"], report["device"], report["layers"]["gdn"]["dtype"]) == (2, "cpu", "bfloat16")
 
 
-def test_a_trace_of_our_layer_is_written_for_each(printed):
-    text, report = printed[0], json.loads(printed[-1])
+def test_a_trace_of_our_layer_is_written_for_each(found):
+    text, report = found
     assert [path.rpartition("trace.")[2] for path in report["traces"].values()] == [f"{name}.json" for name in LAYERS]
     sections = {"gdn": "q,k,v,beta,alpha", "mamba": "x,B,C,dt"}
     for name, path in report["traces"].items():

@@ -311,7 +311,7 @@ def test_models_that_are_refused():
     ("options", "message"),
     [
         ({"text": "both"}, "text: got 'both'; allowed: split or held"),
-        ({"scheme": "ring"}, "scheme: got 'ring'"),
+        ({"scheme": "rong"}, "scheme: got 'rong'"),
         ({"text": "held", "scheme": "p2p"}, "scheme: got 'p2p'; allowed: a2a, where text is held"),
         ({"text": "held", "head_chunks": 2}, "head_chunks: got 2; allowed: 1, where text is held"),
     ],

@@ -223,8 +223,10 @@ CALLS = {
                     {"labels": torch.zeros(2, device="meta")}]}),
     "compare_calls": (cp.compare_calls, {"group": ThreadGroup.create(1)[0], "compare": True}, {
         "group": [None, *(value for value in NO_GROUP if not isinstance(value, ThreadGroup))], "compare": NO_FLAG}),
+    "Plan.explain": (PLANS["attention"].explain, {"candidates": True}, {
+        "item_size": [*NO_INTEGER, 0], "candidates": NO_FLAG}),
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), more, {"item_size": [*NO_INTEGER, 0]})
-       for name, more in (("explain", {}), ("bytes_sent", {"item_size": 2, "forward": True}),
+       for name, more in (("bytes_sent", {"item_size": 2, "forward": True}),
                           ("bytes_needed", {"item_size": 2, "forward": True}))},
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), {"rank": 0}, {"rank": [*NO_INTEGER, 1]})
        for name in ("heads_of", "groups_of")},

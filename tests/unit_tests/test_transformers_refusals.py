@@ -184,7 +184,7 @@ def test_rejects_outputs_of_the_configuration(llama, name):
 
 
 _OPTIONS = [
-    ("layout", "ring"), ("scheme", "ring"), ("linear_mode", "ring"), ("align", 0), ("transport", "ring"),
+    ("layout", "ring"), ("scheme", "rong"), ("linear_mode", "ring"), ("align", 0), ("transport", "ring"),
     ("codec", "fp3"), ("ulysses_degree", 0), ("head_chunks", 0), ("hardware", "abacus"),
 ]  # fmt: skip
 

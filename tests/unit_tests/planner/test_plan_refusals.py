@@ -98,7 +98,7 @@ REFUSED = [
     *(("head_chunks", f"got {chunks}; allowed: ", {"scheme": scheme, "head_chunks": chunks})
       for scheme, chunks in (("p2p", 2), ("exact", 0))),
     *(("mask", re.escape(f"got {mask!r}; allowed: "), {"mask": mask})
-      for mask in (Mask.causal(Packing([3, 5])), "causal")),
+      for mask in (Mask.causal(Packing([3, 5])), "casual", 3)),
 ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_choices_and_masks_are_those_of_their_slots():
     assert masks == ["strided"] * 12
     assert masked.with_mask("causal") == model
     rejects("mask: got 'strided:6'", model.with_mask, "strided:6")
-    rejects("scheme: got 'ring'", PRESETS["tiny"].slots, scheme="ring")
+    rejects("scheme: got 'rong'", PRESETS["tiny"].slots, scheme="rong")
     rejects("mode: got 'a2a'", PRESETS["tiny"].slots, mode="a2a")
     rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
 
