@@ -75,7 +75,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     }
     quiet = world is not None and world.rank != 0
     if args.report is not None and not quiet:
-        save_check(args, results, lines[-1])
+        save_check(args, results, lines[0])
     return Report("\n".join(lines), data, ok=passed, quiet=quiet)
 
 

@@ -19,7 +19,7 @@ def save_check(args: argparse.Namespace, results: Sequence[Parity], verdict: str
     Args:
         args: the command's options.
         results: the result of every case.
-        verdict: the last line of the command's text.
+        verdict: the first line of the command's text.
     """
     passed = all(result.passed for result in results)
     report = {

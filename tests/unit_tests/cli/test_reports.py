@@ -27,7 +27,7 @@ def test_check_saves_a_page_of_its_cases(tmp_path, capsys):
     shape = ["--lengths", "5,1,9", "--heads", "2", "--kv-heads", "1", "--head-dim", "4", "--scheme", "exact"]
     assert main(["check", "--cp", "2,3", *shape, "--report", str(target)]) == 0
     report = shown(target)
-    assert report["verdict"] == {"text": capsys.readouterr().out.splitlines()[-1], "ok": True}
+    assert report["verdict"] == {"text": capsys.readouterr().out.splitlines()[0], "ok": True}
     assert report["command"].startswith("megatron-cp check --cp 2,3 --lengths 5,1,9")
     schemes, cases = report["tables"]
     assert [row[:4] for row in schemes["rows"]] == [["exact", 2, 1, 0], ["exact", 3, 1, 0]]
