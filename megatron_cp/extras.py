@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import cache
 from importlib import import_module
@@ -32,7 +33,7 @@ def install(extra: str) -> str:
 def installed_version(package: str) -> tuple[int, ...] | None:
     """Returns the major and the minor version of a package, or None if it is not installed."""
     try:
-        return tuple(int(part) for part in version(package).split(".")[:2])
+        return tuple(map(int, re.findall(r"\d+", version(package))[:2]))  # 1.17rc1 is 1.17
     except PackageNotFoundError:
         return None
 

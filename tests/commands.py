@@ -12,8 +12,9 @@ from tests.limits import limit
 ROOT = Path(__file__).parents[1]
 
 
-def last_json(text):
-    return json.loads(text.strip().splitlines()[-1])
+def only_json(text):
+    """Returns the object that a command prints with --json, which is all that it prints."""
+    return json.loads(text)
 
 
 def command(*arguments, ranks=None, seconds=120, status=0):

@@ -262,7 +262,7 @@ def _tried(name: str, wheel: Path, folder: Path, *, compiled: bool) -> tuple[tup
     packages = json.loads(_uv(folder, "pip", "list", "--format", "json", "--python", inner).stdout)
     row = (
         str(len(packages)),
-        said.splitlines()[-1] if passed else "failed",
+        said.splitlines()[0] if passed else "failed",
         "passed" if pip else "failed",
         f"{sum(commands)} of {len(commands)}",
         f"{sum(imports)} of {len(imports)}",

@@ -21,6 +21,7 @@ from .parser import number as number
 from .parser import of_kind as of_kind
 from .parser import positive as positive
 from .parser import seconds as seconds
+from .parser import tokens as tokens
 from .parser import whole as whole
 from .paths import check_paths as check_paths
 from .report import Report as Report

@@ -45,9 +45,12 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     sizes = [size for size in asked if size not in not_run]
     progress = Progress("cases", len(cases), quiet=world is not None and world.rank != 0)
     results = []
-    for result in _on_torchrun(cases, world, args) if world else _on_local_ranks(cases, args):
-        results.append(result)
-        progress.step(f"cp={result.case.cp} {result.case.scheme}")
+    try:
+        for result in _on_torchrun(cases, world, args) if world else _on_local_ranks(cases, args):
+            results.append(result)
+            progress.step(f"cp={result.case.cp} {result.case.scheme}")
+    finally:
+        progress.clear()
     passed = all(result.passed for result in results)
     names = dict.fromkeys(name for result in results for name in result.errors)
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}

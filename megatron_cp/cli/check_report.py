@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_cp.cli.environment import command_line, environment, environment_facts
 from megatron_cp.page import save_page
+from megatron_cp.plan.describe import counted
 from megatron_cp.testing.parity import Parity
 
 
@@ -23,7 +24,7 @@ def save_check(args: argparse.Namespace, results: Sequence[Parity], verdict: str
     """
     passed = all(result.passed for result in results)
     report = {
-        "title": f"Check of {args.layer}, {len(results)} cases",
+        "title": f"Check of {args.layer}, {counted(len(results), 'case')}",
         "verdict": {"text": verdict, "ok": passed},
         "command": command_line(args),
         "environment": environment_facts(environment()),

@@ -21,8 +21,9 @@ _GIT_SECONDS = 10.0  # a checkout on a slow disk is left out
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """Returns the command as it was typed, quoted for a shell."""
-    return shlex.join(["megatron-cp", *args.words])
+    """Returns the command as it was typed, quoted for a shell, and the number of ranks that torchrun started."""
+    ranks = os.environ.get("WORLD_SIZE")
+    return shlex.join(["megatron-cp", *args.words]) + (f"  # under torchrun, {ranks} ranks" if ranks else "")
 
 
 def version_of(package: str) -> str | None:

@@ -26,7 +26,7 @@ _STATUS = (
     "exit status: 0 success, 1 a check or a rank failed, 2 the command was refused, 3 nothing fits the memory "
     "(plan --whole), 130 interrupted"
 )
-_NUMBERS = "numbers: 256k is 262144 and 1M is 1048576, since k is 1024 and M is 1024 * 1024"
+_NUMBERS = "numbers of tokens: 256k is 262144 and 1M is 1048576, since k is 1024 and M is 1024 * 1024"
 
 
 def command(name: str) -> Any:

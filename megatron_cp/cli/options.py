@@ -11,8 +11,8 @@ import numpy as np
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import (
     MAX_TOKENS,
+    document_tokens,
     flags,
-    integers,
     mask_name,
     natural,
     number,
@@ -21,6 +21,7 @@ from megatron_cp.cli.parser import (
     rows,
     scheme_or_mode,
     size,
+    tokens,
 )
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
@@ -183,7 +184,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
     """
     group = parser.add_argument_group("batch")
     group.add_argument(
-        "--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document, such as 130,256k"
+        "--lengths", type=document_tokens, metavar="N,N,...", help="tokens of each document, such as 130,256k"
     )
     group.add_argument(
         "--documents",
@@ -199,7 +200,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         help="with --documents: as train's --data-path, or default for the source files of Python's standard library"
         + (f" (default: {corpus})" if corpus else ""),
     )
-    group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
+    group.add_argument("--tokens-per-rank", type=tokens, metavar="N", help="scale the drawn lengths to N * cp tokens")
     group.add_argument(
         "--seed", type=natural, default=0, help="seed of drawn lengths, inputs and random layouts (default: 0)"
     )

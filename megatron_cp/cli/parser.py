@@ -23,7 +23,7 @@ class UsageError(Exception):
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps what comes after the options line by line, so that examples keep theirs."""
+    """A formatter of help texts that keeps the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -115,7 +115,17 @@ def size(text: str) -> int:
 
 def rows(text: str) -> int:
     """Parses tokens that fit a batch."""
-    return _integer(text, 1, MAX_TOKENS, "such as 16")
+    return _integer(text, 1, MAX_TOKENS, "such as 16", _scaled)
+
+
+def tokens(text: str) -> int:
+    """Parses a number of tokens from 1 that fits 63 bits, such as 256k."""
+    return _integer(text, 1, _LARGEST, "such as 4096 or 4k", _scaled)
+
+
+def document_tokens(text: str) -> list[int]:
+    """Parses the tokens of documents, separated by commas, such as 130,256k."""
+    return [_integer(part, 0, _LARGEST, "as in 7,1,130", _scaled) for part in text.split(",")]
 
 
 _UNITS = {
@@ -187,9 +197,9 @@ def seconds(text: str) -> float:
     return value
 
 
-def _integer(text: str, least: int, most: int, example: str) -> int:
+def _integer(text: str, least: int, most: int, example: str, parse: Callable[[str], int] = int) -> int:
     try:
-        value = _scaled(text)
+        value = parse(text)
     except ValueError:
         value = least - 1
     if not least <= value <= most:
@@ -220,7 +230,11 @@ def scheme_or_mode(text: str) -> str:
 
 def mask_name(text: str) -> str:
     """Parses the spelling of a mask, whose numbers may be such as 4k."""
-    return re.sub(r"[0-9]+[km]\b", lambda found: str(_scaled(found[0])), text.strip().lower())
+    plain = text.strip().lower()
+    try:
+        return re.sub(r"[0-9]+(?:\.[0-9]+)?[km]\b", lambda found: str(_scaled(found[0])), plain)
+    except ValueError:  # refused as it was typed, where masks are made
+        return plain
 
 
 # The command line's own names of options, and Megatron's names of the same ones: every command takes both.

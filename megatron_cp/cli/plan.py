@@ -122,8 +122,7 @@ def _compared(args: argparse.Namespace) -> Report:
     total = {cp: sum(report.data["predicted_ms"].values()) for cp, report in reports.items()}
     fastest, cheapest = min(total, key=lambda cp: total[cp]), min(total, key=lambda cp: total[cp] * cp)
     said = f"fastest: cp {fastest} by {reports[fastest].data['scheme']}, {total[fastest]:.3f} ms predicted"
-    of_ranks = f"{total[cheapest] * cheapest:.3f} ms of all ranks together"
-    lines.insert(0, f"{said}; least time of GPUs: cp {cheapest}, {of_ranks}")
+    lines.insert(0, f"{said}; least GPU time: cp {cheapest}, {total[cheapest] * cheapest:.3f} GPU-ms")
     for cp, report in reports.items():
         found, sent = report.data, report.data["bytes_sent_per_rank"]
         times = [found["predicted_ms"][direction] for direction in _BOTH]

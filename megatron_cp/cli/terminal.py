@@ -54,6 +54,11 @@ class Progress:
         if not self._is_terminal:
             print(text, file=sys.stderr, flush=True)
             return
-        last = self._done >= self._total
-        print("\r" + ("" if last else text).ljust(self._width) + "\r" * last, end="", file=sys.stderr, flush=True)
+        print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
         self._width = len(text)
+
+    def clear(self) -> None:
+        """Empties the terminal's line, for what is printed next."""
+        if self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            self._width = 0

@@ -134,7 +134,7 @@ def check_options(config: Any) -> None:
         remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
         raise ArgumentError("--cp-layout", AUTO, allowed, remedy)
     if config.cp_packed_order is not None:
-        require("packed_order", config.cp_packed_order, name="--cp-packed-order")
+        config.cp_packed_order = require("packed_order", config.cp_packed_order, name="--cp-packed-order")
 
 
 def scheme_name(cp_comm_type: str) -> str:

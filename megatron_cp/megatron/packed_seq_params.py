@@ -244,7 +244,7 @@ class Documents:
                 " was cut into chunks. megatron_cp.megatron.config.TransformerConfig takes it from these flags; in"
                 f" another configuration set cp_packed_order, or shard the batch with {_SHARD_BATCH}.",
             )
-        require("packed_order", order, name="--cp-packed-order")  # the attribute may have been set to any value
+        order = require("packed_order", order, name="--cp-packed-order")  # the attribute may have been set to any value
         whole = self.packing if order == "document" else Packing([self.packing.total])
         bad = whole.lengths[whole.lengths % (2 * cp_size) != 0]
         if bad.size:

@@ -227,11 +227,16 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "conv": "conv1d", "causalconv1d": "conv1d",
     },
     "codec": {"e4m3": "fp8"},
-    "transport": {"nccl": "collective", "gloo": "collective"},
     "dtype": {
         "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
         "fp64": "float64", "double": "float64",
     },
 }  # fmt: skip
 SYNONYMS["layer"] = {"softmax": "attention", **SYNONYMS["kind"]}
-_SUGGESTED = {"nodes": "--hosts", "relay": "redistribute", "e5m2": "fp8_e5m2"}  # former names, and what is not quite it
+_SUGGESTED = {
+    "nccl": "collective",
+    "gloo": "collective",
+    "nodes": "--hosts",
+    "relay": "redistribute",
+    "e5m2": "fp8_e5m2",
+}  # former names, and what is not quite it

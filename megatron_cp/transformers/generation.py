@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,6 +156,8 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
             if self.context_parallel.rank == 0:
                 try:
                     result = tool(*args, **named)
+                    result = result if isinstance(result, list) else str(result)  # as the trainer shows it to the model
+                    pickle.dumps(result)  # here, so that what cannot be sent is an error on every rank
                 except Exception as failure:  # which the trainer answers to the model
                     error = str(failure)
             result, error = self._of_first((result, error))

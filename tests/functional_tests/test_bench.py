@@ -15,7 +15,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
 from megatron_cp.planner.predict import machine
-from tests.commands import command, last_json, reported
+from tests.commands import command, only_json, reported
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -62,7 +62,7 @@ def test_every_scheme_that_runs_is_measured_and_the_others_say_why():
 @pytest.mark.thorough
 def test_processes_are_the_default_and_four_ranks_run_everything(capsys):
     assert main(["bench", "attention", "--cp", "4", *QUICK]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     check_report(report, list(schemes.SCHEMES))
     assert (report["cp"], report["device"], report["not_run"]) == (4, "cpu", {})
 
@@ -71,7 +71,7 @@ def test_one_scheme_with_its_options(capsys):
     options = ["--scheme", "exact", "--head-chunks", "1", "--mask", "window:9,0", "--dtype", "float64"]
     options += ["--kernel", "reference", "--learned-sink", "--layout", "contiguous"]
     assert main(["bench", "attention", "--ranks", "threads", *QUICK, *options]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     assert list(report["compute_over_ideal"]) == ["exact"]
     assert (report["cp"], report["kernel"]) == (2, "reference")
 
@@ -79,7 +79,7 @@ def test_one_scheme_with_its_options(capsys):
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = command("bench", "attention", "--scheme", "p2p", *QUICK, ranks=2)
-    check_report(last_json(run.stdout), ["p2p"])
+    check_report(only_json(run.stdout), ["p2p"])
     assert run.stdout.count("peak_bytes") == 1  # one rank prints
 
 
@@ -98,7 +98,7 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     arguments = ["bench", "planner", "--cp", "2", "--repeats", "1", "--tokens-per-rank", "64", "--layer", "gdn"]
     assert main([*arguments, "--ranks", "threads", "--calibrate", str(path), "--json"]) == 0
-    found = last_json(capsys.readouterr().out)
+    found = only_json(capsys.readouterr().out)
     assert [len(cell["ratio"]) for cell in found["cells"]] == [3, 3, 2]  # the last one as bench linear has it
     for cell in found["cells"]:
         assert set(cell["measured_ms"]) == set(cell["predicted_ms"])

@@ -14,7 +14,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case
-from tests.commands import command, last_json, reported
+from tests.commands import command, only_json, reported
 
 SHAPE = ["--device", "cpu", "--heads", "4", "--key-heads", "2", "--head-dim", "16", "--repeats", "2"]
 SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5", "--json"]
@@ -37,7 +37,7 @@ def printed():
 
 @pytest.fixture(scope="module")
 def report(printed):
-    return last_json(printed[-1])
+    return only_json(printed[-1])
 
 
 def is_spread(value):
@@ -135,7 +135,7 @@ def test_torchrun_brings_its_ranks():
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     options = [*SHAPE, "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3", "--json"]
     run = command("bench", "exchange", *options, ranks=2)
-    report = last_json(run.stdout)
+    report = only_json(run.stdout)
     assert is_spread(report["cells"][0]["megatron_over_ours"]["inbound, zigzag, with the gate"]["both"])
     assert report["cp"] == 2
     assert run.stdout.count('"pack_over_copy"') == 1  # one rank prints

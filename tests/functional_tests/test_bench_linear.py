@@ -14,7 +14,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
-from tests.commands import command, last_json, reported
+from tests.commands import command, only_json, reported
 
 QUICK = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--repeats", "1", "--json"]
 HEADS = {
@@ -70,12 +70,12 @@ def test_every_layer_is_measured(layer):
 def test_what_is_planned_is_sent_in_other_layouts_too(dtype, capsys):
     options = ["--layer", "kda", *HEADS["kda"], "--cp", "3", "--layout", "zigzag", "--align", "4", "--dtype", dtype]
     assert main(["bench", "linear", "--ranks", "threads", *options, *QUICK]) == 0  # one rank has no head
-    check_report(last_json(capsys.readouterr().out))
+    check_report(only_json(capsys.readouterr().out))
 
 
 def test_processes_are_the_default(capsys):
     assert main(["bench", "linear", "--layer", "mamba", *HEADS["mamba"], *QUICK]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     check_report(report)
     assert (report["cp"], report["device"]) == (2, "cpu")
 
@@ -83,7 +83,7 @@ def test_processes_are_the_default(capsys):
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = command("bench", "linear", "--layer", "conv1d", *QUICK, ranks=2)
-    check_report(last_json(run.stdout))
+    check_report(only_json(run.stdout))
     assert run.stdout.count("chunkwise_over_plain") == 1  # one rank prints
 
 
@@ -91,7 +91,7 @@ def test_torchrun_brings_its_ranks():
 def test_a_middle_segment_costs_little_more_than_a_document(capsys):
     options = ["--device", "cpu", "--tokens-per-rank", "512", "--head-dim", "64", "--repeats", "3", "--json"]
     assert main(["bench", "linear", "--ranks", "threads", *options]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     middle, few = (report["chunkwise_over_plain"][name]["both"]["median"] for name in ("middle", "few"))
     assert (
         middle < 3
@@ -106,7 +106,7 @@ def test_runs_without_megatron_and_says_where_its_rule_differs(capsys, monkeypat
     assert "megatron-core's rule differs from ours by" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "megatron_cp.apps.bench.peers.delta_rule", None)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     assert report["megatron_over_ours"] is None
     assert list(report["not_run"]) == ["megatron-core"]
 
@@ -206,4 +206,4 @@ def test_pieces_cover_the_tokens(tokens):
 def test_few_tokens_are_enough(tokens, capsys):
     options = ["--layer", "mamba", *HEADS["mamba"], "--device", "cpu", "--lengths", tokens, "--repeats", "1"]
     assert main(["bench", "linear", "--ranks", "threads", "--json", *options]) == 0
-    assert last_json(capsys.readouterr().out)["lengths"] == [int(tokens)]
+    assert only_json(capsys.readouterr().out)["lengths"] == [int(tokens)]

@@ -18,7 +18,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.transport import TRANSPORTS, Transport
 from megatron_cp.testing.parity import Case, draw
-from tests.commands import command, last_json, reported
+from tests.commands import command, only_json, reported
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_everything_is_measured_between_threads():
 
 def test_local_runs_have_several_sizes(capsys):
     assert main(["bench", "wire", "--ranks", "threads", "--only", "transports", "--hosts", "3", *TINY]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     check_transports(report, ["3", "4", "5", "8"])
     assert (report["cp"], report["hosts"]) == (4, [0, 0, 1, 2])
     assert set(report["pairwise_over_rounds_in_flight"]["8"]) == {"1", "2", "7"}
@@ -110,7 +110,7 @@ def test_parts_by_another_transport_with_other_options(capsys):
     options = ["--only", "overlap,codecs", "--transport", "hierarchical", "--codec", "fp8_e5m2", "--layer", "attention"]
     options += ["--heads", "8", "--kv-heads", "4", "--head-chunks", "2", "--cp", "2", "--dtype", "float32"]
     assert main(["bench", "wire", "--ranks", "threads", *options, *TINY]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     check_overlap(report, ["attention"], ["1", "2"])
     assert list(report["codecs_ms"]) == ["none", "fp8_e5m2"]
     # 4 + 2 + 2 heads of 16 + 4 bytes
@@ -124,7 +124,7 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
         "--only", "codecs", "--cp", "2", "--tokens-per-rank", "16", "--repeats", "1", "--device", "cpu", "--json",
     ]  # fmt: skip
     assert main(["bench", "wire", "--ranks", "threads", *options]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     assert report["fp8_byte_ratio"]["1"] == pytest.approx(256 / 132, rel=0.001)
     assert report["int8_byte_ratio"] == report["fp8_byte_ratio"]
 
@@ -132,7 +132,7 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = command("bench", "wire", "--only", "transports,codecs", *TINY, ranks=2)
-    report = last_json(run.stdout)
+    report = only_json(run.stdout)
     check_transports(report, ["2"])
     check_codecs(report, ["1", "4"])
     assert report["hosts"] == [0, 1]  # made up, where there is but one
@@ -152,7 +152,7 @@ def test_hosts_are_those_of_the_cluster():
         capture_output=True, text=True, timeout=limit(120), cwd=ROOT, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    report = last_json(run.stdout)
+    report = only_json(run.stdout)
     check_transports(report, ["3"])
     assert report["hosts"] == [0, 0, 1]
 

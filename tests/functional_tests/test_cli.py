@@ -14,7 +14,7 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
-from tests.commands import command, last_json, reported
+from tests.commands import command, only_json, reported
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -56,7 +56,7 @@ def test_json_is_one_object_and_nothing_else(command, capsys):
 def test_check_passes_bitwise_forward(layer, layout, capsys):
     options = ["--cp", "2,3,4,5,8", "--layout", layout, "--dtype", "float64", "--json"]
     assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0
-    report = last_json(capsys.readouterr().out)
+    report = only_json(capsys.readouterr().out)
     assert report["pass"] is True
     assert report["bitwise_forward"] is True
     assert report["cases"] == 5
@@ -79,7 +79,7 @@ def test_check_runs_every_mode_of_a_linear_layer_and_draws_documents(capsys):
     assert report["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
     assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["cases"] == 1
+    assert only_json(capsys.readouterr().out)["cases"] == 1
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
@@ -97,10 +97,10 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme):
 
 def test_plan_counts_pad_tokens_and_bytes(capsys):
     assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
+    assert only_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
     assert main(["plan", *shape, "--lengths", str(8 * 32768), "--json"]) == 0
-    sent = last_json(capsys.readouterr().out)["bytes_sent_per_rank"]
+    sent = only_json(capsys.readouterr().out)["bytes_sent_per_rank"]
     assert max(*sent["forward"], *sent["backward"]) <= 30 * 2**20
 
 
@@ -147,9 +147,9 @@ def test_check_fails_where_one_of_the_sizes_fails(capsys, monkeypatch):
 
     monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
     assert main(["check", "--cp", "2", "--lengths", "3", "--json"]) == 1
-    assert last_json(capsys.readouterr().out)["pass"] is False
+    assert only_json(capsys.readouterr().out)["pass"] is False
     assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
-    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
+    assert only_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_plan_reports_every_key(tmp_path):
@@ -247,7 +247,7 @@ def test_doctor_says_no_to_megatron_where_it_is_not_installed(capsys, monkeypatc
         if hidden:
             monkeypatch.setitem(sys.modules, "megatron", None)
         assert main(["doctor", "--json"]) == 0
-        found = last_json(capsys.readouterr().out)["capabilities"]
+        found = only_json(capsys.readouterr().out)["capabilities"]
         rows[hidden] = {row["feature"]: row for row in found if row["feature"].startswith("megatron ")}
     assert rows[False].keys() == rows[True].keys()
     assert any(row["works"] for row in rows[False].values())
@@ -268,7 +268,7 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
     assert main(["plan", "--cp", "3", "--mask", mask, *lengths]) == 0
     assert f", {mask} in each document" in capsys.readouterr().out
     assert main(["check", "--cp", "3,5", "--mask", mask, "--scheme", "exact", *lengths, "--json"]) == 0
-    assert last_json(capsys.readouterr().out)["pass"]
+    assert only_json(capsys.readouterr().out)["pass"]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_the_package_runs_as_a_module():
 def test_check_runs_under_torchrun(layer):
     job = ["--layer", layer, *BATCH, *SHAPE[layer], "--cp", "2,3,4", "--layout", "random", "--json"]
     run = command("check", *job, ranks=3)
-    report = last_json(run.stdout)
+    report = only_json(run.stdout)
     assert report["pass"]
     assert report["bitwise_forward"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
-from tests.commands import last_json, run_module
+from tests.commands import run_module
 from tests.linear_oracle import conv_errors, rule_errors
 from tests.shared import once, selected
 
@@ -64,7 +64,9 @@ def measured(request, tmp_path_factory):
     """Returns the errors of each case of an operation, by which cases they are; all of a kind in one process."""
 
     def run(which):
-        return last_json(run_module("tests.functional_tests.test_fla_kernels", which, TRITON_INTERPRET="1"))
+        return json.loads(
+            run_module("tests.functional_tests.test_fla_kernels", which, TRITON_INTERPRET="1").splitlines()[-1]
+        )
 
     chosen = selected(request, test_matches_the_oracle_forward_and_backward)
     kinds = sorted({case["which"] for case in chosen})

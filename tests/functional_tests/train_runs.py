@@ -65,7 +65,7 @@ def report_of(out):
     def no_number(name):
         raise AssertionError(f"{name} is not JSON")
 
-    return json.loads(out.strip().splitlines()[-1], parse_constant=no_number)
+    return json.loads(out, parse_constant=no_number)
 
 
 def metrics_of(folder):

@@ -48,6 +48,7 @@ ELSEWHERE = [
     ("docs/transformers.md", "ContextParallelTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/transformers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers-upstream.md", "CP_BACKENDS", "functional_tests/test_transformers_upstream.py"),
     ("docs/megatron-bridge.md", "def ", "functional_tests/test_megatron_bridge.py"),
 ]
@@ -78,7 +79,6 @@ NOT_RUN = [
         "fully_shard",
         "FSDP2 needs processes; examples/fsdp2_hybrid.py has these lines",
     ),
-    ("docs/transformers.md", "GRPOConfig(", "wants a GPU; functional_tests/test_transformers_generation.py trains so"),
     ("docs/decisions/package.md", "torch.compile", "shows a fault of torch that a later torch need not have"),
 ]
 

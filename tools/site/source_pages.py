@@ -85,6 +85,6 @@ def opening(path: Path) -> str:
 
 
 def setup(app: Sphinx) -> None:
-    """Connects both."""
+    """Adds the pages of source files, and the links to them, to a build."""
     app.connect("doctree-read", link_to_sources)
     app.connect("html-collect-pages", pages)

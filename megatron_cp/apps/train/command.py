@@ -44,6 +44,7 @@ from megatron_cp.cli import (
     megatron_is_installed,
     number,
     of_kind,
+    tokens,
     whole,
 )
 from megatron_cp.errors import ArgumentError
@@ -76,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["action"] = argparse.BooleanOptionalAction
         elif details.get("type") is int:
             details["type"] = whole
+        elif entry.name == "seq_length":
+            details["type"] = tokens
         elif entry.name in _SPELLED:
             details["type"] = of_kind(_SPELLED[entry.name])
         elif "nargs" not in details:
@@ -244,13 +247,12 @@ def _finished(
         folder, options, command_line(args), record.environment, label, entries, theirs, data | shown,
         (verdict, is_good), limits(options) if args.compare else {},
     )  # fmt: skip
-    ok = agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
     record.say("\n".join(lines))
     record.ended(data)
     lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
-    return Report("\n".join(lines), data, ok)
+    return Report("\n".join(lines), data, is_good)
 
 
 def _held_out(summary: dict[str, Any]) -> str:

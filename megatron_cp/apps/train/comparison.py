@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def compared(
     gradients = compare_gradients([kept / name for name in names], [kept / REFERENCE / name for name in names])
     losses, held_out = ((of(ours), of(theirs)) for of in (losses_of, validation_of))
     loss_diff, validation_diff = _furthest(*losses), _furthest(*held_out)
+    loss_diff = math.nan if loss_diff is None else loss_diff  # no step in common agrees with nothing
     lines = [
         f"max_loss_diff {loss_diff:.3g} over {len(losses[0].keys() & losses[1].keys())} steps, first_step_grad_diff "
         f"{gradients.error:.3g}",

@@ -300,7 +300,7 @@ class _Batches:
                 save_picture(plans, path)
 
     def layers(self) -> list[dict[str, Any]]:
-        """Returns the same for the run's page."""
+        """Describes the plan of each kind of layer, for the run's page."""
         return [_layer(plan, 2 if self._options.bf16 else 4) for plan in (self._shown.plans if self._shown else [])]
 
 

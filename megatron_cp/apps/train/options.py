@@ -221,13 +221,13 @@ class TrainingOptions:
     def _check_names(self) -> None:
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
-        require("layout", self.cp_layout, name="cp_layout")
-        require("mode", self.linear_cp_mode, name="linear_cp_mode")
-        require("transport", self.cp_transport, name="cp_transport")
-        require("codec", self.cp_codec, name="cp_codec")
+        named = {"cp_layout": "layout", "linear_cp_mode": "mode", "cp_transport": "transport", "cp_codec": "codec"}
+        spelled = {name: require(kind, getattr(self, name), name=name) for name, kind in named.items()}
+        schemes = tuple(require("scheme", scheme, name="cp_comm_type") for scheme in self.cp_comm_type)
+        for name, value in {**spelled, "cp_comm_type": schemes}.items():
+            object.__setattr__(self, name, value)  # the table's spelling, by which all else asks
         machine(self.cp_hardware, argument="cp_hardware")
-        for scheme in self.cp_comm_type:
-            require("scheme", scheme, name="cp_comm_type")
+        for scheme in schemes:
             self._check_scheme(scheme)
 
     def _check_together(self) -> None:

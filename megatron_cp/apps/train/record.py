@@ -137,7 +137,7 @@ def _numbers(
         )
         if data.get(name) is not None
     ]  # fmt: skip
-    bad = [[place, 1] for place, (_, value, limit) in enumerate(rows) if limit is not None and value > limit]
+    bad = [[place, 1] for place, (_, value, limit) in enumerate(rows) if limit is not None and not value <= limit]
     text = f"Differences are between {label} and CP=1." if reference is not None else ""
     return {"title": "Numbers", "text": text, "columns": ["", label, "limit"], "rows": rows, "bad": bad}
 

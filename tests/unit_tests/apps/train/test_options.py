@@ -48,6 +48,12 @@ def test_allows_zero(name):
     TrainingOptions(**{name: 0}).check()
 
 
+def test_other_spellings_are_replaced_by_the_tables():
+    options = TrainingOptions(cp_comm_type=("ring", "Ulysses"), cp_codec="FP8", cp_layout="zig-zag")
+    options.check()
+    assert (options.cp_comm_type, options.cp_codec, options.cp_layout) == (("p2p", "a2a"), "fp8", "zigzag")
+
+
 @pytest.mark.parametrize("scheme", ["tiled", "a2a+tiled", "auto"])
 def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
     cache = str(tmp_path / "kept")

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.layout import Packing
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
@@ -41,7 +42,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_unaligned,
     refuse_unsupported,
 )
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from megatron_cp.megatron.packed_seq_params import Documents, PlannedSeqParams
 from tests.refusals import rejects
 
 
@@ -234,6 +235,7 @@ ORDERS = (
     ({"dataloader_inter_document_masking": True}, "pack"),
     ({"dataloader_inter_document_masking": True, "sft": True}, "document"),  # as Megatron's get_batch decides
     ({"dataloader_inter_document_masking": True, "cp_packed_order": "document"}, "document"),
+    ({"dataloader_inter_document_masking": True, "cp_packed_order": "Document"}, "document"),
 )
 
 
@@ -397,3 +399,8 @@ def with_latent_options(**options):
 def test_rejects(flag, given, make, options):
     with refused(flag, given):
         make(**options)
+
+
+def test_an_order_in_another_spelling_is_that_order():
+    documents = Documents(Packing([8, 16, 8]))
+    assert documents.layout(2, "Document") == documents.layout(2, "document") != documents.layout(2, "pack")
