@@ -10,14 +10,13 @@ from megatron_cp.apps.bench.contenders import LOOP, ours
 from megatron_cp.apps.bench.local_part import DIRECTIONS, local_work
 from megatron_cp.apps.bench.peer_limits import MEGATRON, aligned_lengths
 from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, GATES, LAYOUTS, SENT, Batch
-from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case
 from tests.commands import command, only_json, reported
 
 SHAPE = ["--device", "cpu", "--heads", "4", "--key-heads", "2", "--head-dim", "16", "--repeats", "2"]
-SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5", "--json"]
+SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5"]
 RATIOS = ("pack_over_copy", "unpack_over_copy", "megatron_pack_over_copy", "megatron_unpack_over_copy")
 EXCHANGED = ("loop_over_ours", "megatron_over_ours")
 PASSES = {"zigzag": 2, "contiguous": 1}
@@ -28,16 +27,12 @@ CASE = Case("gdn", 2, (12, 28, 40), heads=4, scheme="headwise", dtype=torch.bflo
 @pytest.fixture(scope="module")
 def printed():
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
-    with pytest.MonkeyPatch.context() as patch:
-        texts = []
-        patch.setattr("builtins.print", lambda text, **_: texts.append(text))
-        assert main(["bench", "exchange", *SMALL]) == 0
-    return texts
+    return reported(["bench", "exchange", *SMALL])
 
 
 @pytest.fixture(scope="module")
 def report(printed):
-    return only_json(printed[-1])
+    return printed[1]
 
 
 def is_spread(value):

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,11 +52,14 @@ def test_the_page_has_these_lines():
 
 
 def launched(line, folder):
-    """Returns what a line prints in a folder."""
+    """Returns what a line prints in a folder; torchrun takes a port that is free, and not the same for all tests."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     found = subprocess.run(
         line.split(), cwd=folder, capture_output=True, text=True, timeout=limit(120), check=False,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "CUDA_VISIBLE_DEVICES": "",
+             "PET_MASTER_PORT": str(port)},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout

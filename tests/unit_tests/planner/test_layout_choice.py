@@ -163,3 +163,10 @@ def test_tiles_are_assigned_in_each_layout():
     for price in choice.prices:
         layout = layout_by_name(price.name, cp.Packing([1024]), 4)
         assert price.milliseconds == pytest.approx(priced(layer.plan(layout), H100, H100.topology(4)).total)
+
+
+def test_balanced_is_made_for_masks_of_other_keys_too():
+    packing, keys = cp.Packing([9, 1, 30]), cp.Packing([4, 12, 2])
+    for mask in (cp.Mask.causal(packing, keys), cp.Mask.full(packing, keys)):
+        assert layout_by_name("balanced", packing, 3, mask=mask) == cp.Layout.balanced(packing, 3, mask=mask)
+    rejects("mask: .*over another packing", layout_by_name, "balanced", keys, 3, mask=cp.Mask.causal(packing, keys))
