@@ -264,9 +264,7 @@ class Attend(Memo):
     @property
     def needed(self) -> Fetch:
         """The flow that sends each KV rank the keys that its queries see, and no others."""
-        description = (
-            f"the keys that own queries see, of {self.num_kv_ranks} ranks, in {self.head_chunks} chunks of heads"
-        )
+        description = f"the keys that own queries see, of {self.num_kv_ranks} ranks, {_in_chunks(self.head_chunks)}"
         return self.memo(("needed",), lambda: Fetch(self.keys, self._seen.keys, description))
 
     @property
@@ -338,6 +336,10 @@ class Attend(Memo):
 # -- how keys travel -------------------------------------------------------------------------------------------------
 
 
+def _in_chunks(count: int) -> str:
+    return f"in {count} {'chunk' if count == 1 else 'chunks'} of heads"
+
+
 def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
     """Passes blocks of keys from rank to rank; their gradients follow one stage behind and end at the owner."""
     return tuple(
@@ -348,7 +350,7 @@ def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
 
 def _gather_all(step: Attend, _: bool) -> tuple[Stage, ...]:
     everything = np.array([0]), np.array([step.keys.packing.total])
-    description = f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+    description = f"all keys gathered from {step.num_kv_ranks} ranks, {_in_chunks(step.head_chunks)}"
     fetch = Fetch(step.keys, lambda _: everything, description, equal_shares=True)
     return (Stage(0, fetch, Return(fetch)),)
 
@@ -374,7 +376,7 @@ def _stages_of_tiles(
     step: Attend, tiles: AssignedTiles, rounds: int, directions: tuple[bool, bool]
 ) -> Iterator[Stage]:  # fmt: skip
     yield Stage(0, None, None, local=tiles, directions=directions)
-    description = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+    description = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, {_in_chunks(step.head_chunks)}"
     for number, part in enumerate(tiles.parts(rounds), start=1):
         keys = Fetch(step.keys, part.wanted_keys, description)
         remote_queries = (
