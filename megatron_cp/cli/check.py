@@ -10,7 +10,6 @@ from megatron_cp.cli.parser import cp_sizes, flags, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 
-HELP = "compare one layer at CP=N with CP=1: outputs and every gradient"
 EXAMPLES = (
     "check --cp 2,3 --layer gdn",
     "check --all --cp 4 --mask window:128",

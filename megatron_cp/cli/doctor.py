@@ -21,7 +21,6 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.versions import ADAPTERS, PACKAGES, adapter_tested, outside, table, tested
 
-HELP = "versions, kernels found, devices, and what works here"
 EXAMPLES = (
     "doctor",
     "doctor --megatron --context-parallel-size 4 --num-layers 8 --calculate-per-token-loss",

@@ -8,17 +8,23 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from megatron_cp import __version__
-from megatron_cp.cli import check, doctor, plan
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import Parser, UsageError, as_flag
 from megatron_cp.cli.report import Report
 from megatron_cp.cli.terminal import coloured
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
-COMMANDS = ("train", "check", "plan", "bench", "doctor")
+COMMANDS = {
+    "train": "train a Megatron model with context parallelism on packed documents",
+    "check": "compare one layer at CP=N with CP=1: outputs and every gradient",
+    "plan": "explain a plan: who owns what, transfers and balance",
+    "bench": "measure a layer: local work, waits, memory and bytes, each over its limit",
+    "doctor": "versions, kernels found, devices, and what works here",
+}
 
 _JSON = "print one JSON object on standard output instead of the text"
 
@@ -31,8 +37,8 @@ _NUMBERS = "numbers of tokens: 256k is 262144 and 1M is 1048576, since k is 1024
 
 def command(name: str) -> Any:
     """Returns a command's module. Importing it is cheap: it imports torch and the like only when the command runs."""
-    library = {"check": check, "plan": plan, "doctor": doctor}
-    return library[name] if name in library else application(f"{name}.command")
+    in_library = name in ("check", "plan", "doctor")
+    return import_module(f"megatron_cp.cli.{name}") if in_library else application(f"{name}.command")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,10 +65,13 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name in COMMANDS:
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, purpose in COMMANDS.items():
+        sub = commands.add_parser(name, help=purpose, description=purpose)
+        if name != chosen:  # whose options take a second to import
+            continue
         module = command(name)
-        epilog = f"{_examples(*module.EXAMPLES)}\n\n{_NUMBERS}"
-        sub = commands.add_parser(name, help=module.HELP, description=module.HELP, epilog=epilog)
+        sub.epilog = f"{_examples(*module.EXAMPLES)}\n\n{_NUMBERS}"
         sub.add_argument("--json", action="store_true", help=_JSON)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -40,7 +40,6 @@ from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 
-HELP = "explain a plan: who owns what, transfers and balance"
 EXAMPLES = (
     "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
     "plan --whole --model qwen3-next --cp 8,16 --gpu h100 --lengths 256k",

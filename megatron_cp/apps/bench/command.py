@@ -26,7 +26,6 @@ from megatron_cp.errors import ArgumentError
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
-HELP = "measure a layer: local work, waits, memory and bytes, each over its limit"
 EXAMPLES = (
     "bench layer --layer gdn --cp 2",
     "bench wire --only transports --json",

@@ -54,7 +54,6 @@ from megatron_cp.testing import CODEC_TOLERANCES
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
-HELP = "train a Megatron model with context parallelism on packed documents"
 EXAMPLES = (
     "train --cp 2 --train-iters 20 --run-dir runs/first",
     "train --resume runs/first --cp 3 --train-iters 40",
