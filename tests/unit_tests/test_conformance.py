@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributed
 
+from tests.limits import limit
 from tools.conformance import page
 from tools.conformance.cells import Cell, all_cells, unavailable
 from tools.conformance.judge import ABSENT, BOUND, Outcome, in_order, over_ranks, relative, run_cell
@@ -59,7 +60,7 @@ def without_flash(rank, ranks):
     ],
 )  # fmt: skip
 def test_cells_are_judged(compare, name, words):
-    outcome = run_cell(compare, 2, 5.0)
+    outcome = run_cell(compare, 2, 5.0 if compare is hanging else limit(60))  # a busy machine is no hang
     assert outcome.name == name
     assert words in outcome.words
     assert not distributed.is_initialized()
