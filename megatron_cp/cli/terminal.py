@@ -21,7 +21,7 @@ def coloured(text: str, stream: TextIO | None) -> str:
     if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     for pattern, colour in ((_GOOD, _GREEN), (_BAD, _RED)):
-        text = re.sub(pattern, lambda found, colour=colour: f"{colour}{found[0]}{_PLAIN}", text, flags=re.MULTILINE)  # type: ignore[misc]
+        text = re.sub(pattern, rf"{colour}\g<0>{_PLAIN}", text, flags=re.MULTILINE)
     return text
 
 

@@ -80,9 +80,12 @@ class AttentionSpec:
     def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
         """Plans the layer over a layout; `lengths` are those of the documents without pads, see `BatchPlan`."""
         _check_layout(layout)
-        mask = mask_over(layout.packing, self.mask)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        options["mask"] = mask if lengths is None else mask.unpadded(lengths)
+        if lengths is not None and is_mask_function(self.mask):  # which shall not take pads for tokens
+            options["mask"] = mask_over(Packing(lengths), self.mask).padded(layout.packing)
+        else:
+            mask = mask_over(layout.packing, self.mask)
+            options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, Union
+from typing import TypeAlias, TypeGuard, Union
 
 import numpy as np
 
@@ -44,14 +44,14 @@ def mask_over(packing: Packing, mask: MaskLike, kv_packing: Packing | None = Non
     """
     if isinstance(mask, str):
         return Mask.named(packing, mask, kv_packing)
-    made = mask if not is_mask_function(mask) else mask(packing)  # type: ignore[operator]
+    made = mask(packing) if is_mask_function(mask) else mask
     if isinstance(made, Mask) and (made.packing, made.kv_packing) == (packing, kv_packing or packing):
         return made
     shown = made if made is mask else f"a function that returns {made!r}"
     raise ArgumentError("mask", shown, MASKS_ALLOWED, MASKS_REMEDY if isinstance(made, Mask) else "")
 
 
-def is_mask_function(mask: object) -> bool:
+def is_mask_function(mask: object) -> TypeGuard[Callable[[Packing], Mask]]:
     """Returns True if a mask is given by a function; a class is none."""
     return callable(mask) and not isinstance(mask, type)
 

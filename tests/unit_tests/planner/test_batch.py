@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from megatron_cp.errors import ArgumentError, PlanMismatchError
@@ -183,6 +184,23 @@ def causal_but_for_the_first(packing):
     starts, ends = packing.cu_seqlens[:-1], packing.cu_seqlens[1:]
     slices = [(s, e, s, e, "causal") for s, e in zip(starts, ends, strict=True) if e > s]
     return Mask.from_slices(packing, [*slices, *((s, s + 1, s, e, "full") for s, e, *_ in slices)])
+
+
+def whole_for_the_last(packing):
+    """Returns a mask in which the last token of each document sees all of it, and the others themselves."""
+    spans = list(packing.spans())
+    alone = [(token, token + 1, token, token + 1, "full") for token in range(packing.total)]
+    return Mask.from_slices(packing, [*alone, *((end - 1, end, start, end, "full") for start, end in spans)])
+
+
+def test_a_function_takes_no_pads_for_tokens():
+    lengths = [5, 1, 0, 100, 2]
+    mask = dataclasses.replace(ATTENTION, mask=whole_for_the_last).plan(LAYOUT, lengths).mask
+    seen = np.split(mask.seen, PACKING.cu_seqlens[1:-1])
+    for length, whole, found in zip(lengths, PACKING.lengths, seen, strict=True):
+        assert found.tolist() == ([1] * (length - 1) + [length] if length else []) + [0] * (whole - length)
+    assert mask != whole_for_the_last(PACKING).unpadded(lengths)  # whose last tokens are pads
+    rejects("packing: .*at least", dataclasses.replace(ATTENTION, mask=whole_for_the_last).plan, LAYOUT, [999] * 5)
 
 
 def test_a_mask_is_a_name_a_mask_or_a_function_of_the_packing_everywhere():
