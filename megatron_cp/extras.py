@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -36,21 +35,6 @@ def installed_version(package: str) -> tuple[int, ...] | None:
         return tuple(map(int, re.findall(r"\d+", version(package))[:2]))  # 1.17rc1 is 1.17
     except PackageNotFoundError:
         return None
-
-
-def warn_if_untested(requirement: str) -> None:
-    """Warns if a package is installed in another version than the tested one; the last number does not count.
-
-    Adapters override methods that a framework may rename, and that none of its versions promises.
-
-    Args:
-        requirement: the package and the version that was tested, such as "verl==0.9.1".
-    """
-    package, _, version = requirement.partition("==")
-    found, tested = installed_version(package), tuple(int(part) for part in version.split(".")[:2])
-    if found not in (None, tested):
-        text = f"megatron_cp was tested with {requirement}, and {package} {'.'.join(map(str, found))} is installed"
-        warnings.warn(f"{text}: compare a step with one rank before you train; see docs/hosts.md", stacklevel=3)
 
 
 @cache

@@ -6,12 +6,14 @@ find is refused by that feature. No torch in here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,21 @@ def adapter_tested(package: str, version: str) -> str:
     if _release(oldest) <= _release(version) <= _release(newest):
         return "tested"
     return f"untested: only {oldest}" + (f" to {newest}" if oldest != newest else "")
+
+
+def warn_if_framework_untested(package: str) -> None:
+    """Warns if a framework is installed in another version than its adapter was tested with.
+
+    Adapters override methods that a framework may rename, and that none of its versions promises.
+
+    Args:
+        package: one of `ADAPTERS`.
+    """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found = metadata.version(package)
+        if adapter_tested(package, found) != "tested":
+            text = f"megatron_cp was tested with {package} {ADAPTERS[package]}, and {found} is installed"
+            warnings.warn(f"{text}: compare a step with one rank before you train; see docs/hosts.md", stacklevel=3)
 
 
 def warn_if_untested(**packages: str) -> None:

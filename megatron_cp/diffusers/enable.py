@@ -25,10 +25,10 @@ from megatron_cp.executor.agreement import agree_on_inputs
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.extras import warn_if_untested
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.versions import warn_if_framework_untested
 
 _Value = TypeVar("_Value")
 _RANKS = "_cp_ranks"  # an attribute of models that are enabled
@@ -67,7 +67,7 @@ def enable_context_parallel(
     Raises:
         ArgumentError: a model of another class or setting, or one that is enabled already.
     """
-    warn_if_untested("diffusers==0.42.1")  # whose processors are answered
+    warn_if_framework_untested("diffusers")  # whose processors are answered
     models = _models_of(model)
     families = [family_of(each) for each in models]
     if any(hasattr(each, _RANKS) for each in models):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from megatron_cp.extras import warn_if_untested
+from megatron_cp.versions import ADAPTERS, warn_if_framework_untested
 
 
-def require(module: str, requirement: str) -> None:
+def require(module: str, package: str) -> None:
     """Raises `ModuleNotFoundError` with a remedy if a framework is not installed, and warns of an untested version.
 
     An adapter overrides methods that its framework may rename, and that no version promises. The last number of a
@@ -16,9 +16,9 @@ def require(module: str, requirement: str) -> None:
 
     Args:
         module: the framework's module.
-        requirement: what to install, in the version with which the adapter was tested, such as "verl==0.9.1".
+        package: its name for pip, one of `versions.ADAPTERS`.
     """
     if module not in sys.modules and find_spec(module) is None:
-        said = f"{module} is not installed; pip install {requirement}: see docs/hosts.md"
+        said = f"{module} is not installed; pip install {package}=={ADAPTERS[package]}: see docs/hosts.md"
         raise ModuleNotFoundError(said, name=module)
-    warn_if_untested(requirement)
+    warn_if_framework_untested(package)

@@ -71,7 +71,7 @@ def own_batches(model: Any, group: Group, **cp_options: Any) -> ContextParallel:
         ArgumentError: a model with context parallelism or a backend of Automodel's own, or that
             `enable_context_parallel` refuses. In a step: other ranks, tensor parallelism, or a batch that is not known.
     """
-    require("nemo_automodel", "nemo-automodel==0.7.0")
+    require("nemo_automodel", "nemo-automodel")
     from nemo_automodel._transformers.capabilities import attach_capabilities_and_validate
 
     for name in ("backend", "prepare_model_inputs_for_cp"):

@@ -47,7 +47,7 @@ def register(cp_size: int | None = None, **options: Any) -> None:
         ArgumentError: when a job starts: another stage, packing that does not keep documents apart, or an argument of
             LlamaFactory that computes something else.
     """
-    require("llamafactory", "llamafactory==0.9.5")
+    require("llamafactory", "llamafactory")
     from llamafactory.hparams import get_train_args
     from llamafactory.train import tuner
     from llamafactory.train.pt import workflow as pretraining

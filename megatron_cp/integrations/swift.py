@@ -128,7 +128,7 @@ def register(**cp_options: Any) -> Any:
     Raises:
         ArgumentError: ms-swift has prepared a model for its own.
     """
-    require("swift", "ms-swift==4.6.0")
+    require("swift", "ms-swift")
     from swift.sequence_parallel import SequenceParallel, sequence_parallel
 
     if sequence_parallel.world_size is not None:

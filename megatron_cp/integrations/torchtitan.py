@@ -40,7 +40,7 @@ def context_parallel(config: Any, *, layout: str = "balanced", align: int = 1, *
         ArgumentError: a layer without packed attention, such as Gated DeltaNet. The trainer refuses, when it is made,
             other parallelism than of data and context, compiled blocks, CUDA graphs and DTensor backends.
     """
-    require("torchtitan", "torchtitan==0.3.0")
+    require("torchtitan", "torchtitan")
     from torchtitan.models.common.attention import VarlenAttention
 
     spec = dataclasses.replace(config.model_spec, model=copy.deepcopy(config.model_spec.model))

@@ -103,7 +103,7 @@ def register(**cp_options: Any) -> type:
     Args:
         cp_options: arguments of `enable_context_parallel`.
     """
-    require("verl", "verl==0.9.1")
+    require("verl", "verl")
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 

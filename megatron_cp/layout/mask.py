@@ -279,29 +279,6 @@ class Mask(Memo):
             bands[:, 1], bands[:, 3] = np.minimum(bands[:, 1], ends), np.minimum(bands[:, 3], ends)
         return Mask(self.packing, self.packing, bands, f"{self.name} of {own.sum()} tokens")
 
-    def padded(self, packing: Packing) -> Mask:
-        """Returns the mask for the same documents with pads at their ends, which see nothing and are not seen.
-
-        Args:
-            packing: the documents with their pads, each at least as long as here.
-
-        Raises:
-            ArgumentError: other documents, or a mask of cross-attention.
-
-        Example:
-            >>> Mask.full(Packing([3, 2])).padded(Packing([4, 2])).seen.tolist()
-            [3, 3, 3, 0, 2, 2]
-        """
-        own, whole = self.packing.lengths, checked_packing(packing).lengths
-        if self.is_cross or own.shape != whole.shape or (own > whole).any():
-            raise ArgumentError(
-                "packing", packing, f"documents of at least {own[:8].tolist()} tokens, of self-attention"
-            )
-        shifts = packing.cu_seqlens[:-1] - self.packing.cu_seqlens[:-1]
-        bands = self.bands.copy()
-        bands[:, :4] += shifts[self.packing.documents_of(bands[:, 0])][:, None]
-        return Mask(packing, packing, bands, f"{self.name} of {own.sum()} tokens")
-
     @classmethod
     def _document_mask(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
         """Makes one band a document, its bound counted from the corner where the last query meets the last key."""

@@ -82,11 +82,19 @@ class AttentionSpec:
         _check_layout(layout)
         options = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         if lengths is not None and is_mask_function(self.mask):  # which shall not take pads for tokens
-            options["mask"] = mask_over(Packing(lengths), self.mask).padded(layout.packing)
+            Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
+            options["mask"] = _among_pads(mask_over(Packing(lengths), self.mask), layout.packing)
         else:
             mask = mask_over(layout.packing, self.mask)
             options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
+
+
+def _among_pads(mask: Mask, packing: Packing) -> Mask:
+    """Returns the mask for the same documents with pads at their ends, which see nothing and are not seen."""
+    shifts, bands = packing.cu_seqlens - mask.packing.cu_seqlens, mask.bands.copy()
+    bands[:, :4] += shifts[mask.packing.documents_of(bands[:, 0])][:, None]
+    return Mask(packing, packing, bands, f"{mask.name} of {mask.packing.total} tokens")
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.extras import warn_if_untested
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
 from megatron_cp.transformers.trainer import ContextParallelMixin
+from megatron_cp.versions import warn_if_framework_untested
 
 
 class ContextParallelPreferenceMixin(ContextParallelMixin):
@@ -67,7 +67,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
             self._score_rows(reference, context)
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        warn_if_untested("trl==1.16.0")  # whose trainers' own methods are overridden here
+        warn_if_framework_untested("trl")  # whose trainers' own methods are overridden here
         if getattr(self.args, "precompute_ref_log_probs", False):
             remedy = "The reference is computed in each step, over all ranks."
             raise ArgumentError("args.precompute_ref_log_probs", True, "False", remedy)

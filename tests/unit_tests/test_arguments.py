@@ -212,7 +212,6 @@ CALLS = {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
     "LinearSpec.plan": (cp.LinearSpec("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
     "Mask.unpadded": (cp.Mask.causal(P).unpadded, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
-    "Mask.padded": (cp.Mask.causal(P).padded, {"packing": P}, {"packing": NO_PACKING}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], {SLOT}]}),

@@ -12,6 +12,7 @@ import megatron_cp
 from megatron_cp import extras
 from megatron_cp.integrations import require
 from megatron_cp.planner.predict.hardware import tomllib
+from megatron_cp.versions import ADAPTERS
 
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -77,10 +78,8 @@ def test_a_remedy_is_seen():
 def installed(monkeypatch):
     """A package of a framework that is installed in the version that a test says."""
     versions = {}
-    monkeypatch.setattr(extras, "version", versions.__getitem__)
-    extras.installed_version.cache_clear()
-    yield versions
-    extras.installed_version.cache_clear()
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    return versions
 
 
 @pytest.mark.parametrize("found", ["0.9.1", "0.9.7", "0.9.0.dev1", "0.9rc1", "0.10rc2", "0.10.0", "1.9.1", "0.8.4"])
@@ -88,14 +87,14 @@ def test_a_version_of_a_framework_that_was_not_tested_is_named(found, installed)
     installed["verl"] = found
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        require("json", "verl==0.9.1")  # whatever module is there
+        require("json", "verl")  # whatever module is there
     short = ".".join(re.findall(r"\d+", found)[:2])
-    said = f"tested with verl==0.9.1, and verl {short} is installed"
+    said = f"tested with verl 0.9.1, and {found} is installed"
     assert [said in str(each.message) for each in given] == [True] * (short != "0.9")
 
 
 def test_every_adapter_looks_for_the_version_that_its_page_names():
     page = (HOUSE.parent / "docs" / "hosts.md").read_text().lower()
     for path in (HOUSE / "integrations").glob("[a-z]*.py"):
-        (version,) = re.findall(r'require\("\w+", "[\w-]+==([\d.]+)"\)', path.read_text())
-        assert f"{path.stem} {version}" in page
+        (package,) = re.findall(r'require\("\w+", "([\w-]+)"\)', path.read_text())
+        assert f"{path.stem} {ADAPTERS[package]}" in page

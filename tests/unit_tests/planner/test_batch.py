@@ -200,7 +200,7 @@ def test_a_function_takes_no_pads_for_tokens():
     for length, whole, found in zip(lengths, PACKING.lengths, seen, strict=True):
         assert found.tolist() == ([1] * (length - 1) + [length] if length else []) + [0] * (whole - length)
     assert mask != whole_for_the_last(PACKING).unpadded(lengths)  # whose last tokens are pads
-    rejects("packing: .*at least", dataclasses.replace(ATTENTION, mask=whole_for_the_last).plan, LAYOUT, [999] * 5)
+    rejects("lengths: .*numbers up to", dataclasses.replace(ATTENTION, mask=whole_for_the_last).plan, LAYOUT, [999] * 5)
 
 
 def test_a_mask_is_a_name_a_mask_or_a_function_of_the_packing_everywhere():
