@@ -309,7 +309,9 @@ class Layout(Memo):
 
     def positions(self, rank: int) -> IntArray:
         """`[row_counts[rank]]` position of each row inside its document, for rotary phases; 0 in pad rows."""
-        tokens = self.tokens(rank)
+        tokens, branches = self.tokens(rank), self.packing.branches
+        if branches is not None:
+            return self._padded(branches.positions_of(tokens), rank, 0)
         return self._padded(tokens - self.packing.cu_seqlens[self.packing.documents_of(tokens)], rank, 0)
 
     def document_ids(self, rank: int) -> IntArray:
@@ -328,7 +330,12 @@ class Layout(Memo):
         Returns:
             `labels` `[row_counts[rank]]` with `ignore_index` where the document has no such token and in pad rows,
             and the loss mask `[row_counts[rank]]`, true where there is a label.
+
+        Raises:
+            ArgumentError: documents that branch, where a token may have several next ones.
         """
+        remedy = "A token may have several next ones: shard_batch has a label for each."
+        self.packing.refuse_branches("layout", self, "shard_batch", remedy)
         shift = min(checked_integer("shift", shift, 1), self.packing.total)  # so that no sum of places overflows
         ignore_index = checked_integer("ignore_index", ignore_index, -(2**63))
         self._check_stream(tokens, integral=True)
@@ -386,7 +393,7 @@ class Layout(Memo):
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.starts, self.ends, self.fragment_offsets):
             digest.update(array.tobytes())
-        lengths = hashlib.blake2b(self.packing.lengths.tobytes(), digest_size=8)
+        lengths = hashlib.blake2b(self.packing.value, digest_size=8)
         return [
             f"documents: {self.packing!r}, lengths hash {lengths.hexdigest()}",
             f"layout: cp_size {self.cp_size}, align {self.align}, at least {self.min_rows} rows, "

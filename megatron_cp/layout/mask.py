@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from typing import TypeAlias
@@ -63,7 +63,8 @@ class Mask(Memo):
 
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
-        """Makes a mask in which a query sees every key of its document."""
+        """Makes a mask in which a query sees every key of its document, which must not branch."""
+        checked_packing(packing).refuse_branches("mask", "full", _ALONG_PATHS, _LITERAL)
         return cls._document_mask(packing, kv_packing, UNBOUNDED, "full")
 
     @classmethod
@@ -85,6 +86,10 @@ class Mask(Memo):
         first = checked_integer("first", first, 0)
         name = f"first:{first}+window:{left},{right}" if first else f"window:{left},{right}"
         kv_packing = _checked_kv_packing(packing, kv_packing)
+        if packing.branches is not None:
+            if right != 0:
+                packing.refuse_branches("mask", name, _ALONG_PATHS, _LITERAL)
+            return cls._along_paths(packing, lambda path: cls.window(path, left, right, first=first))
         documents = _documents(packing, kv_packing)
         own = documents[:, 3] - documents[:, 1]  # from a query to the key at its own position
         window, kept = documents.copy(), documents.copy()
@@ -109,6 +114,7 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         numbers = _checked_prefix(packing, n)
+        packing.refuse_branches("mask", "prefix", _ALONG_PATHS, _LITERAL)
         name = "prefix" if isinstance(n, Iterable) else f"prefix:{n}"
         documents = _documents(packing, packing)
         numbers = np.where(numbers == 1, 0, numbers)  # one token sees itself either way
@@ -124,8 +130,10 @@ class Mask(Memo):
         document.
         """
         size = checked_integer("size", size, 1)
+        if checked_packing(packing).branches is not None:
+            return cls._along_paths(packing, lambda path: cls.chunk(path, size))
         name, size = f"chunk:{size}", min(size, UNBOUNDED)
-        count = -(-checked_packing(packing).lengths // size)
+        count = -(-packing.lengths // size)
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
         ends = np.minimum(starts + size, np.repeat(packing.cu_seqlens[1:], count))
@@ -243,6 +251,7 @@ class Mask(Memo):
                 return cls.prefix(packing, *numbers)
             case "chunk":
                 return cls.chunk(packing, *numbers)
+        packing.refuse_branches("mask", spec, _ALONG_PATHS, _LITERAL)
         table = BLOCK_TABLES[kind].with_blocks(*numbers)
         bands = table.bands_of_documents(packing.cu_seqlens[:-1], packing.lengths)
         return cls(packing, packing, bands, spec)
@@ -266,6 +275,7 @@ class Mask(Memo):
         """
         own, whole = host_array("lengths", lengths), self.packing.lengths
         fits = own.shape == whole.shape and is_integral(own)
+        self.packing.refuse_branches("lengths", "documents with pads", "documents without pads")
         if self.is_cross or not fits or ((own < 0) | (own > whole)).any():
             raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
         if np.array_equal(own, whole):
@@ -283,10 +293,34 @@ class Mask(Memo):
     def _document_mask(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
         """Makes one band a document, its bound counted from the corner where the last query meets the last key."""
         kv_packing = _checked_kv_packing(packing, kv_packing)
+        if packing.branches is not None:
+            return cls._along_paths(packing, cls.causal)
         bands = _documents(packing, kv_packing)
         if hi < UNBOUNDED:
             bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
         return cls(packing, kv_packing, bands, name)
+
+    @classmethod
+    def _along_paths(cls, packing: Packing, mask_of: Callable[[Packing], Mask]) -> Mask:
+        """Makes a mask of documents that branch: each sees what `mask_of` lets it see, of a mask without later keys."""
+        assert packing.branches is not None
+        runs = packing.branches.runs
+        lengths = runs.stops - runs.starts
+        path = mask_of(Packing([int((runs.positions + lengths).max(initial=0))]))
+        run, ancestor = runs.paths()
+        # Between positions in the path and tokens of the stream, of queries and of keys.
+        queries, keys = (runs.starts - runs.positions)[run], (runs.starts - runs.positions)[ancestor]
+        pieces = []
+        for first, last, first_key, last_key, lo, hi in path.bands.tolist():
+            q0, q1 = np.maximum(runs.positions[run], first), np.minimum((runs.positions + lengths)[run], last)
+            k0 = np.maximum(runs.positions[ancestor], first_key)
+            k1 = np.minimum((runs.positions + lengths)[ancestor], last_key)
+            met = (q0 < q1) & (k0 < k1)
+            bounds = np.broadcast_to([lo, hi], (np.count_nonzero(met), 2))
+            boxes = np.stack([each[met] for each in (q0, q1, k0, k1)], axis=1)
+            pieces.append(band.moved(np.concatenate([boxes, bounds], axis=1), queries[met], keys[met]))
+        bands = np.concatenate(pieces) if pieces else band.NO_BANDS
+        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), path.name)
 
     @cached_property
     def area(self) -> int:
@@ -325,7 +359,7 @@ class Mask(Memo):
         if _parsed(self.name)[0] and not self.is_cross:
             return f"{self.name} in each document"
         digest = hashlib.blake2b(self.bands.tobytes(), digest_size=8)
-        digest.update(self.kv_packing.lengths.tobytes())
+        digest.update(self.kv_packing.value)
         return f"{self.name} ({digest.hexdigest()}) in each document"
 
 
@@ -341,6 +375,8 @@ _SPELLINGS = {
     "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
     **{table.spelling: f"{table.name}(?::{_NUMBER})?" for table in BLOCK_TABLES.values()},
 }
+_ALONG_PATHS = "causal, window:N, first:N+window:LEFT,0 or chunk:N"  # each keeps later keys out
+_LITERAL = "Say which tokens of the stream see which with Mask.from_slices."
 _NUMBERS = "A chunk or window of N has at least 1 token; -1 as LEFT or RIGHT is no limit; BLOCKS may be left out."
 
 
@@ -384,6 +420,9 @@ def _checked_kv_packing(packing: Packing, kv_packing: Packing | None) -> Packing
         raise ArgumentError(
             "kv_packing", f"{kv_packing.num_documents} documents", f"the {packing.num_documents} of the queries"
         )
+    if kv_packing != packing:
+        for documents in (packing, kv_packing):
+            documents.refuse_branches("kv_packing", kv_packing, "keys of the same packing")
     return kv_packing
 
 
