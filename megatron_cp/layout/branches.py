@@ -134,7 +134,6 @@ class Branches(Memo):
         )
 
 
-
 class Trie(NamedTuple):
     """The common beginnings of sequences.
 

@@ -152,13 +152,9 @@ class Packing(Memo):
         tree = cls.tree(trie.lengths, trie.parents, trie.ends)
         packing = SequencePacking(tree.lengths)
         packing.branches, packing.tokens = tree.branches, frozen(trie.tokens)
-        starts = np.cumsum(trie.lengths) - trie.lengths
-        packing.places = tuple(
-            frozen(
-                np.concatenate([np.arange(starts[segment], starts[segment] + trie.lengths[segment]) for segment in path])
-            )
-            for path in trie.paths
-        )
+        ends = np.cumsum(trie.lengths)
+        ranges = [np.arange(end - length, end) for end, length in zip(ends.tolist(), trie.lengths, strict=True)]
+        packing.places = tuple(frozen(np.concatenate([ranges[segment] for segment in path])) for path in trie.paths)
         return packing
 
     @cached_property
