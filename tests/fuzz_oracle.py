@@ -256,6 +256,4 @@ def _convolved(call, x, weight, bias, *, silu):
     if not len(x):
         return x * 1
     taps = weight.flatten(1) if weight.ndim == 3 else weight
-    return _along_paths(
-        call, lambda call, tokens: linear_oracle.convolution(x[tokens], taps, bias, call.lengths, silu)
-    )
+    return _along_paths(call, lambda call, tokens: linear_oracle.convolution(x[tokens], taps, bias, call.lengths, silu))

@@ -12,6 +12,7 @@ from megatron_cp.layout import Packing
 
 _ALONE = "Give it the tokens of each path from a root to a leaf, end to end."
 
+
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, is_causal: bool, scale: float | None) -> Tensor:
     """Runs each document through torch's `scaled_dot_product_attention`. q `[T, h, d]`, k and v `[T, g, d]`."""
     packing.refuse_branches("packing", packing, "documents that share no tokens", _ALONE)

@@ -171,9 +171,10 @@ def test_idle_ranks_make_the_others_slower():
 
 
 def test_a_bound_is_no_more_than_the_price():
-    for lengths in ([60_000, 500], [512] * 32, [7, 1, 130]):
-        for name in ("contiguous", "zigzag", "balanced"):
-            layout = getattr(Layout, name)(Packing(lengths), 8)
+    answers = Packing.tree([600, *[500] * 32], [-1, *[0] * 32])
+    for packing in (Packing([60_000, 500]), Packing([512] * 32), Packing([7, 1, 130]), answers):
+        for name in ("contiguous", "zigzag", "balanced", "striped"):
+            layout = getattr(Layout, name)(packing, 8)
             made = plan("chunkwise", layout)
             few, sent = state_bounds(made, H100, H100.topology(8), 2)
             price = priced(made, H100)
