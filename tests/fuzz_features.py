@@ -28,7 +28,7 @@ def features_of(case, call):
     found |= {"calls": len(case.calls), "poison": case.poison, "own_plans": case.own_plans, "frozen": bool(call.frozen)}
     found |= {"documents": _documents(call)}
     if family != "moved":
-        found |= {"forest": bool(call.parents), "levels": _levels(call)}
+        found |= {"forest": call.packing.branches is not None, "levels": _levels(call)}
     if family == "attention":
         found |= {"mask": call.mask[0], "cross": bool(call.kv_lengths), "dropout": bool(call.dropout)}
         found |= {"softcap": bool(call.softcap), "head chunks": (call.head_chunks or 1) > 1}
