@@ -72,7 +72,8 @@ class PlannedSeqParams(PackedSeqParams):
             ArgumentError: documents that branch.
         """
         remedy = "A token may have several next ones: train without multi-token prediction."
-        self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
+        if self.plans is not None:
+            self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
         assert self.stream is not None
         stream = self.stream
         return self.remember(("ahead", places), lambda: stream.ahead(places).as_sequence())

@@ -85,7 +85,8 @@ def test_sequences_with_common_beginnings_train_as_documents_do(ranks):
     for rank in ranks:
         for kind, ((loss, count), (expected, expected_count), error) in rank["trees"].items():
             assert count == expected_count == 257, kind
-            assert abs(loss - expected) < 1e-5 * expected and error < 1e-5, kind
+            assert abs(loss - expected) < 1e-5 * expected, kind
+            assert error < 1e-5, kind
 
 
 def forward(model, batch):

@@ -44,7 +44,8 @@ def test_each_sequence_as_if_it_were_alone(name):
         own = copy.deepcopy(model)
         cp = enable_context_parallel(own, group)
         batch = cp.shard(packing)
-        assert batch.num_items == labels and "labels" not in batch
+        assert batch.num_items == labels
+        assert "labels" not in batch
         log_probs = cp.gather(token_log_probs(own(**batch).logits, batch), batch, same_loss=True, of_labels=True)[0]
         loss = -torch.cat(packing.split(log_probs)).sum() / labels
         loss.backward()
@@ -53,7 +54,8 @@ def test_each_sequence_as_if_it_were_alone(name):
     with wide():
         found = run_ranks(main, 3)
         loss, _, gradients = stock(model, alone, torch.cat(given))
-    assert found[0][0] == found[1][0] and abs(found[0][0] - loss) < CLOSE
+    assert found[0][0] == found[1][0]
+    assert abs(found[0][0] - loss) < CLOSE
     names = {name for _, each in found for name, gradient in each.items() if gradient is not None}
     summed = {name: sum(each[1][name] for each in found if each[1][name] is not None) for name in names}
     error, parameter = worst_gradient(summed, gradients)
