@@ -286,10 +286,7 @@ class SequencePacking(Packing):
 
     def __repr__(self) -> str:
         alone = sum(place.size for place in self.places)
-        return (
-            f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.total}, "
-            f"{self.num_documents} documents)"
-        )
+        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.starts.size} segments of {self.total})"
 
 
 def _shown(numbers: NDArray) -> str:
