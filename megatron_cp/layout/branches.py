@@ -129,8 +129,8 @@ class Branches(Memo):
         """Returns the counts of segments, documents and tokens in words."""
         copies = int((self.copies * self.lengths).sum())
         return (
-            f"{self.lengths.size} segments of {int(self.ends.sum())} documents, "
-            f"{int(self.lengths.sum())} tokens where documents alone have {copies}"
+            f"{int(self.ends.sum())} documents in {self.lengths.size} segments, "
+            f"{int(self.lengths.sum())} tokens in place of {copies}"
         )
 
 

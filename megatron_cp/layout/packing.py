@@ -237,6 +237,20 @@ class Packing(Memo):
         """Bytes that are equal for equal packings."""
         return self.lengths.tobytes() + (b"" if self.branches is None else self.branches.value)
 
+    @cached_property
+    def starts(self) -> IntArray:
+        """`[n]` the first token of each document that has tokens, and of each segment where documents branch."""
+        if self.branches is not None:
+            return frozen(self.branches.starts[self.branches.lengths > 0])
+        return frozen(self.cu_seqlens[:-1][self.lengths > 0])
+
+    def describe(self) -> str:
+        """Returns the numbers of documents and tokens in words."""
+        if self.branches is not None:
+            return self.branches.describe()
+        documents = "document" if self.num_documents == 1 else "documents"
+        return f"{self.num_documents} {documents}, {self.total} {'token' if self.total == 1 else 'tokens'}"
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Packing) and self.value == other.value)
 
@@ -279,10 +293,7 @@ class SequencePacking(Packing):
 
     def __repr__(self) -> str:
         alone = sum(place.size for place in self.places)
-        return (
-            f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.total}, "
-            f"{self.num_documents} documents)"
-        )
+        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.starts.size} segments of {self.total})"
 
 
 def _shown(numbers: NDArray) -> str:
