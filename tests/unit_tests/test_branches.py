@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_cp import attention, plan_attention
+from megatron_cp.batch.graph_tables import GraphTables
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -318,6 +319,9 @@ def test_rejects_what_has_no_meaning_in_documents_that_branch():
     rejects(f"layout: got .* no numbers of documents {refused}", layout.document_ids, 0)
     rejects(f"lengths: got .* {refused}", Mask.causal(TREE).unpadded, [9])
     rejects(f"case: got .* {refused}", isolation.leaks, case, 0)
+    slots = GraphTables(16, 4, 2)
+    rejects(f"lengths: got .* no GraphTables {refused}", slots.layout, TREE)
+    assert slots.layout(Packing([3, 2])) == slots.layout([3, 2])
     x = torch.zeros(9, 1, 2)
     rejects(f"packing: got .* {refused}", oracles.attention, x, x, x, TREE, is_causal=True, scale=None)
     sizes = {"heads": 1, "key_heads": 1, "head_dim": 2, "conv": x, "A_log": x, "dt_bias": x}
