@@ -1,8 +1,10 @@
 """Documents that branch: every layer gives each root-to-leaf path what it gives that document alone."""
 
+import gc
 import itertools
 import random
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.testing import isolation, oracles
-from megatron_cp.testing.parity import Case, Problem, draw, run_layer, whole
+from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
 from tests.fuzz_cases import LAYOUTS, layout_named
 from tests.fuzz_draw import forest
 from tests.mask_oracle import pairs_of
@@ -339,3 +341,24 @@ def test_ranks_with_other_trees_are_told_apart():
             attention(x, x, x, plan, group)
 
     run_ranks(attend, 2)
+
+
+def test_tables_of_trees_end_with_their_batch():
+    """Without the garbage collector, which training jobs switch off."""
+    packings = []
+
+    def step(group, mode):
+        case = Case("gdn", 2, (7, 3, 5), scheme=mode, parents=(-1, 0, 0), heads=2, groups=2, head_dim=4)
+        plan, problem = case.plan(), draw(case)
+        inputs = {name: plan.layout.shard(x, group.rank).requires_grad_() for name, x in problem.inputs.items()}
+        run_linear(group, case, plan, inputs, problem.parameters).sum().backward()
+        packings.append(weakref.ref(plan.packing))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in ("headwise", "chunkwise"):
+            run_ranks(step, 2, mode)
+        assert [reference() for reference in packings] == [None] * 4
+    finally:
+        gc.enable()
