@@ -29,7 +29,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.device import LOAD_AGAIN, CallTables, fill_tables, indexed
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.layout.mask_like import is_named
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, fixed_chunks

@@ -293,7 +293,8 @@ class SequencePacking(Packing):
 
     def __repr__(self) -> str:
         alone = sum(place.size for place in self.places)
-        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.starts.size} segments of {self.total})"
+        held = f"{self.starts.size} segments of {self.total}"
+        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {held})"
 
 
 def _shown(numbers: NDArray) -> str:
