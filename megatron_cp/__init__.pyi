@@ -34,5 +34,6 @@ from .planner.layouts import choose_layout as choose_layout
 from .planner.linear import plan_linear as plan_linear
 from .softmax.attention import attention as attention
 from .softmax.attention import projected_attention as projected_attention
+from .softmax.latent import latent_attention as latent_attention
 
 __version__: str

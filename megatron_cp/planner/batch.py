@@ -39,7 +39,7 @@ class AttentionSpec:
 
     Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
     is not given. `mask` is a spelling of `Mask.named`, or for a mask of your own a function that makes it from a
-    batch's packing; a `Mask` serves the one packing that it is over.
+    batch's packing; a `Mask` serves the one packing that it is over. With `latent`, `kv_heads` is `heads`.
 
     Example:
         >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
@@ -61,6 +61,7 @@ class AttentionSpec:
     item_size: int = 2
     search_seconds: float = 0.0
     search_cache: str | None = None
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:

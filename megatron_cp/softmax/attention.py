@@ -91,6 +91,7 @@ def attention(
         torch.Size([4, 2, 4])
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    _check_keys(plan)
     q, k, v = lowered(q, k, v)
     layer = AttentionOnRank(plan, group, q, sink, kernel, options)
     inputs, with_lse = layer.checked(q, k, v), checked_flag("return_lse", return_lse)
@@ -139,7 +140,7 @@ def projected_attention(
         >>> projected_attention(project, plan).shape
         torch.Size([4, 2, 4])
     """
-    check_plan(plan, "attention", "plan_attention")
+    _check_keys(plan)
     if not callable(project):
         raise ArgumentError("project", project, "a function that returns q, k and v")
 
@@ -160,3 +161,9 @@ def projected_attention(
         return layer.checked(*projected(chunk), chunk=chunk) if chunk else made
 
     return layer.run(inputs)
+
+
+def _check_keys(plan: Plan) -> None:
+    check_plan(plan, "attention", "plan_attention")
+    if plan.attend is not None and plan.attend.latent is not None:
+        raise ArgumentError("plan", "a plan of latents", "one of keys and values", "Call latent_attention.")

@@ -29,6 +29,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import ToHeads, ToTokens
+from megatron_cp.softmax.expansion import Expansion
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 from megatron_cp.softmax.options import checked_options
 
@@ -49,6 +50,7 @@ class AttentionOnRank:
         ranks: the plan's ranks.
         kv_rank, head_rank: this rank's coordinates: the rank is `kv_rank * ulysses_degree + head_rank`.
         call: the arguments that all kernel calls share.
+        up: the up-projection of latents, if these travel in place of keys and values.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class AttentionOnRank:
         check_stream("q", q.device, plan, self.kernel)
         self.kv_rank, self.head_rank = divmod(self.ranks.rank, plan.ulysses_degree)
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
+        self.up: Tensor | None = None
 
     def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, **more: bool) -> None:
         """Raises on every rank if another one calls differently."""
@@ -123,8 +126,8 @@ class AttentionOnRank:
             lses: the log-sum-exp of each chunk of heads is appended to it.
         """
         (out,) = run(self.plan, self.comm, inputs, self.work(lses))
-        q, _, v = self.plan.sections.blocks
-        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
+        of_heads = self.plan.out
+        return out.unflatten(-1, (of_heads.num_heads, of_heads.head_dim)) if self.exchanged else out
 
     def work(self, lses: list[Tensor] | None = None) -> Callable[[int], dict[str, LocalWork]]:
         """Returns a function that maps a chunk of heads to the work between its exchanges, for the executor's `run`."""
@@ -137,7 +140,7 @@ class AttentionOnRank:
                 comm = comm.chunk_comm(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
-                out, lse = _Attention.apply(self, comm, step, sink, *tensors)
+                out, lse = _Attention.apply(self, comm, step, sink, self.up, *tensors)
                 if lses is not None:
                     lses.append(lse)
                 return [out]
@@ -234,18 +237,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: AttentionOnRank, comm: Communicator, step: Attend, sink: Tensor | None, q: Tensor, k: Tensor,
-        v: Tensor,
+        ctx: Any, layer: AttentionOnRank, comm: Communicator, step: Attend, sink: Tensor | None, up: Tensor | None,
+        q: Tensor, k: Tensor, v: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
         q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
-        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer, q, k, v)
+        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
+        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, work, q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
             # Both are -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
-        ctx.save_for_backward(sink, q, k, v, out, lse)
+        ctx.save_for_backward(sink, up, q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # avoids a gradient of zeros for the log-sum-exp
         return out, lse
@@ -254,15 +258,18 @@ class _Attention(torch.autograd.Function):
     @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (layer, comm, step), dout = ctx.call, gradients[0]
-        sink, q, k, v, out, lse = ctx.saved_tensors
-        dsink = None
+        sink, up, q, k, v, out, lse = ctx.saved_tensors
+        dsink = dup = None
         if sink is not None:
             num_tokens = int(step.queries.token_counts[layer.kv_rank])  # a gradient's pad rows may hold anything
             share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
             terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
             dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
-        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, layer, dout, q, k, v, out, lse)
-        return None, None, None, dsink, dq, dk, dv
+        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
+        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, work, dout, q, k, v, out, lse)
+        if isinstance(work, Expansion):
+            dup = torch.zeros_like(work.up) if work.gradient is None else work.gradient.to(work.up.dtype)
+        return None, None, None, dsink, dup, dq, dk, dv
 
 
 def _per_query(x: Tensor) -> Tensor:
@@ -304,9 +311,10 @@ def attention_call(
         ArgumentError: an invalid scale, soft cap or dropout, or dropout without a seed.
     """
     assert plan.mask is not None
-    q, _, v = plan.sections.blocks
-    options = checked_options(q.head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
+    head_dim, value_head_dim = plan.sections.blocks[0].head_dim, plan.out.head_dim
+    options = checked_options(head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
     for_graphs = device.type == "cuda" and plan.tables is not None
     return AttentionCall(
-        options.scale, q.head_dim, v.head_dim, dtype, device, options.softcap, options.dropout, options.seed, for_graphs
-    )
+        options.scale, head_dim, value_head_dim, dtype, device, options.softcap, options.dropout, options.seed,
+        for_graphs,
+    )  # fmt: skip
