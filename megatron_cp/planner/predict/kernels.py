@@ -141,7 +141,7 @@ def _expansion_seconds(
     features = step.head_dim - shared + step.value_head_dim
     rate = hardware.attention_rate((step.head_dim + step.value_head_dim) // 2, forward=forward)
     operations = 2 * rank * features * (1 if forward else 3) * hardware.slower(item_size)
-    found: Seconds = seen[kv_ranks] * heads * operations / rate
+    found: Seconds = np.asarray(seen[kv_ranks] * heads * (operations / rate), dtype=np.float64)
     return found
 
 
