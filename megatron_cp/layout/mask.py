@@ -153,6 +153,8 @@ class Mask(Memo):
             [1, 2, 3, 4, 3]
         """
         document, starts, ends, question_ends = _checked_parts(packing, parts)
+        remedy = "Segments of Packing.tree and the causal mask are questions and their answers."
+        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, remedy)
         begins = packing.cu_seqlens[document]
         # The question and the first answer go on from one another as if they were one causal document.
         causal = np.where(starts <= question_ends, begins, starts)
@@ -168,6 +170,8 @@ class Mask(Memo):
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
         """Makes the union of slices of the packed streams; pairs across documents are left out.
+
+        Where documents branch, pairs across trees are left out, and slices alone say what tokens of a tree see.
 
         Args:
             packing: the documents of the queries.
@@ -200,7 +204,8 @@ class Mask(Memo):
             causal: no query sees keys after its own position, regardless of the table.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
-        rows, first, last = runs_of_blocks(checked_table(checked_packing(packing), table, block_size))
+        checked_packing(packing).refuse_branches("mask", "blocks", _ALONG_PATHS, _LITERAL)
+        rows, first, last = runs_of_blocks(checked_table(packing, table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
         runs = band.range_bands(edges[rows], edges[rows + 1], edges[first], edges[last])
         bands = _clip_to_documents(band.joined(_drop_far_bands(runs, packing)), packing, packing)
