@@ -41,12 +41,12 @@ class Expansion:
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, tiles: Tiles, chunk: HeadChunk,
+        lse: Tensor, dlse: Tensor | None, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
         """Computes the gradients of the tiles for a chunk's heads; see `TileWork`."""
         keys, values = self._expanded(k, v, chunk)
         dkeys, dvalues = torch.empty_like(keys, dtype=dk.dtype), torch.empty_like(values, dtype=dv.dtype)
-        self.work.backward(dq, dkeys, dvalues, dout, q, keys, values, out, lse, tiles, _of_heads(chunk))
+        self.work.backward(dq, dkeys, dvalues, dout, q, keys, values, out, lse, dlse, tiles, _of_heads(chunk))
         dk.copy_(dkeys[..., self.own_size :].sum(-2, keepdim=True))
         up = self._up(chunk).flatten(0, 1)
         dexpanded = torch.cat([dkeys[..., : self.own_size], dvalues], -1).flatten(-2).to(up.dtype)

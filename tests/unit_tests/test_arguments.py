@@ -14,6 +14,8 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.planner.predict import machine
+from megatron_cp.softmax.kernels import KERNELS
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
 
 P, KEYS = cp.Packing([5, 0, 4]), cp.Packing([2, 3, 3])
 LAYOUT = cp.Layout.zigzag(P, 2, align=4)
@@ -100,6 +102,19 @@ SOFTMAX = {
 
 def tensors(**given):
     return {name: no_tensor(tensor) for name, tensor in given.items()}
+
+
+class Mine(ReferenceAttention):
+    name = "mine"
+
+
+def registered(kernel):
+    """Registers a kernel, and forgets it."""
+    before = list(KERNELS)
+    try:
+        cp.register_kernel(kernel)
+    finally:
+        KERNELS[:] = before
 
 
 def linear(kind, operation, given, optional_tensors=(), **more):
@@ -261,6 +276,11 @@ CALLS = {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,
                     lambda heads, kv_heads: QKV["q"], lambda heads, kv_heads: {}]} | SOFTMAX),
+    "merge": (cp.merge, {"parts": [(QKV["q"], ones(2))] * 2}, {
+        "parts": [None, 5, True, "ab", [], (), {}, torch.ones(2), object(), [5], [None], ["ab"], [[]], [(QKV["q"],)],
+                  *([(x, ones(2))] for x in no_tensor(QKV["q"])), *([(QKV["q"], x)] for x in no_tensor(ones(2)))]}),
+    "register_kernel": (registered, {"kernel": Mine()}, {
+        "kernel": [None, 5, True, "reference", "mine", Mine, [Mine()], ReferenceAttention(), object()]}),
     "gather": (cp.gather, {"local": ones(2), "layout": ALONE, "group": None}, {
         "local": [*NO_ARRAY, STREAM], "layout": NO_LAYOUT[:-1],
         "group": NO_GROUP, "same_loss": NO_FLAG, "transport": NO_TRANSPORT}),
