@@ -134,7 +134,9 @@ class _QueryGradients(NamedTuple):
     def heads(self, chunk: HeadChunk) -> _QueryGradients:
         if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
             return self
-        return _QueryGradients(*(x if x is None else narrow(x, -2, chunk.heads) for x in self))
+        dq, dout, q, out, lse = (narrow(x, -2, chunk.heads) for x in self[:5])
+        dlse = self.dlse if self.dlse is None else narrow(self.dlse, -2, chunk.heads)
+        return _QueryGradients(dq, dout, q, out, lse, dlse)
 
     def part(self, rows: slice) -> _QueryGradients:
         """Selects `rows`; allocates an uninitialised gradient buffer for them."""

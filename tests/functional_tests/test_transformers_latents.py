@@ -1,4 +1,4 @@
-"""Multi-latent models of transformers that send latents: equal to the stock class on each document alone, in float64."""
+"""Multi-latent models of transformers that send latents: in float64 equal to the stock class on each document."""
 
 import copy
 
