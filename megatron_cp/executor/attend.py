@@ -134,7 +134,8 @@ class _QueryGradients(NamedTuple):
     def heads(self, chunk: HeadChunk) -> _QueryGradients:
         if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
             return self
-        dq, dout, q, out, lse = (narrow(x, -2, chunk.heads) for x in self[:5])
+        tensors = self.dq, self.dout, self.q, self.out, self.lse
+        dq, dout, q, out, lse = (narrow(x, -2, chunk.heads) for x in tensors)
         dlse = self.dlse if self.dlse is None else narrow(self.dlse, -2, chunk.heads)
         return _QueryGradients(dq, dout, q, out, lse, dlse)
 
