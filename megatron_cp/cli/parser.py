@@ -144,6 +144,11 @@ def document_tokens(text: str) -> list[int]:
     return [_integer(part, 0, _LARGEST, "as in 7,1,130", _scaled) for part in text.split(",")]
 
 
+def parents(text: str) -> list[int]:
+    """Parses the segment that each segment continues, -1 for none, separated by commas, such as -1,0,0."""
+    return [_integer(part, -1, _LARGEST, "as in --parents=-1,0,0") for part in text.split(",")]
+
+
 _UNITS = {
     "": 1,
     "KIB": 2**10,

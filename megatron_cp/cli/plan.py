@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Report:
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
-        _refuse(args, ("plot",), "without --whole")
+        _refuse(args, ("plot", "parents"), "without --whole")
         report: Report = application("estimate").run_whole(args)
         return report
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")

@@ -19,6 +19,7 @@ from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
+from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.recurrence import Scan
 
 
@@ -169,26 +170,43 @@ class _Maps:
         if self.pending is not None:
             self._sort_arrivals()
         states = self.like.new_zeros(len(self.slots), step.heads, step.key_dim, step.value_dim)
-        needed = self.segments.needed(self.comm.rank, forward=self.forward)
-        order = needed if self.forward else needed[::-1]
-        state: Tensor | None = None
-        follows = self.segments.chain_start if self.forward else self.segments.chain_end
-        run = None
-        for number in order.tolist():
-            if follows[number] != run:
-                run, state = follows[number], None
-            constant, transition = self.maps[number]
-            if transition is not None:
-                assert state is not None  # a document's first segment has no transition
-                constant = _applied(transition, state, transpose=not self.forward) + constant
-            state = constant
-            # The next segment of the document starts where this one ends.
-            slot = self.slots.get(number + 1 if self.forward else number - 1)
-            if slot is not None:
-                states[slot] = state
+        needed, parents = self.segments.needed(self.comm.rank, forward=self.forward), self.segments.parent
+        if self.forward:
+            self._fold_states(states, needed.tolist(), parents)
+        else:
+            self._fold_gradients(states, needed[::-1].tolist(), parents)
         if self.pending is not None:
             self.comm.release(self.sent, self.received)  # maps that arrived are views of it
         return states
+
+    def _fold_states(self, states: Tensor, order: list[int], parents: IntArray) -> None:
+        children: dict[int, list[int]] = {}
+        for number in self.slots:
+            children.setdefault(int(parents[number]), []).append(number)
+        last_use = {int(parents[number]): number for number in order}
+        after: dict[int, Tensor] = {}
+        for number in order:
+            constant, transition = self.maps[number]
+            parent = int(parents[number])
+            if transition is not None:  # a document's first segment has none
+                constant = _applied(transition, after[parent], transpose=False) + constant
+                if last_use[parent] == number:
+                    del after[parent]
+            for child in children.get(number, []):
+                states[self.slots[child]] = constant
+            if number in last_use:
+                after[number] = constant
+
+    def _fold_gradients(self, states: Tensor, order: list[int], parents: IntArray) -> None:
+        after: dict[int, Tensor] = {}  # the gradient of the state after a segment: a sum over those that continue it
+        for number in order:
+            constant, transition = self.maps[number]
+            if transition is not None:  # a document's last segment has none
+                constant = _applied(transition, after.pop(number), transpose=True) + constant
+            parent = int(parents[number])
+            after[parent] = after[parent] + constant if parent in after else constant
+            if parent in self.slots:
+                states[self.slots[parent]] = after[parent]
 
     def _sort_arrivals(self) -> None:
         step, at = self.step, 0

@@ -20,14 +20,15 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
-from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.kernels import Kernel, kernel_name
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
-from megatron_cp.layout.segments import Segments
+from megatron_cp.layout import Layout
+from megatron_cp.layout.segments import LocalSegments, Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, choose_conv, choose_rule
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
@@ -81,7 +82,7 @@ class LinearOnRank:
 
     @property
     def is_chunkwise(self) -> bool:
-        return self.call.segments is not None
+        return bool(self.plan.recurrent_steps)
 
     def check_kernels(self) -> None:
         """Chooses all kernels once, so that a refusal is raised before anything is sent."""
@@ -151,12 +152,17 @@ class LinearOnRank:
         kernel = choose_conv(self.kernel, self.call)
         weights = self.local_channels(weight, blocks[:count])
         biases: Sequence[Tensor | None] = [None] * count if bias is None else self.local_channels(bias, blocks[:count])
-        done = [
-            kernel.conv(x.flatten(1), local_weight, local_bias, self.call, silu=silu).to(x.dtype).view(x.shape)
-            if x.numel()
-            else connected(x, local_weight, *([] if local_bias is None else [local_bias]))
-            for x, local_weight, local_bias in zip(arrived[:count], weights, biases, strict=True)
-        ]
+        done = []
+        for x, local_weight, local_bias in zip(arrived[:count], weights, biases, strict=True):
+            if not x.numel():
+                done.append(connected(x, local_weight, *([] if local_bias is None else [local_bias])))
+                continue
+            flat, history = x.flatten(1), None
+            if self.call.segments is not None and self.plan.conv_width > 1:
+                halo = Halo(whole(self.plan), self.plan.conv_width, flat.shape[1])
+                flat, history = start_halo(halo, as_rank_group(None, 1), flat)
+            y = kernel.conv(flat, local_weight, local_bias, self.call, silu=silu, history=history)
+            done.append(y.to(x.dtype).view(x.shape))
         return [*done, *arrived[count:]]
 
     def _convolved_segments(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
@@ -185,16 +191,22 @@ class LinearOnRank:
 
     def recurrence(self, inputs: Inputs, scale: float) -> Tensor:
         """Computes the rule over this rank's pieces, `[T, h, dv]`."""
-        values = inputs.values
-        if not self.is_chunkwise:
-            if not values.numel():
-                return connected(values, *inputs)
+        values, comm = inputs.values, self.comm
+        if not self.is_chunkwise and not values.numel():
+            return connected(values, *inputs)
+        if self.call.segments is None:
             return choose_rule(self.kernel, self.call).rule(inputs, self.groups, scale, self.call)
-        step = next(step for step in self.plan.steps if isinstance(step, Scan))
+        if self.is_chunkwise:
+            step = next(step for step in self.plan.steps if isinstance(step, Scan))
+        else:  # documents that branch, all of them here: states go from segment to segment without travelling
+            _, heads, value_dim = values.shape
+            dense = KINDS[self.plan.kind].is_dense
+            step = Scan(whole(self.plan), heads, inputs.keys.shape[2], value_dim, dense)
+            comm = over(as_rank_group(None, 1))
         if not values.numel():
-            return scan(step, self.comm, _NoTokens(step, values), *inputs)
+            return scan(step, comm, _NoTokens(step, values), *inputs)
         work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
-        return work.finish(scan(step, self.comm, work.local, *work.tensors))
+        return work.finish(scan(step, comm, work.local, *work.tensors))
 
     def local_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
         """Selects the channels of this rank's heads in each block of a parameter `[channels, ...]`."""
@@ -213,9 +225,13 @@ def linear_call(
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
-    segments = Segments.from_layout(plan.layout).local(rank) if plan.recurrent_steps else None
+    segments: LocalSegments | None = None
+    if plan.recurrent_steps:
+        segments = Segments.from_layout(plan.layout).local(rank)
+    elif plan.packing.branches is not None:
+        segments = Segments.from_layout(whole(plan)).local(0)
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
-    if segments is None:
+    if not plan.recurrent_steps:
         head_ranks = range(plan.ulysses_degree)
         channels = tuple(
             {block.heads_on(head_rank) * block.head_dim for block in convolved for head_rank in head_ranks}
@@ -226,6 +242,13 @@ def linear_call(
         for_graphs=device.type == "cuda" and plan.tables is not None,
         tables=None if plan.tables is None else plan.tables.linear,
     )  # fmt: skip
+
+
+def whole(plan: Plan) -> Layout:
+    """Returns the layout in which one rank holds all tokens."""
+    # The plan's layout remembers it, not the packing: a cycle would keep a batch's tables until garbage collection.
+    found: Layout = plan.layout.memo(("whole",), lambda: Layout.contiguous(plan.packing, 1))
+    return found
 
 
 class _NoTokens(LocalScan):

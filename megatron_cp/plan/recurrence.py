@@ -69,17 +69,28 @@ class Halo(Memo):
 
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, token."""
+        """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, distance to it."""
         return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         segments, layout = Segments.from_layout(self.layout), self.layout
         ids = np.flatnonzero(segments.past)
-        ends = segments.start[ids]
-        starts = np.maximum(ends - self.reach, layout.packing.cu_seqlens[segments.document[ids]])
-        tokens, segment = arange_ranges(starts, ends), np.repeat(ids, ends - starts)
+        found = []
+        piece, distance = segments.parent[ids], np.zeros(ids.size, dtype=np.int64)
+        while ids.size:  # from piece to piece along the document
+            taken = np.minimum(self.reach - distance, segments.end[piece] - segments.start[piece])
+            ends = segments.end[piece]
+            tokens, segment = arange_ranges(ends - taken, ends), np.repeat(ids, taken)
+            found.append((segment, tokens, np.repeat(ends + distance, taken) - tokens))
+            distance = distance + taken
+            goes_on = (distance < self.reach) & segments.past[piece]
+            ids, piece, distance = ids[goes_on], segments.parent[piece[goes_on]], distance[goes_on]
+        columns = zip(*found, strict=True) if found else [[np.empty(0, dtype=np.int64)]] * 3
+        segment, tokens, before = map(np.concatenate, columns)
+        order = np.lexsort((-before, segment))
+        segment, tokens, before = segment[order], tokens[order], before[order]
         owner, row = layout.located(tokens)
-        return segments.rank[segment], owner, row, segment, tokens
+        return segments.rank[segment], owner, row, segment, before
 
     @property
     def split_counts(self) -> SplitCounts:
@@ -99,7 +110,7 @@ class Halo(Memo):
         return self.layout.memo(key, lambda: self._tables(rank))
 
     def _tables(self, rank: int) -> HaloTables:
-        needer, owner, row, segment, token = self._needs
+        needer, owner, row, segment, before = self._needs
         local, segments = Segments.from_layout(self.layout).local(rank), Segments.from_layout(self.layout)
         waiting = local.ids[local.past]
         number = np.zeros(segments.start.size, dtype=np.int64)
@@ -107,8 +118,7 @@ class Halo(Memo):
         sent = np.flatnonzero((owner == rank) & (needer != rank))
         sent = sent[np.argsort(needer[sent], kind="stable")]
         needed = np.flatnonzero(needer == rank)
-        before = segments.start[segment[needed]] - token[needed]  # distance to the segment's start, from 1
-        places = number[segment[needed]] * self.reach + self.reach - before
+        places = number[segment[needed]] * self.reach + self.reach - before[needed]
         foreign = np.flatnonzero(owner[needed] != rank)
         foreign = foreign[np.argsort(owner[needed][foreign], kind="stable")]
         own = np.flatnonzero(owner[needed] == rank)

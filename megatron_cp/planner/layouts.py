@@ -186,7 +186,7 @@ def choose_layout(
     if mask is not None:
         prices, notes = _priced_layouts(layers, make, packing, cp_size)
     else:
-        key = (packing.lengths.tobytes(), cp_size, align, min_rows, tuple(layers.items()))
+        key = (packing.value, cp_size, align, min_rows, tuple(layers.items()))
         prices, notes = _CHOSEN.recall(key, lambda: _priced_layouts(layers, make, packing, cp_size))
     return LayoutChoice(prices[0].name, make(prices[0].name), prices, notes)
 

@@ -218,6 +218,11 @@ def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert f"{option}: got '{value}'; allowed: only with bench" in capsys.readouterr().err
 
 
+def test_rejects_documents_that_branch(capsys):
+    assert main(["bench", "layer", "--lengths", "7,3,2", "--parents=-1,0,0"]) == 2
+    assert "--parents: got [-1, 0, 0]; allowed: only with check and plan" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("what", "ranks"), [("attention", {2}), ("linear", {2}), ("layer", {2}), ("exchange", {4}), ("wire", {3, 4, 5, 8})]
 )
