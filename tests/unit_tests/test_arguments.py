@@ -54,9 +54,8 @@ NO_LIST = [None, 5, 2.5, True, "31", b"31", bytearray(b"31"), memoryview(b"31"),
            torch.tensor([True]), SPARSE, NESTED, torch.tensor([3], device="meta"), object()]  # fmt: skip
 NO_PACKING = [None, 5, True, [5, 0, 4], STREAM, torch.tensor([5, 4]), "5", LAYOUT, cp.Packing]
 NO_LAYOUT = [None, 5, True, "zigzag", [[(0, 9)]], P, cp.Layout, np.arange(9), cp.Layout.contiguous(cp.Packing([3]), 2)]
-NO_MASK = [5, True, "causal", np.ones((9, 9), bool), torch.ones(9, 9), cp.Mask, [cp.Mask.causal(P)],
+NO_MASK = [5, True, np.ones((9, 9), bool), torch.ones(9, 9), cp.Mask, [cp.Mask.causal(P)],
            cp.Mask.causal(cp.Packing([3]))]  # fmt: skip
-NO_MASK_OR_NAME = [value for value in NO_MASK if value is not NO_MASK[2]]  # "causal" is one
 NO_LENGTHS = [5, True, "504", [5, 0], [5, 1, 4], [-1, 0, 4], [5.0, 0.0, 4.0], [True, False, True], object(), {}]
 NO_GROUP = [5, True, "world", [], {}, object(), RankGroup, ThreadGroup.create(3)[0], torch.ones(1)]
 NO_PLAN = [None, 5, True, "a2a", P, ALONE, cp.Plan, [], object()]
@@ -254,16 +253,16 @@ CALLS = {
     "choose_layout": (cp.choose_layout, {"packing": P, "cp_size": 2, "slots": [cp.AttentionSpec(2, 2, 4, 4)]}, {
         "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0], "min_rows": NO_INTEGER,
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], []],
-        "mask": optional(NO_MASK_OR_NAME)}),
+        "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
-        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK_OR_NAME, "scheme": NO_NAME, **WIRE,
+        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
         "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
         "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
-        "mask": [*NO_MASK_OR_NAME, cp.Mask.causal(P)]}),
+        "mask": [*NO_MASK, cp.Mask.causal(P)]}),
     "plan_attention, product": (cp.plan_attention, {
         "packing": P, "layout": cp.Layout.zigzag(P, 4), "scheme": "a2a+p2p", **SHAPES}, {
         "ulysses_degree": optional([*NO_INTEGER, 0, 1, 2.0, 4])}),
