@@ -157,7 +157,7 @@ CALLS = {
                               ("Layout.located", LAYOUT.located))},
     **{f"Layout.{name}": (getattr(cp.Layout, name), {"packing": P, "cp_size": 2}, {
         "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0, 2**63 - 1]}
-        | ({"mask": NO_MASK_OR_NAME} if name == "balanced" else {}))
+        | ({"mask": NO_MASK} if name == "balanced" else {}))
        for name in ("contiguous", "zigzag", "zigzag_of_pack", "striped", "balanced")},
     "Layout.from_fragments": (cp.Layout.from_fragments, {"packing": P, "fragments": [[(0, 9)]]}, {
         "packing": NO_PACKING, "align": [*NO_INTEGER, 0],
