@@ -134,7 +134,7 @@ def plan_attention(
     topology = checked_topology(topology, on, layout.cp_size, transport)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     if latent is not None:
-        latent, kv_heads = _checked_latent(latent, heads, kv_heads, head_dim), 1
+        latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on, latent,
@@ -378,7 +378,12 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
     return ulysses_degree
 
 
-def _checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Returns the features of a shared key and of a latent after checking them.
+
+    Raises:
+        ArgumentError: other than two numbers of features, or heads that share keys.
+    """
     if not isinstance(latent, tuple | list) or len(latent) != 2:
         raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
     shared, rank = checked_integer("latent[0]", latent[0], 1), checked_integer("latent[1]", latent[1], 1)

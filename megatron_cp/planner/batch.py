@@ -23,7 +23,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.attention import checked_latent, plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
@@ -69,6 +69,8 @@ class AttentionSpec:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
+        if self.latent is not None:
+            object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)

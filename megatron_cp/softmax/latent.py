@@ -70,12 +70,12 @@ def latent_attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     q, latent, shared_key, up = lowered(q, latent, shared_key, up)
     layer = AttentionOnRank(plan, group, q, sink, kernel, options)
-    (shared, rank), step = plan.attend.latent, plan.attend
-    for name, tensor in (("latent", latent), ("shared_key", shared_key)):
-        if tensor.ndim != q.ndim - 1:
-            raise ArgumentError(name, list(tensor.shape), f"{q.ndim - 1} axes: rows first, features last, no heads")
-    shape = (plan.sections.blocks[0].num_heads, step.head_dim - shared + step.value_head_dim, rank)
-    check_tensor("up", up, shape, like=q, same_dtype=True)
+    (shared, rank), step, heads = plan.attend.latent, plan.attend, plan.sections.blocks[0].num_heads
+    rows, key_rows = (int(each.row_counts[layer.ranks.rank]) for each in (plan.layout, plan.kv_layout))
+    check_tensor("q", q, (rows, *layer.batch, heads, step.head_dim), like=q)
+    check_tensor("latent", latent, (key_rows, *layer.batch, rank), like=q, same_dtype=True)
+    check_tensor("shared_key", shared_key, (key_rows, *layer.batch, shared), like=q, same_dtype=True)
+    check_tensor("up", up, (heads, step.head_dim - shared + step.value_head_dim, rank), like=q, same_dtype=True)
     inputs = layer.checked(q, shared_key.unsqueeze(-2), latent.unsqueeze(-2))
     layer.agree("latent_attention", *inputs)
     layer.up = up

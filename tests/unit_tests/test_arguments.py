@@ -80,6 +80,7 @@ def optional(values):
 SHAPES = {"heads": 2, "head_dim": 4}
 PLANS = {
     "attention": cp.plan_attention(P, ALONE, **SHAPES),
+    "latent": cp.plan_attention(P, ALONE, **SHAPES, latent=(2, 6)),
     **{kind: cp.plan_linear(P, ALONE, kind, **SHAPES) for kind in ("gdn", "kda")},
     "mamba": cp.plan_linear(P, ALONE, "mamba", state=4, **SHAPES),
     "conv1d": cp.plan_linear(P, ALONE, "conv1d", channels=6),
@@ -91,6 +92,14 @@ NO_MACHINE = [5, True, "h1000", "", b"h100", {}, 1.5, ["h100"], torch.ones(2), c
 NO_TOPOLOGY = [5, True, "h100", (0, 0), machine().topology(5), cp.Layout]
 WIRE = {"transport": optional(NO_NAME), "codec": NO_NAME}
 NO_TRANSPORT = [*NO_NAME, "hierarchical", cp.Transport, cp.Transport("hierarchical", (0, 0)), ("pairwise", ())]
+NO_LATENT = [5, True, "ab", b"ab", (2,), (2, 6, 1), (0, 6), (2, 0), (2.0, 6), (2, True), (None, 6), (4, 6), {2: 6},
+             {2, 6}, np.array([2, 6]), torch.tensor([2, 6]), object()]  # fmt: skip
+LATENT = {
+    "q": torch.ones(9, 2, 4),
+    "latent": torch.ones(9, 6),
+    "shared_key": torch.ones(9, 2),
+    "up": torch.ones(2, 6, 6),
+}
 QKV = {name: ones(2, 4) for name in "qkv"}
 SOFTMAX = {
     "softmax_scale": optional(NO_NUMBER), "softcap": [*NO_NUMBER, -1.0], "dropout": [*NO_NUMBER, -0.1, 1.0],
@@ -221,7 +230,7 @@ CALLS = {
         **{name: optional([*NO_INTEGER, 0]) for name in ("value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
+        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT}),
     "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -255,7 +264,7 @@ CALLS = {
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], []],
         "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
-        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
+        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE, "latent": NO_LATENT,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
@@ -277,6 +286,7 @@ CALLS = {
         "channels": [*NO_INTEGER, 0]}),
     "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX | {
         "return_lse": NO_FLAG}),
+    "latent_attention": (cp.latent_attention, {**LATENT, "plan": PLANS["latent"]}, tensors(**LATENT) | SOFTMAX),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,
