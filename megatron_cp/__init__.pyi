@@ -37,6 +37,7 @@ from .softmax.attention import attention as attention
 from .softmax.attention import projected_attention as projected_attention
 from .softmax.held import held_attention as held_attention
 from .softmax.kernels import register_kernel as register_kernel
+from .softmax.latent import latent_attention as latent_attention
 from .softmax.merge import merge as merge
 
 __version__: str

@@ -62,7 +62,7 @@ def attend(
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
     acc_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=acc_dtype if step.num_stages > 1 else q.dtype)
+    out = q.new_empty(*q.shape[:-1], step.value_head_dim, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     own, own_keys = _own_rows(step, kv_rank)
     if own.stop < len(q):
@@ -165,7 +165,7 @@ class _Forward(RowTransfers):
     def compute_remote(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
         (q,), keys = self.queries(do.queries, chunk), self.keys(do.keys, chunk)
-        message, heads, size = self.buffers[do.results], q.shape[-2], self.v.shape[-1]
+        message, heads, size = self.buffers[do.results], q.shape[-2], self.step.value_head_dim
         out, sent_lse = message.narrow(-1, 0, heads * size), message.narrow(-1, heads * size, heads)
         out = out.view(*q.shape[:-1], size)
         lse = out.new_empty(*q.shape[1:-1], q.shape[0])

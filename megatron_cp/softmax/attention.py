@@ -92,6 +92,7 @@ def attention(
         torch.Size([4, 2, 4])
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    _check_keys(plan)
     q, k, v = lowered(q, k, v)
     lse_gradient = checked_flag("return_lse", return_lse) and torch.is_grad_enabled()
     layer = AttentionOnRank(plan, group, q, sink, kernel, options, lse_gradient=lse_gradient)
@@ -141,7 +142,7 @@ def projected_attention(
         >>> projected_attention(project, plan).shape
         torch.Size([4, 2, 4])
     """
-    check_plan(plan, "attention", "plan_attention")
+    _check_keys(plan)
     if not callable(project):
         raise ArgumentError("project", project, "a function that returns q, k and v")
 
@@ -162,3 +163,9 @@ def projected_attention(
         return layer.checked(*projected(chunk), chunk=chunk) if chunk else made
 
     return layer.run(inputs)
+
+
+def _check_keys(plan: Plan) -> None:
+    check_plan(plan, "attention", "plan_attention")
+    if plan.attend is not None and plan.attend.latent is not None:
+        raise ArgumentError("plan", "a plan of latents", "one of keys and values", "Call latent_attention.")

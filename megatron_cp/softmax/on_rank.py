@@ -31,6 +31,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import ToHeads, ToTokens
+from megatron_cp.softmax.expansion import Expansion
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 from megatron_cp.softmax.options import checked_options
 
@@ -52,6 +53,7 @@ class AttentionOnRank:
         ranks: the plan's ranks.
         kv_rank, head_rank: this rank's coordinates: the rank is `kv_rank * ulysses_degree + head_rank`.
         call: the arguments that all kernel calls share.
+        up: the up-projection of latents, if these travel in place of keys and values.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class AttentionOnRank:
         check_stream("q", q.device, plan, self.kernel)
         self.kv_rank, self.head_rank = divmod(self.ranks.rank, plan.ulysses_degree)
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
+        self.up: Tensor | None = None
 
     def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, **more: bool) -> None:
         """Raises on every rank if another one calls differently."""
@@ -128,8 +131,8 @@ class AttentionOnRank:
             lses: the log-sum-exp of each chunk of heads is appended to it.
         """
         (out,) = run(self.plan, self.comm, inputs, self.work(lses))
-        q, _, v = self.plan.sections.blocks
-        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
+        of_heads = self.plan.out
+        return out.unflatten(-1, (of_heads.num_heads, of_heads.head_dim)) if self.exchanged else out
 
     def work(self, lses: list[Tensor] | None = None) -> Callable[[int], dict[str, LocalWork]]:
         """Returns a function that maps a chunk of heads to the work between its exchanges, for the executor's `run`."""
@@ -142,7 +145,7 @@ class AttentionOnRank:
                 comm = comm.chunk_comm(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
-                out, lse = _Attention.apply(self, comm, step, sink, *tensors)
+                out, lse = _Attention.apply(self, comm, step, sink, self.up, *tensors)
                 if lses is not None:
                     lses.append(lse)
                 return [out]
@@ -290,18 +293,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: AttentionOnRank, comm: Communicator, step: Attend, sink: Tensor | None, q: Tensor, k: Tensor,
-        v: Tensor,
+        ctx: Any, layer: AttentionOnRank, comm: Communicator, step: Attend, sink: Tensor | None, up: Tensor | None,
+        q: Tensor, k: Tensor, v: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
         q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
-        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer, q, k, v)
+        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
+        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, work, q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
             # Both are -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
-        ctx.save_for_backward(sink, q, k, v, out, lse)
+        ctx.save_for_backward(sink, up, q, k, v, out, lse)
         if not layer.lse_gradient:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # avoids a gradient of zeros for the log-sum-exp
@@ -311,8 +315,8 @@ class _Attention(torch.autograd.Function):
     @no_compile_backward
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         layer, comm, step = ctx.call
-        sink, q, k, v, out, lse = ctx.saved_tensors
-        dout, dsink = torch.zeros_like(out) if dout is None else dout, None
+        sink, up, q, k, v, out, lse = ctx.saved_tensors
+        dout, dsink, dup = torch.zeros_like(out) if dout is None else dout, None, None
         if layer.lse_gradient and (dlse is not None or step.tiled is not None):  # ranks agree where tiles are assigned
             dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
         if sink is not None:
@@ -323,8 +327,11 @@ class _Attention(torch.autograd.Function):
             if dlse is not None:
                 dsink += (share * dlse[..., :num_tokens]).sum((*range(share.ndim - 2), -1))
             dsink = dsink.to(sink.dtype)
-        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, layer, dout, q, k, v, out, lse, dlse)
-        return None, None, None, dsink, dq, dk, dv
+        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
+        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, work, dout, q, k, v, out, lse, dlse)
+        if isinstance(work, Expansion):
+            dup = torch.zeros_like(work.up) if work.gradient is None else work.gradient.to(work.up.dtype)
+        return None, None, None, dsink, dup, dq, dk, dv
 
 
 def _per_query(x: Tensor) -> Tensor:
@@ -366,9 +373,10 @@ def attention_call(
         ArgumentError: an invalid scale, soft cap or dropout, or dropout without a seed.
     """
     assert plan.mask is not None
-    q, _, v = plan.sections.blocks
-    options = checked_options(q.head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
+    head_dim, value_head_dim = plan.sections.blocks[0].head_dim, plan.out.head_dim
+    options = checked_options(head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
     for_graphs = device.type == "cuda" and plan.tables is not None
     return AttentionCall(
-        options.scale, q.head_dim, v.head_dim, dtype, device, options.softcap, options.dropout, options.seed, for_graphs
-    )
+        options.scale, head_dim, value_head_dim, dtype, device, options.softcap, options.dropout, options.seed,
+        for_graphs,
+    )  # fmt: skip

@@ -66,6 +66,7 @@ NAVIGATION = {
         "Megatron's flags": "docs/megatron-features",
         "Modules": "docs/api/README",
         "Results": "benchmarks/README",
+        "Sources of the table of peers": "docs/sources",
     },
     "Project": {
         "Changelog": "CHANGELOG",
