@@ -271,7 +271,7 @@ CALLS = {
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
         "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
     "plan_held_attention": (cp.plan_held_attention, {"layout": LAYOUT, "held": KEYS, **SHAPES}, {
-        "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK_OR_NAME, "scheme": NO_NAME, **WIRE,
+        "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3])}),
