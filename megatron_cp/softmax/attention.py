@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.autocast import lowered
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
@@ -22,6 +23,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
+    cache: LayerCache | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -30,6 +32,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
+    cache: LayerCache | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -48,6 +51,7 @@ def attention(
     seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
+    cache: LayerCache | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes softmax attention within each document, over the ranks of `group`; differentiable.
 
@@ -72,6 +76,8 @@ def attention(
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or an `AttentionKernel`.
         return_lse: True to return the log-sum-exp too. In a plan with a head exchange this takes one more small
             collective.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`. k and v are then those of the new tokens, in the
+            layout of q: they are stored behind the keys of earlier calls, and the queries attend to all of them.
 
     Returns:
         The output `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key. With
@@ -80,8 +86,8 @@ def attention(
         pad rows, and without a sink for queries that see no key. No gradient flows through it.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan, or dropout without a seed. Raised before
-            anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan, or dropout without a seed. Raised
+            before anything is sent.
 
     Example:
         >>> packing = Packing([3, 1])
@@ -93,8 +99,10 @@ def attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     q, k, v = lowered(q, k, v)
     layer = AttentionOnRank(plan, group, q, sink, kernel, options)
-    inputs, with_lse = layer.checked(q, k, v), checked_flag("return_lse", return_lse)
-    layer.agree("attention", q, k, v, return_lse=with_lse)
+    inputs, with_lse = layer.checked(q, k, v, cache=cache), checked_flag("return_lse", return_lse)
+    layer.agree("attention", q, k, v, return_lse=with_lse, **({} if cache is None else {"cache": True}))
+    if cache is not None:
+        inputs[1:] = layer.first_shapes(cache.append(layer.ranks.rank, k, v))
     return layer.run_with_lse(inputs) if with_lse else layer.run(inputs)
 
 

@@ -128,6 +128,9 @@ NO_LIMIT = [None, 5, True, "ab", [0.0, 1.0], {0.0, 1.0}, (0.0,), (0.0, 1.0, 2.0)
             (1.0, 0.5), (-1.0, 1.0), (math.nan, 1.0), (math.inf, math.inf), (0, BEYOND**9), np.ones(2),
             (1e39, math.inf)]  # fmt: skip
 TABLE = np.ones((3, 3), bool)
+CACHE, BEGUN = cp.Cache(3), cp.Cache(3)
+BEGUN.extend(ALONE)
+NO_CACHE = [5, True, "cache", {}, CACHE, cp.Cache(3).layer(0), cp.Cache]
 CALLS = {
     "Packing": (cp.Packing, {"lengths": [3]}, {"lengths": NO_LIST}),
     "Packing.from_cu_seqlens": (cp.Packing.from_cu_seqlens, {"cu_seqlens": [0, 5]}, {"cu_seqlens": NO_LIST}),
@@ -256,7 +259,15 @@ CALLS = {
     "plan_linear, conv1d": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "conv1d", "channels": 4}, {
         "channels": [*NO_INTEGER, 0]}),
     "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX | {
-        "return_lse": NO_FLAG}),
+        "return_lse": NO_FLAG, "cache": NO_CACHE}),
+    "Cache": (cp.Cache, {"num_documents": 2}, {
+        "num_documents": [*NO_INTEGER, 0], "cp_size": [*NO_INTEGER, 0, 1025], "block_size": [*NO_INTEGER, 0]}),
+    "Cache.extend": (CACHE.extend, {"layout": ALONE}, {"layout": [*NO_LAYOUT, LAYOUT]}),
+    "Cache.positions": (BEGUN.positions, {"rank": 0}, {"rank": [*NO_INTEGER, 1]}),
+    "Cache.layer": (CACHE.layer, {"number": 0}, {"number": NO_INTEGER}),
+    "Cache.add": (lambda count: cp.Cache(3).add(count), {"count": 1}, {"count": [*NO_INTEGER, 0]}),
+    "Cache.drop": (lambda documents: cp.Cache(3).drop(documents), {"documents": [0]}, {
+        "documents": [value for value in NO_LIST if not isinstance(value, list) or value] + [[0, 1, 2], [3], [-1]]}),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,

@@ -1,0 +1,233 @@
+"""Caches: calls that continue documents give what one call with all tokens gives."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+
+LENGTHS = np.array([11, 23, 0, 7])
+SCHEMES = ["p2p", "a2a", "all_gather", "exact", "tiled"]
+
+
+def chunks_of(lengths, count, draws):
+    """Cuts documents at random: each step's lengths, some of them 0."""
+    cuts = [sorted(draws.randint(0, int(length)) for _ in range(count - 1)) for length in lengths]
+    return np.array([np.diff([0, *own, length]) for own, length in zip(cuts, lengths, strict=True)]).T
+
+
+def tokens_of(done, step, total):
+    """The places of a step's tokens in the stream of whole documents."""
+    begins = np.cumsum(total) - total + done
+    return np.concatenate([np.arange(begin, begin + new) for begin, new in zip(begins, step, strict=True)])
+
+
+def steps_of(ranks, lengths, plan):
+    """Returns each step's layout, plan, and tokens in the stream of whole documents."""
+    total, done, found = np.sum(lengths, 0), np.zeros_like(lengths[0]), []
+    cache, draws = cp.Cache(total.size, ranks), random.Random(5)
+    for step in lengths:
+        packing = cp.Packing(step.tolist())
+        layout = draws.choice([cp.Layout.contiguous, cp.Layout.zigzag, cp.Layout.striped])(packing, ranks)
+        layout = cache.decode_layout() if (step == 1).all() else layout.padded(align=draws.choice([1, 4]))
+        found.append((layout, plan(layout, cache.extend(layout)), tokens_of(done, step, total)))
+        done = done + step
+    return found
+
+
+def in_steps(ranks, steps, inputs, call):
+    """Runs `call(rows of inputs, plan, group, layer's cache)` for each step; returns the outputs of the stream."""
+
+    @torch.no_grad()
+    def on_rank(group):
+        cache, outputs = cp.Cache(steps[0][0].packing.num_documents, ranks, block_size=4), []
+        for layout, plan, tokens in steps:
+            cache.extend(layout)
+            outputs.append(call([layout.shard(x[tokens], group.rank) for x in inputs], plan, group, cache.layer(0)))
+        return outputs
+
+    results = run_ranks(on_rank, ranks)
+    outputs = [layout.unshard(shards) for (layout, *_), shards in zip(steps, zip(*results, strict=True), strict=True)]
+    stream = torch.empty(len(inputs[0]), *outputs[0].shape[1:], dtype=torch.float64)
+    for (*_, tokens), out in zip(steps, outputs, strict=True):
+        stream[tokens] = out
+    return stream
+
+
+def drawn(*shapes, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 4}
+
+
+def planned(layout, keys, scheme="exact", mask="causal"):
+    return cp.plan_attention(
+        layout.packing, layout, **SIZES, mask=mask, kv_packing=keys.packing, kv_layout=keys, scheme=scheme
+    )
+
+
+def attention_error(ranks, lengths, scheme, mask):
+    """The greatest difference between attention in steps and attention to the whole documents on one rank."""
+    total = int(np.sum(lengths))
+    q, k, v = drawn((total, 4, 4), (total, 2, 4), (total, 2, 4))
+    steps = steps_of(ranks, lengths, lambda layout, keys: planned(layout, keys, scheme, mask))
+    found = in_steps(
+        ranks, steps, [q, k, v], lambda rows, plan, *rest: cp.attention(*rows, plan, rest[0], cache=rest[1])
+    )
+    whole = cp.Packing(np.sum(lengths, 0).tolist())
+    alone = cp.plan_attention(whole, cp.Layout.contiguous(whole, 1), **SIZES, mask=mask)
+    return (found - cp.attention(q, k, v, alone)).abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks get no")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_attention_in_chunks_equals_attention_at_once(scheme):
+    for ranks, mask in ((1, "causal"), (2, "window:5"), (3, "causal"), (5, "first:2+window:3,0")):
+        lengths = chunks_of(LENGTHS, 4, random.Random(ranks))
+        assert attention_error(ranks, lengths, scheme, mask) < 1e-12, (ranks, mask)
+
+
+def test_tokens_decoded_one_by_one_over_the_ranks_that_hold_their_keys_equal_the_whole():
+    lengths = [np.array([9, 4, 13]), *[np.array([1, 1, 1])] * 20]
+    assert attention_error(3, lengths, "tiled", "causal") < 1e-12
+    assert attention_error(2, lengths[:5], "a2a", "causal") < 1e-12
+
+
+def test_queries_travel_to_the_keys_of_long_documents_and_no_search_is_made():
+    cache = cp.Cache(3, 4)
+    cache.extend(cp.Layout.zigzag(cp.Packing([200, 90, 310]), 4))
+    layout = cache.decode_layout()
+    plan = planned(layout, cache.extend(layout), "tiled")
+    assert plan.attend.tiled.solutions == ()  # no search
+    assert not plan.attend.assigned_tiles(forward=True).moves_keys
+    few = planned(layout, cache.kv_layout, "exact")
+    assert 10 * max(plan.bytes_sent(8, forward=True)) < max(few.bytes_sent(8, forward=True))
+
+
+def test_documents_end_and_others_begin():
+    """Three documents; the second is dropped after two steps and two others begin; none sees another's keys."""
+    lengths = [[5, 7, 2], [3, 0, 4], [1, 1, 6, 2], [2, 0, 1, 3]]
+    sizes = np.array([5 + 3 + 1 + 2, 7, 2 + 4 + 1, 6 + 1, 2 + 3])  # the documents 0 and 1, 2, and the new ones
+    number = [[0, 1, 2], [0, 1, 2], [0, 2, 3, 4], [0, 2, 3, 4]]
+    q, k, v = drawn(*[(int(sizes.sum()), heads, 4) for heads in (4, 2, 2)])
+    whole = cp.Packing(sizes.tolist())
+    alone = cp.plan_attention(whole, cp.Layout.contiguous(whole, 1), **SIZES)
+    exact = cp.attention(q, k, v, alone)
+
+    @torch.no_grad()
+    def on_rank(group):
+        cache, done, errors = cp.Cache(3, 3, block_size=2), np.zeros(5, dtype=int), []
+        for step, (new, documents) in enumerate(zip(lengths, number, strict=True)):
+            if step == 2:
+                cache.drop([1])
+                cache.add(2)
+            layout = cp.Layout.zigzag(cp.Packing(new), 3)
+            plan = planned(layout, cache.extend(layout))
+            tokens = tokens_of(done[documents], np.array(new), sizes[documents])
+            begins = np.cumsum(sizes) - sizes
+            tokens = np.concatenate(
+                [np.arange(begins[d] + done[d], begins[d] + done[d] + n) for d, n in zip(documents, new, strict=True)]
+            )
+            rows = [layout.shard(x[tokens], group.rank) for x in (q, k, v)]
+            out = cp.attention(*rows, plan, group, cache=cache.layer(0))
+            errors.append(float((out - layout.shard(exact[tokens], group.rank)).abs().max()) if len(out) else 0.0)
+            positions = tokens - begins[np.searchsorted(np.cumsum(sizes), tokens, side="right")]
+            assert cache.positions(group.rank).tolist() == layout.shard(positions, group.rank).tolist()
+            done[documents] += new
+        assert cache.lengths.tolist() == [11, 7, 7, 5]
+        return max(errors)
+
+    assert max(run_ranks(on_rank, 3)) < 1e-12
+
+
+def test_rows_of_a_document_are_put_together_again_after_many_steps(monkeypatch):
+    monkeypatch.setattr("megatron_cp.executor.cache._MOST_PIECES", 2)
+    assert attention_error(2, [np.array([3, 2, 4]), *[np.array([1, 1, 1])] * 9], "exact", "causal") < 1e-12
+    cache = cp.Cache(2)
+    for _ in range(50):
+        layout = cp.Layout.contiguous(cp.Packing([1, 1]), 1)
+        assert cache.extend(layout).starts.size <= 6
+
+
+def first_step(**changes):
+    cache = cp.Cache(2)
+    layout = cp.Layout.contiguous(cp.Packing([3, 2]), 1)
+    keys = cache.extend(layout)
+    return cache, layout, keys, [torch.ones(5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+
+
+def refused(*values, match, **options):
+    with pytest.raises(cp.ArgumentError, match=match):
+        cp.attention(*values, **options)
+
+
+def test_rejects_a_cache_that_does_not_fit_the_call():
+    cache, layout, keys, rows = first_step()
+    plan = planned(layout, keys)
+    refused(*rows, plan, cache=cache, match="cache: got <.*allowed: a layer of a Cache.*cache of all layers")
+    refused(*rows, plan, cache=5, match="cache: got 5; allowed: a layer of a Cache")
+    grown = [x.clone().requires_grad_() for x in rows]
+    refused(*grown, plan, cache=cache.layer(0), match="cache: got 'a cache, and tensors that require grad")
+    refused(*rows, plan, cache=cp.Cache(2).layer(0), match="a Cache before its first step")
+    other = cp.Layout.contiguous(cp.Packing([3, 1, 1]), 1)
+    refused(*rows, planned(other, other), cache=cache.layer(0), match="a plan of 3 documents .*allowed: 2 documents")
+    other = cp.Layout.contiguous(cp.Packing([2, 3]), 1)
+    refused(*rows, planned(other, other), cache=cache.layer(0), match=r"queries in .*\[2, 3\].*allowed: one with")
+    cp.attention(*rows, plan, cache=cache.layer(0))
+    refused(*rows, plan, cache=cache.layer(0), match="a layer that was last called in step 1, in step 1")
+    refused(*rows, plan, cache=cp.Cache(2, 2).layer(0), match="before its first step")
+    # The next step: the keys of this plan are the new ones alone.
+    keys = cache.extend(layout)
+    refused(*rows, plan, cache=cache.layer(0), match=r"keys in .*\[3, 2\].*allowed: one with keys in .*\[6, 4\]")
+    plan = planned(layout, keys)
+    low = [x.float() for x in rows]
+    refused(*low, plan, cache=cache.layer(0), match="keys and values: torch.float32 .*allowed: torch.float64")
+    refused(*rows, plan, cache=cache.layer(1), match="last called in step 0, in step 2")
+    assert cp.attention(*rows, plan, cache=cache.layer(0)).shape == (5, 4, 4)  # nothing refused has changed it
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: cp.Cache(0), "num_documents: got 0"), (lambda: cp.Cache(1, 0), "cp_size: got 0"),
+        (lambda: cp.Cache(1, block_size=0), "block_size: got 0"),
+        (lambda: cp.Cache(1).extend(cp.Layout.contiguous(cp.Packing([1, 2]), 1)), "a layout of 2 documents"),
+        (lambda: cp.Cache(1).extend(cp.Layout.contiguous(cp.Packing([2]), 2)), "layout: got 'one over 2"),
+        (lambda: cp.Cache(1).extend(cp.Packing([2])), "layout: got Packing"),
+        (lambda: cp.Cache(1).positions(0), "a Cache before its first step"),
+        (lambda: first_step()[0].positions(1), "rank: got 1"), (lambda: cp.Cache(1).layer(-1), "number: got -1"),
+        (lambda: cp.Cache(1).add(0), "count: got 0"), (lambda: cp.Cache(2).drop([2]), r"documents: got \[2\]"),
+        (lambda: cp.Cache(2).drop([0, 1]), "not all of them"), (lambda: cp.Cache(2).drop([0.5]), "documents: got"),
+    ],
+)  # fmt: skip
+def test_rejects_what_no_cache_can_be_or_do(call, match):
+    with pytest.raises(cp.ArgumentError, match=match):
+        call()
+
+
+def test_rejects_documents_that_branch_and_changes_in_the_middle_of_a_step():
+    tree = cp.Packing.tree([3, 2, 1], [-1, 0, 0])
+    with pytest.raises(cp.ArgumentError, match="where documents branch"):
+        cp.Cache(1).extend(cp.Layout.contiguous(tree, 1))
+    cache, layout, *_ = first_step()
+    cache.layer(3)
+    for change in (lambda: cache.drop([0]), cache.add, lambda: cache.extend(layout)):
+        with pytest.raises(cp.ArgumentError, match="layer 3 has not been called in step 1"):
+            change()
+
+
+def test_rejects_layers_that_differ_between_ranks():
+    def on_rank(group):
+        layout = cp.Layout.zigzag(cp.Packing([6]), 2)
+        cache = cp.Cache(1, 2)
+        plan = planned(layout, cache.extend(layout))
+        rows = [torch.ones(3, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+        with torch.no_grad(), pytest.raises(cp.CallMismatchError):
+            cp.attention(*rows, plan, group, cache=cache.layer(0) if group.rank else None)
+
+    run_ranks(on_rank, 2)
