@@ -7,6 +7,7 @@ stream are computed as one *run* with it, so that a chain of segments gives the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -106,6 +107,19 @@ class Branches(Memo):
         before[runs.starts] = np.where(runs.parents >= 0, runs.stops[runs.parents] - 1, -1)
         return frozen(before)
 
+    def next_tokens(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the tokens that follow the given ones in a path: one, none, or several where segments branch.
+
+        Returns:
+            `[p]` each: the place of the token in `tokens`, rising; and the token that follows it.
+        """
+        before = self.predecessors
+        following = np.argsort(before, kind="stable")
+        first, last = (np.searchsorted(before[following], tokens, side=side) for side in ("left", "right"))
+        count = last - first
+        number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+        return np.repeat(np.arange(tokens.size), count), following[number]
+
     @property
     def value(self) -> bytes:
         """Bytes that are equal for equal trees."""
@@ -115,7 +129,55 @@ class Branches(Memo):
         """Returns the counts of segments, documents and tokens in words."""
         copies = int((self.copies * self.lengths).sum())
         return (
-            f"{self.lengths.size} segments of {int(self.ends.sum())} documents, "
-            f"{int(self.lengths.sum())} tokens where documents alone have {copies}"
+            f"{int(self.ends.sum())} documents in {self.lengths.size} segments, "
+            f"{int(self.lengths.sum())} tokens in place of {copies}"
         )
 
+
+class Trie(NamedTuple):
+    """The common beginnings of sequences.
+
+    Attributes:
+        lengths, parents, ends: `[n]` the segments; see `Branches`.
+        tokens: `[total]` the tokens of all segments.
+        paths: for each sequence its segments, from the root on.
+    """
+
+    lengths: list[int]
+    parents: list[int]
+    ends: list[int]
+    tokens: IntArray
+    paths: list[list[int]]
+
+
+def trie_of(sequences: Sequence[IntArray], min_shared: int) -> Trie:
+    """Finds the common beginnings of sequences that are at least `min_shared` tokens long."""
+    order = sorted(range(len(sequences)), key=lambda number: sequences[number].tolist())
+    common = [0] * len(order)  # with the sequence before, in this order
+    for place in range(1, len(order)):
+        one, other = sequences[order[place - 1]], sequences[order[place]]
+        size = min(one.size, other.size)
+        differs = np.flatnonzero(one[:size] != other[:size])
+        shared = int(differs[0]) if differs.size else size
+        common[place] = shared if shared >= min_shared else 0
+    lengths, parents, ends, tokens = list[int](), list[int](), list[int](), [np.empty(0, dtype=np.int64)]
+    paths: list[list[int]] = [[] for _ in order]
+    left = [(0, len(order), 0, -1)]  # sequences from one place up to another share a number of tokens, up to a segment
+    while left:
+        first, last, depth, parent = left.pop()
+        stop = min(common[first + 1 : last], default=int(sequences[order[first]].size))
+        ending = [place for place in range(first, last) if sequences[order[place]].size == stop]
+        if stop > depth or (ending and parent < 0):
+            lengths.append(stop - depth)
+            parents.append(parent)
+            ends.append(0)
+            tokens.append(sequences[order[first]][depth:stop])
+            parent = len(lengths) - 1
+            for place in range(first, last):
+                paths[order[place]].append(parent)
+        if ending:
+            ends[parent] += len(ending)
+        cuts = [place for place in range(first + 1, last) if common[place] == stop and place > first + len(ending)]
+        starts = [first + len(ending), *cuts] if first + len(ending) < last else []
+        left += [(*pair, stop, parent) for pair in zip(starts, [*cuts, last], strict=False)][::-1]
+    return Trie(lengths, parents, ends, np.concatenate(tokens), paths)

@@ -16,6 +16,7 @@ from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
 from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, checked_fragments, joined_up
 from megatron_cp.layout.mask import Mask
+from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
@@ -139,7 +140,7 @@ class Layout(Memo):
         return cls(packing, starts, starts + 1, np.concatenate([[0], np.cumsum(counts)]), align=align)
 
     @classmethod
-    def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
+    def balanced(cls, packing: Packing, cp_size: int, *, mask: MaskLike | None = None, align: int = 1) -> Layout:
         """Balances tokens to within one and attention work, in few fragments.
 
         The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, occasionally four, and more at
@@ -151,7 +152,8 @@ class Layout(Memo):
         Args:
             packing: the documents.
             cp_size: the number of ranks.
-            mask: the mask whose visible pairs are the work; causal in each document if None.
+            mask: the mask whose visible pairs are the work: its name, a `Mask` over the packing, or a function of the
+                packing that makes it; causal in each document if None.
             align: see the attribute.
 
         Example:
@@ -160,12 +162,10 @@ class Layout(Memo):
             [[Fragment(start=0, end=2), Fragment(start=6, end=8)], [Fragment(start=2, end=6)]]
 
         Raises:
-            ArgumentError: a mask over another packing.
+            ArgumentError: a mask over another packing, or none.
         """
         cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
-        mask = Mask.causal(packing) if mask is None else mask
-        if not isinstance(mask, Mask) or mask.packing != packing:
-            raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+        mask = Mask.causal(packing) if mask is None else mask_of_queries(packing, mask)
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
         shares = even_shares(Work(*seen_in_pieces(mask.bands, packing.total), packing.total), cp_size)

@@ -316,7 +316,7 @@ class Mask(Memo):
             k0 = np.maximum(runs.positions[ancestor], first_key)
             k1 = np.minimum((runs.positions + lengths)[ancestor], last_key)
             met = (q0 < q1) & (k0 < k1)
-            bounds = np.broadcast_to([lo, hi], (np.count_nonzero(met), 2))
+            bounds = np.broadcast_to([lo, hi], (int(met.sum()), 2))
             boxes = np.stack([each[met] for each in (q0, q1, k0, k1)], axis=1)
             pieces.append(band.moved(np.concatenate([boxes, bounds], axis=1), queries[met], keys[met]))
         bands = np.concatenate(pieces) if pieces else band.NO_BANDS

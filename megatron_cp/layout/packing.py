@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.branches import Branches
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.branches import Branches, trie_of
 from megatron_cp.layout.memo import Memo, frozen
 
 IntArray = NDArray[np.int64]
+Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
 class Packing(Memo):
@@ -117,6 +119,44 @@ class Packing(Memo):
             packing.branches = branches
         return packing
 
+    @classmethod
+    def from_sequences(cls, sequences: Iterable[Iterable[int]], *, min_shared: int = 16) -> SequencePacking:
+        """Packs sequences of token ids, and holds what several of them begin with once; see `tree`.
+
+        Args:
+            sequences: the token ids of each sequence, such as a prompt with each of its answers.
+            min_shared: the least number of tokens that sequences share: a few common tokens, such as the one that
+                begins every sequence, are not worth a tree.
+
+        Returns:
+            a packing with the `tokens` to shard, which prints what it saved, and `split`, which returns results in the
+            order of the sequences.
+
+        Raises:
+            ArgumentError: no sequences, or one that is not of integers.
+
+        Example:
+            >>> packing = Packing.from_sequences([[5, 6, 7], [5, 6, 8, 9], [4]], min_shared=1)
+            >>> packing.tokens.tolist(), packing.branches.parents.tolist()
+            ([4, 5, 6, 7, 8, 9], [-1, -1, 1, 1])
+            >>> [part.tolist() for part in packing.split(packing.tokens)]
+            [[5, 6, 7], [5, 6, 8, 9], [4]]
+        """
+        given = [host_array(f"sequences[{number}]", sequence) for number, sequence in enumerate(sequences)]
+        for number, ids in enumerate(given):
+            if ids.ndim != 1 or (ids.size and not is_integral(ids)):
+                raise ArgumentError(f"sequences[{number}]", ids.tolist(), "a flat list of token ids")
+        if not given:
+            raise ArgumentError("sequences", given, "at least one sequence of token ids")
+        trie = trie_of([ids.astype(np.int64) for ids in given], checked_integer("min_shared", min_shared, 1))
+        tree = cls.tree(trie.lengths, trie.parents, trie.ends)
+        packing = SequencePacking(tree.lengths)
+        packing.branches, packing.tokens = tree.branches, frozen(trie.tokens)
+        ends = np.cumsum(trie.lengths)
+        ranges = [np.arange(end - length, end) for end, length in zip(ends.tolist(), trie.lengths, strict=True)]
+        packing.places = tuple(frozen(np.concatenate([ranges[segment] for segment in path])) for path in trie.paths)
+        return packing
+
     @cached_property
     def cu_seqlens(self) -> IntArray:
         """`[num_documents + 1]` offsets of the documents in the packed stream; starts at 0, ends at `total`."""
@@ -190,6 +230,20 @@ class Packing(Memo):
         """Bytes that are equal for equal packings."""
         return self.lengths.tobytes() + (b"" if self.branches is None else self.branches.value)
 
+    @cached_property
+    def starts(self) -> IntArray:
+        """`[n]` the first token of each document that has tokens, and of each segment where documents branch."""
+        if self.branches is not None:
+            return frozen(self.branches.starts[self.branches.lengths > 0])
+        return frozen(self.cu_seqlens[:-1][self.lengths > 0])
+
+    def describe(self) -> str:
+        """Returns the numbers of documents and tokens in words."""
+        if self.branches is not None:
+            return self.branches.describe()
+        documents = "document" if self.num_documents == 1 else "documents"
+        return f"{self.num_documents} {documents}, {self.total} {'token' if self.total == 1 else 'tokens'}"
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Packing) and self.value == other.value)
 
@@ -207,6 +261,32 @@ class Packing(Memo):
         if self.num_documents <= 8:
             return f"Packing({_shown(self.lengths)})"
         return f"Packing({_shown(self.lengths)}; {self.num_documents} documents, {self.total} tokens)"
+
+
+class SequencePacking(Packing):
+    """The documents of sequences of token ids; made by `Packing.from_sequences`.
+
+    Attributes:
+        tokens: `[total]` int64, the token ids of the packed stream.
+        places: for each sequence `[length]` the places of its tokens in the stream.
+    """
+
+    tokens: IntArray
+    places: tuple[IntArray, ...]
+
+    def split(self, values: Array) -> list[Array]:
+        """Returns `[length, ...]` values of each sequence from those of the stream.
+
+        Args:
+            values: `[total, ...]`, numpy or torch: what `unshard` or `gather` returned.
+        """
+        if len(values) != self.total:
+            raise ArgumentError("values", f"{len(values)} rows", f"one for each of {self.total} tokens")
+        return [values[place.copy()] for place in self.places]  # torch warns of arrays that cannot be written
+
+    def __repr__(self) -> str:
+        alone = sum(place.size for place in self.places)
+        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {self.starts.size} segments of {self.total})"
 
 
 def _shown(numbers: NDArray) -> str:

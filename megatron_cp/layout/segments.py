@@ -62,18 +62,18 @@ class Segments(Memo):
         # Without the layout itself, which remembers these: a cycle would keep both until garbage collection.
         self.cp_size, packing = layout.cp_size, layout.packing
         self.branches = packing.branches is not None
-        runs = None if packing.branches is None else packing.branches.runs
-        begins = packing.cu_seqlens[:-1][packing.lengths > 0] if runs is None else runs.starts
+        trees = packing.branches
+        begins = packing.cu_seqlens[:-1][packing.lengths > 0] if trees is None else trees.runs.starts
         self.start = np.union1d(layout.starts, begins)
         self.end = np.append(self.start[1:], packing.total)[: self.start.size]
         self.rank, self.row = layout.located(self.start)
         self.document = packing.documents_of(self.start)
-        if runs is None:
+        if trees is None:
             self.past = self.start > packing.cu_seqlens[self.document]
             self.future = self.end < packing.cu_seqlens[self.document + 1]
             self.parent = np.where(self.past, np.arange(self.start.size) - 1, -1)
             return
-        before = packing.branches.predecessors[self.start]
+        before = trees.predecessors[self.start]
         self.past = before >= 0
         self.parent = np.where(self.past, np.searchsorted(self.start, before, side="right") - 1, -1)
         self.future = np.bincount(self.parent[self.past], minlength=self.start.size) > 0

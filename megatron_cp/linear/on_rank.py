@@ -28,7 +28,7 @@ from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.layout.segments import Segments
+from megatron_cp.layout.segments import LocalSegments, Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, choose_conv, choose_rule
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
@@ -225,10 +225,11 @@ def linear_call(
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
+    segments: LocalSegments | None = None
     if plan.recurrent_steps:
         segments = Segments.from_layout(plan.layout).local(rank)
-    else:
-        segments = None if plan.packing.branches is None else Segments.from_layout(whole(plan.packing)).local(0)
+    elif plan.packing.branches is not None:
+        segments = Segments.from_layout(whole(plan.packing)).local(0)
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if not plan.recurrent_steps:
         head_ranks = range(plan.ulysses_degree)

@@ -31,7 +31,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     np.add.at(tokens, places, np.diff(starts, append=total))
     cells = tokens.argmax(1)
     marks = [" "] * width
-    for start, _ in layout.packing.spans():
+    for start in layout.packing.starts.tolist():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"
     per_cell = "1 token" if width == total else f"about {total / width:.0f} tokens"
     if layout.cp_size <= len(_SYMBOLS):
@@ -42,7 +42,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
         owners, way = ["".join(row) for row in zip(*columns, strict=True)], ", read downwards"
     first, *others = owners
     return [
-        f"documents  {''.join(marks)}",
+        f"{'documents' if layout.packing.branches is None else 'segments '}  {''.join(marks)}",
         f"owner      {first}   ({per_cell} a character{way})",
         *(f"           {row}" for row in others),
     ]

@@ -69,7 +69,7 @@ class Halo(Memo):
 
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, tokens to go to it."""
+        """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, distance to it."""
         return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
@@ -85,8 +85,8 @@ class Halo(Memo):
             distance = distance + taken
             goes_on = (distance < self.reach) & segments.past[piece]
             ids, piece, distance = ids[goes_on], segments.parent[piece[goes_on]], distance[goes_on]
-        none = np.empty(0, dtype=np.int64)
-        segment, tokens, before = (np.concatenate([none, *parts]) for parts in zip(*found, strict=True)) if found else (none,) * 3
+        columns = zip(*found, strict=True) if found else [[np.empty(0, dtype=np.int64)]] * 3
+        segment, tokens, before = map(np.concatenate, columns)
         order = np.lexsort((-before, segment))
         segment, tokens, before = segment[order], tokens[order], before[order]
         owner, row = layout.located(tokens)

@@ -14,6 +14,7 @@ from megatron_cp.exchange.sections import HeadPartition, Section, Sections, part
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import FilledLayout
 from megatron_cp.layout.mask import Mask
+from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
 from megatron_cp.plan.attention import Attend
@@ -23,7 +24,6 @@ from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
-    MaskLike,
     check_layout,
     check_mask,
     checked_chunks,
@@ -32,7 +32,6 @@ from megatron_cp.planner.checks import (
     checked_topology,
     exchange_of,
     many_bands,
-    mask_over,
     no_chunks,
     notes_of,
 )

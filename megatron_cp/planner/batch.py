@@ -14,6 +14,9 @@ import numpy as np
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.block_masks import is_block_table
+from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.mask_like import MASKS_ALLOWED, MaskLike, is_mask_function, is_named, mask_over
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
@@ -22,7 +25,6 @@ from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import MASKS_ALLOWED, MaskLike, is_mask_function, mask_over
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
@@ -84,15 +86,30 @@ class AttentionSpec:
         if lengths is not None and is_mask_function(self.mask):  # which shall not take pads for tokens
             Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
             options["mask"] = _among_pads(mask_over(Packing(lengths), self.mask), layout.packing)
+        elif lengths is None and isinstance(layout, FilledLayout):
+            options["mask"] = _among_fill(self.mask, layout)
         else:
             mask = mask_over(layout.packing, self.mask)
             options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
 
 
+def _among_fill(mask: MaskLike, layout: FilledLayout) -> Mask:
+    """Returns a mask over the given documents for those that `GraphTables` fills up; by its name, as graphs need it,
+    where it has one.
+    """
+    if isinstance(mask, str) or (isinstance(mask, Mask) and mask.packing == layout.packing):
+        return mask_over(layout.packing, mask)
+    made = mask_over(layout.given, mask)
+    if is_named(made) and not is_block_table(made.name):  # blocks are cut by a document's own length
+        return Mask.named(layout.packing, made.name)
+    return _among_pads(made, layout.packing)
+
+
 def _among_pads(mask: Mask, packing: Packing) -> Mask:
     """Returns the mask for the same documents with pads at their ends, which see nothing and are not seen."""
-    shifts, bands = packing.cu_seqlens - mask.packing.cu_seqlens, mask.bands.copy()
+    own, bands = mask.packing.cu_seqlens, mask.bands.copy()
+    shifts = packing.cu_seqlens[: own.size] - own
     bands[:, :4] += shifts[mask.packing.documents_of(bands[:, 0])][:, None]
     return Mask(packing, packing, bands, f"{mask.name} of {mask.packing.total} tokens")
 

@@ -35,5 +35,14 @@ def test_example(example, launcher):
         assert f"{name}: {ranks} ranks and each document alone differ by at most" in done.stdout
 
 
+@pytest.mark.thorough
+def test_grpo_on_trees():
+    command = [sys.executable, EXAMPLES[0].parent / "grpo_on_trees.py"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit(200))
+    assert done.returncode == 0, done.stderr
+    assert "32 sequences of 2783 tokens in 36 segments of 864" in done.stdout
+    assert "trees and 32 documents alone differ by at most" in done.stdout
+
+
 def test_there_are_examples():
     assert len(EXAMPLES) == 2

@@ -1,14 +1,10 @@
 """Documents that branch: every layer gives each root-to-leaf path what it gives that document alone."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.layout import Packing
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, whole
 
 
@@ -35,8 +31,17 @@ def documents_alone(case):
     for tokens in paths(packing):
         if not tokens:
             continue
-        alone = Case(**{**case.__dict__, "lengths": (len(tokens),), "parents": None, "cp": 1, "layout": "contiguous",
-                        "scheme": "p2p" if case.layer == "attention" else "headwise", "head_chunks": None})
+        alone = Case(
+            **{
+                **case.__dict__,
+                "lengths": (len(tokens),),
+                "parents": None,
+                "cp": 1,
+                "layout": "contiguous",
+                "scheme": "p2p" if case.layer == "attention" else "headwise",
+                "head_chunks": None,
+            }
+        )
         gradient = problem.output_gradient[tokens].clone()
         gradient[[place for place, token in enumerate(tokens) if token in done]] = 0
         inputs = {name: x[tokens] for name, x in problem.inputs.items()}
@@ -73,8 +78,15 @@ FORESTS = {
 @pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba", "conv1d"])
 def test_layers_equal_each_document_alone(layer, name):
     lengths, parents = FORESTS[name]
-    rest = {"lengths": tuple(lengths), "parents": tuple(parents), "heads": 4, "groups": 2, "head_dim": 4,
-            "value_head_dim": 4, "layer": layer}
+    rest = {
+        "lengths": tuple(lengths),
+        "parents": tuple(parents),
+        "heads": 4,
+        "groups": 2,
+        "head_dim": 4,
+        "value_head_dim": 4,
+        "layer": layer,
+    }
     schemes = ["p2p", "a2a", "all_gather", "exact", "tiled"] if layer == "attention" else ["headwise", "chunkwise"]
     for scheme in schemes:
         for cp, layout in ((1, "contiguous"), (3, "zigzag"), (2, "balanced"), (5, "random")):

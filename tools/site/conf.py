@@ -50,6 +50,7 @@ NAVIGATION = {
         "The wire": "docs/wire",
         "Planned tiles": "docs/tiles",
         "A mask of your own": "docs/your-own-mask",
+        "Shared beginnings": "docs/trees",
         "What will it cost": "docs/planning",
         "What it costs, measured": "docs/costs",
     },
