@@ -360,19 +360,27 @@ class LayerCache:
         return layout
 
 
-def checked_cache(cache: object, tensors: Iterable[Tensor | None]) -> LayerCache:
-    """Returns the cache of a call after checking its type, and that no gradients are computed.
+def checked_cache(cache: object) -> LayerCache:
+    """Returns the cache of a call after checking its type.
 
     Raises:
-        ArgumentError: something else, or a tensor that requires grad while grad mode is on.
+        ArgumentError: something else, such as the cache of all layers.
     """
     if not isinstance(cache, LayerCache):
-        remedy = " Each layer has its own." if not isinstance(cache, Cache) else " This is the cache of all layers."
-        raise ArgumentError("cache", cache, "a layer of a Cache, such as cache.layer(0)", remedy.strip())
+        remedy = "This is the cache of all layers." if isinstance(cache, Cache) else ""
+        raise ArgumentError("cache", cache, "a layer of a Cache, such as cache.layer(0)", remedy)
+    return cache
+
+
+def refuse_gradients(tensors: Iterable[Tensor | None]) -> None:
+    """Raises an error for a call with a cache that would compute gradients.
+
+    Raises:
+        ArgumentError: a tensor requires grad while grad mode is on.
+    """
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         given = "a cache, and tensors that require grad"
         raise ArgumentError("cache", given, "None where gradients are computed", "Call it under torch.no_grad().")
-    return cache
 
 
 def _check_like(

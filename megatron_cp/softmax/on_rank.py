@@ -16,7 +16,7 @@ from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_stream, check_tensor, narrow, rows_first
 from megatron_cp.executor.attend import attend, attend_backward
-from megatron_cp.executor.cache import LayerCache, checked_cache
+from megatron_cp.executor.cache import LayerCache, checked_cache, refuse_gradients
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
@@ -102,7 +102,8 @@ class AttentionOnRank:
             shape, remedy = (row_count, *self.batch, count, block.head_dim), rows_first(tensor, row_count, count)[1]
             check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
         if cache is not None:
-            checked_cache(cache, (*tensors, self.sink)).check_rows(self.plan, tensors[1:])
+            checked_cache(cache).check_rows(self.plan, tensors[1:])
+            refuse_gradients((*tensors, self.sink))
         return self.first_shapes(tensors)
 
     def first_shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:

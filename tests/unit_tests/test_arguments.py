@@ -76,6 +76,9 @@ def optional(values):
     return [value for value in values if value is not None]
 
 
+CACHE, BEGUN = cp.Cache(3), cp.Cache(3)
+BEGUN.extend(ALONE)
+NO_CACHE = [5, True, "cache", {}, CACHE, cp.Cache(3).layer(0), cp.Cache]
 SHAPES = {"heads": 2, "head_dim": 4}
 PLANS = {
     "attention": cp.plan_attention(P, ALONE, **SHAPES),
@@ -107,7 +110,7 @@ def linear(kind, operation, given, optional_tensors=(), **more):
     plan = PLANS[kind]
     values = {name: no_tensor(tensor) for name, tensor in given.items()}
     values |= {name: optional(values[name]) for name in optional_tensors}
-    values |= {"plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP, "kernel": NO_NAME}
+    values |= {"plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP, "kernel": NO_NAME, "cache": NO_CACHE}
     return operation, {**given, "plan": plan}, values | more
 
 
@@ -128,9 +131,6 @@ NO_LIMIT = [None, 5, True, "ab", [0.0, 1.0], {0.0, 1.0}, (0.0,), (0.0, 1.0, 2.0)
             (1.0, 0.5), (-1.0, 1.0), (math.nan, 1.0), (math.inf, math.inf), (0, BEYOND**9), np.ones(2),
             (1e39, math.inf)]  # fmt: skip
 TABLE = np.ones((3, 3), bool)
-CACHE, BEGUN = cp.Cache(3), cp.Cache(3)
-BEGUN.extend(ALONE)
-NO_CACHE = [5, True, "cache", {}, CACHE, cp.Cache(3).layer(0), cp.Cache]
 CALLS = {
     "Packing": (cp.Packing, {"lengths": [3]}, {"lengths": NO_LIST}),
     "Packing.from_cu_seqlens": (cp.Packing.from_cu_seqlens, {"cu_seqlens": [0, 5]}, {"cu_seqlens": NO_LIST}),

@@ -8,6 +8,8 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.layers import LAYERS
+from megatron_cp.testing.parity import Case, draw
 
 LENGTHS = np.array([11, 23, 0, 7])
 SCHEMES = ["p2p", "a2a", "all_gather", "exact", "tiled"]
@@ -154,6 +156,69 @@ def test_rows_of_a_document_are_put_together_again_after_many_steps(monkeypatch)
         assert cache.extend(layout).starts.size <= 6
 
 
+KINDS = {kind: {"heads": 4, "key_heads": 2, "head_dim": 4, "value_head_dim": 3} for kind in ("gdn", "kda")}
+KINDS["mamba"] = {"heads": 4, "groups": 2, "head_dim": 3, "state": 4}
+KINDS["conv1d"] = {"channels": 96}
+
+
+def linear_plan(layout, kind, mode, **more):
+    return cp.plan_linear(layout.packing, layout, kind, **KINDS[kind], conv_width=4, mode=mode, **more)
+
+
+def mixer_error(kind, ranks, lengths, modes, **more):
+    """The greatest difference between a mixer in steps, in these modes in turn, and the whole documents on one rank."""
+    whole = np.sum(lengths, 0)
+    sizes = {} if kind == "conv1d" else {"heads": 4, "groups": 2, "head_dim": 4, "value_head_dim": 3}
+    problem, run = draw(Case(layer=kind, lengths=tuple(whole.tolist()), cp=1, **sizes)), LAYERS[kind].run
+    given, modes = list(problem.inputs.values()), iter(modes)
+    steps = steps_of(ranks, lengths, lambda layout, keys: linear_plan(layout, kind, next(modes), **more))
+
+    def call(rows, plan, group, cache):
+        return run(*rows, plan, group, **problem.parameters, cache=cache)
+
+    layout = cp.Layout.contiguous(cp.Packing(whole.tolist()), 1)
+    exact = run(*given, linear_plan(layout, kind, "headwise"), None, **problem.parameters)
+    return (in_steps(ranks, steps, given, call) - exact).abs().max()
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks get no")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_mixers_in_chunks_equal_mixers_at_once(kind, mode):
+    for ranks in (1, 2, 3, 5):
+        lengths = chunks_of(LENGTHS, 4, random.Random(ranks))
+        assert mixer_error(kind, ranks, lengths, [mode] * 4) < 1e-12, ranks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_across_ranks_are_continued_token_by_token_on_each_ranks_heads(kind):
+    lengths = [np.array([70, 2, 1]), np.array([3, 0, 9]), *[np.array([1, 1, 1])] * 6]
+    assert mixer_error(kind, 2, lengths, ["chunkwise"] * 2 + ["headwise"] * 6) < 1e-12
+    more = {} if kind == "conv1d" else {"head_chunks": 2}
+    assert mixer_error(kind, 1, lengths, ["headwise"] * 8, **more) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_bare_rules_in_chunks_equal_rules_at_once(mode):
+    lengths = chunks_of(LENGTHS, 4, random.Random(7))
+    total = int(np.sum(lengths))
+    q, k, v, g, beta = drawn((total, 2, 4), (total, 2, 4), (total, 4, 3), (total, 4, 4), (total, 4))
+    k, g, beta = torch.nn.functional.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    rate = -torch.rand(4, dtype=torch.float64)
+    rules = {
+        "gdn": ([q, k, v, g[..., 0], beta], cp.gated_delta_rule),
+        "kda": ([q, k, v, g, beta], cp.kda),
+        "mamba": ([v, beta, k, q], lambda x, dt, b, c, *rest, **more: cp.mamba2(x, dt, rate, b, c, *rest, **more)),
+    }
+    whole = cp.Layout.contiguous(cp.Packing(np.sum(lengths, 0).tolist()), 1)
+    for kind, (given, rule) in rules.items():
+        steps = steps_of(3, lengths, lambda layout, keys, kind=kind: linear_plan(layout, kind, mode))
+        found = in_steps(
+            3, steps, given, lambda rows, plan, group, cache, rule=rule: rule(*rows, plan, group, cache=cache)
+        )
+        assert (found - rule(*given, linear_plan(whole, kind, "headwise"))).abs().max() < 1e-12, kind
+
+
 def first_step(**changes):
     cache = cp.Cache(2)
     layout = cp.Layout.contiguous(cp.Packing([3, 2]), 1)
@@ -189,6 +254,53 @@ def test_rejects_a_cache_that_does_not_fit_the_call():
     refused(*low, plan, cache=cache.layer(0), match="keys and values: torch.float32 .*allowed: torch.float64")
     refused(*rows, plan, cache=cache.layer(1), match="last called in step 0, in step 2")
     assert cp.attention(*rows, plan, cache=cache.layer(0)).shape == (5, 4, 4)  # nothing refused has changed it
+
+
+def test_rejects_states_that_do_not_fit_the_call():
+    cache, layout, *_ = first_step()
+    shapes = [(5, 2, 4), (5, 2, 4), (5, 4, 3), (5, 4), (5, 4)]
+
+    def rule(cache, plan, dtype=torch.float64, kernel=cp.gated_delta_rule, **more):
+        rows = [-torch.ones(*shape, dtype=dtype, **more) for shape in shapes]
+        return kernel(*rows, plan, cache=cache)
+
+    def refused(match, *values, **more):
+        with pytest.raises(cp.ArgumentError, match=match):
+            rule(*values, **more)
+
+    plan = linear_plan(layout, "gdn", "headwise")
+    other = linear_plan(cp.Layout.contiguous(cp.Packing([2, 3]), 1), "gdn", "headwise")
+    refused(r"cache: got 'a plan of Packing\(\[2, 3\]\)'; allowed: one of Packing\(\[3, 2\]\)", cache.layer(0), other)
+    refused("cache: got 'a cache, and tensors that require grad'", cache.layer(0), plan, requires_grad=True)
+    rule(cache.layer(0), plan)
+    refused("last called in step 1, in step 1", cache.layer(0), plan)
+    keys = cache.extend(layout)
+    refused("state state: torch.float32 .*allowed: torch.float64", cache.layer(0), plan, dtype=torch.float32)
+    rows = [torch.ones(5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    with pytest.raises(cp.ArgumentError, match="a layer with states, of a linear layer"):
+        cp.attention(*rows, planned(layout, keys), cache=cache.layer(0))
+    mixer = draw(Case(layer="gdn", lengths=(3, 2), cp=1, heads=4, groups=2, head_dim=4, value_head_dim=3))
+    with pytest.raises(cp.ArgumentError, match=r"a call with states state, q, k, v.*allowed: one with state, as"):
+        cp.gated_delta_net(*mixer.inputs.values(), plan, **mixer.parameters, cache=cache.layer(0))
+    rule(cache.layer(0), plan)  # nothing refused has changed it
+
+
+def test_rejects_states_of_each_ranks_heads_where_all_are_needed():
+    layout = cp.Layout.contiguous(cp.Packing([4]), 2)
+    x = torch.ones(2, 96, dtype=torch.float64)
+
+    @torch.no_grad()
+    def on_rank(group):
+        cache, call = cp.Cache(1, 2), []
+        for mode in ("headwise", "chunkwise"):
+            cache.extend(layout)
+            call = [x, torch.ones(96, 4, dtype=torch.float64), None, linear_plan(layout, "conv1d", mode), group]
+            if mode == "headwise":
+                cp.causal_conv1d(*call, cache=cache.layer(0))
+        with pytest.raises(cp.ArgumentError, match=r"state x of the ranges \[\(0, 48\), \(48, 96\)\]"):
+            cp.causal_conv1d(*call, cache=cache.layer(0))
+
+    run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize(
