@@ -186,13 +186,9 @@ class Cache:
             raise ArgumentError("cache", given, f"{call} after all layers of a step")
 
     def _held_layout(self) -> Layout:
-        packing = Packing(self.lengths)
-        begins = packing.cu_seqlens
-        fragments = [
-            [(int(begins[document] + start), int(begins[document] + end)) for document, start, end in pieces.tolist()]
-            for pieces in self._pieces
-        ]
-        return Layout.from_fragments(packing, fragments)
+        packing, pieces = Packing(self.lengths), np.concatenate(self._pieces)
+        begins = packing.cu_seqlens[pieces[:, 0]]
+        return Layout(packing, begins + pieces[:, 1], begins + pieces[:, 2], np.cumsum([0, *map(len, self._pieces)]))
 
     def _select(self, kept: list[IntArray]) -> None:
         """Keeps some pieces of every rank, in the given order, and moves the rows of all layers."""

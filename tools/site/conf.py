@@ -51,6 +51,7 @@ NAVIGATION = {
         "Planned tiles": "docs/tiles",
         "A mask of your own": "docs/your-own-mask",
         "Shared beginnings": "docs/trees",
+        "Generation with a cache": "docs/cache",
         "What will it cost": "docs/planning",
         "What it costs, measured": "docs/costs",
     },
