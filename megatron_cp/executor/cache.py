@@ -23,7 +23,8 @@ from megatron_cp.plan.plan import Plan
 
 Ranges = tuple[tuple[int, int], ...]
 
-_MOST_PIECES = 64  # pieces of a document on a rank, on average, before its rows are put together again
+# New pieces of a document on a rank, on average, before its rows are put together: kernels compute piece by piece.
+_MOST_PIECES = 8
 
 
 class Cache:
@@ -68,7 +69,8 @@ class Cache:
         self.kv_layout: Layout | None = None
         self.step = 0
         self._layers: dict[int, LayerCache] = {}
-        self._pieces: list[IntArray] = [np.empty((0, 3), dtype=np.int64)] * self.cp_size
+        self._pieces: list[IntArray] = [np.empty((0, 3), dtype=np.int64)] * self.cp_size  # document, start, end
+        self._sorted_pieces = [0] * self.cp_size  # how many there were when rows were last put together
 
     def extend(self, layout: Layout) -> Layout:
         """Begins a step.
@@ -93,7 +95,8 @@ class Cache:
             allowed = f"one of the cache's {self.num_documents} documents, of no tokens where there is nothing new"
             raise ArgumentError("layout", f"a layout of {packing.num_documents} documents", allowed)
         self._check_between_steps("extend")
-        if any(len(pieces) > _MOST_PIECES * self.num_documents for pieces in self._pieces):
+        new = [len(pieces) - before for pieces, before in zip(self._pieces, self._sorted_pieces, strict=True)]
+        if max(new) > _MOST_PIECES * self.num_documents:
             self._select([np.lexsort((pieces[:, 1], pieces[:, 0])) for pieces in self._pieces])
         starts = self.lengths - packing.cu_seqlens[:-1]  # from places in the stream to positions in documents
         for rank in range(self.cp_size):
@@ -200,6 +203,7 @@ class Cache:
             for layer in self._layers.values():
                 layer.select_rows(rank, np.concatenate([np.empty(0, dtype=np.int64), *rows]))
             self._pieces[rank] = _joined(pieces[numbers])
+        self._sorted_pieces = list(map(len, self._pieces))
 
 
 def _joined(pieces: IntArray) -> IntArray:

@@ -1,6 +1,8 @@
 """Caches: calls that continue documents give what one call with all tokens gives."""
 
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,40 +113,58 @@ def test_queries_travel_to_the_keys_of_long_documents_and_no_search_is_made():
     assert 10 * max(plan.bytes_sent(8, forward=True)) < max(few.bytes_sent(8, forward=True))
 
 
-def test_documents_end_and_others_begin():
-    """Three documents; the second is dropped after two steps and two others begin; none sees another's keys."""
-    lengths = [[5, 7, 2], [3, 0, 4], [1, 1, 6, 2], [2, 0, 1, 3]]
-    sizes = np.array([5 + 3 + 1 + 2, 7, 2 + 4 + 1, 6 + 1, 2 + 3])  # the documents 0 and 1, 2, and the new ones
-    number = [[0, 1, 2], [0, 1, 2], [0, 2, 3, 4], [0, 2, 3, 4]]
+def test_new_tokens_go_to_the_ranks_that_hold_the_fewest_keys():
+    cache = cp.Cache(3, 3)
+    cache.extend(cp.Layout.from_fragments(cp.Packing([4, 1, 2]), [[(0, 5)], [(5, 6)], [(6, 7)]]))
+    counts = []
+    for _ in range(3):
+        layout = cache.decode_layout()
+        cache.extend(layout)
+        counts.append(layout.token_counts.tolist())
+    assert counts == [[0, 2, 1], [0, 1, 2], [1, 1, 1]]
+    assert cache.kv_layout.token_counts.tolist() == [6, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_documents_end_and_others_begin(mode):
+    """The second of three documents is dropped after two steps and two others begin; none sees another's tokens."""
+    steps = [[5, 7, 2], [3, 0, 4], [1, 1, 6, 2], [2, 0, 1, 3]]
+    documents = [[0, 1, 2], [0, 1, 2], [0, 2, 3, 4], [0, 2, 3, 4]]
+    sizes = np.array([11, 7, 7, 7, 5])
+    begins, whole = np.cumsum(sizes) - sizes, cp.Layout.contiguous(cp.Packing(sizes.tolist()), 1)
     q, k, v = drawn(*[(int(sizes.sum()), heads, 4) for heads in (4, 2, 2)])
-    whole = cp.Packing(sizes.tolist())
-    alone = cp.plan_attention(whole, cp.Layout.contiguous(whole, 1), **SIZES)
-    exact = cp.attention(q, k, v, alone)
+    x, taps = drawn((int(sizes.sum()), 96), (96, 4))
+    exact = cp.attention(q, k, v, planned(whole, whole))
+    exact_conv = cp.causal_conv1d(x, taps, None, linear_plan(whole, "conv1d", "headwise"))
+    exact_rule = cp.mamba2(q[..., :3], q[..., 3].abs(), taps[:4, 0], k, v, linear_plan(whole, "mamba", "headwise"))
 
     @torch.no_grad()
     def on_rank(group):
-        cache, done, errors = cp.Cache(3, 3, block_size=2), np.zeros(5, dtype=int), []
-        for step, (new, documents) in enumerate(zip(lengths, number, strict=True)):
+        cache, done, errors = cp.Cache(3, 3, block_size=2), np.zeros(5, dtype=int), [0.0]
+        for step, (new, numbers) in enumerate(zip(steps, documents, strict=True)):
             if step == 2:
                 cache.drop([1])
                 cache.add(2)
-            layout = cp.Layout.zigzag(cp.Packing(new), 3)
-            plan = planned(layout, cache.extend(layout))
-            tokens = tokens_of(done[documents], np.array(new), sizes[documents])
-            begins = np.cumsum(sizes) - sizes
-            tokens = np.concatenate(
-                [np.arange(begins[d] + done[d], begins[d] + done[d] + n) for d, n in zip(documents, new, strict=True)]
-            )
-            rows = [layout.shard(x[tokens], group.rank) for x in (q, k, v)]
-            out = cp.attention(*rows, plan, group, cache=cache.layer(0))
-            errors.append(float((out - layout.shard(exact[tokens], group.rank)).abs().max()) if len(out) else 0.0)
+            layout = cp.Layout.zigzag(cp.Packing(new), 3, align=4)
+            keys = cache.extend(layout)
+            firsts = begins[numbers] + done[numbers]
+            tokens = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, new, strict=True)])
             positions = tokens - begins[np.searchsorted(np.cumsum(sizes), tokens, side="right")]
             assert cache.positions(group.rank).tolist() == layout.shard(positions, group.rank).tolist()
-            done[documents] += new
-        assert cache.lengths.tolist() == [11, 7, 7, 5]
+            local = [layout.shard(each[tokens], group.rank) for each in (q, k, v, x)]
+            out = cp.attention(*local[:3], planned(layout, keys), group, cache=cache.layer(0))
+            plan = linear_plan(layout, "conv1d", mode)
+            convolved = cp.causal_conv1d(local[3], taps, None, plan, group, cache=cache.layer(1))
+            rows, plan = [local[0][..., :3], local[0][..., 3].abs(), taps[:4, 0]], linear_plan(layout, "mamba", mode)
+            ruled = cp.mamba2(*rows, *local[1:3], plan, group, cache=cache.layer(2))
+            for found, all_rows in ((out, exact), (convolved, exact_conv), (ruled, exact_rule)):
+                difference = found - layout.shard(all_rows[tokens], group.rank)
+                errors += [float(difference.abs().max())] if len(found) else []
+            done[numbers] += new
+        assert cache.lengths.tolist() == sizes[[0, 2, 3, 4]].tolist()
         return max(errors)
 
-    assert max(run_ranks(on_rank, 3)) < 1e-12
+    assert max(run_ranks(on_rank, 3)) < 1e-11
 
 
 def test_rows_of_a_document_are_put_together_again_after_many_steps(monkeypatch):
@@ -219,7 +239,30 @@ def test_bare_rules_in_chunks_equal_rules_at_once(mode):
         assert (found - rule(*given, linear_plan(whole, kind, "headwise"))).abs().max() < 1e-12, kind
 
 
-def first_step(**changes):
+def test_program_of_the_page_generates_what_the_model_gives_without_a_cache():
+    page = (Path(__file__).parents[2] / "docs/cache.md").read_text()
+    scope = {}
+    exec(re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1], scope)
+    prompts, tokens, logits = scope["prompts"], scope["tokens"], scope["logits"]
+    assert tokens.shape == (20, 3)
+    assert len(set(tokens.flatten().tolist())) > 15  # no model that repeats itself
+    documents = [torch.cat([prompt, own]) for prompt, own in zip(prompts, tokens.T, strict=True)]
+    packing = cp.Packing(list(map(len, documents)))
+    layout, stream = cp.Layout.contiguous(packing, 1), torch.cat(documents)
+    x, positions = scope["embedding"][stream], packing.positions()
+    k, v = (x @ scope["to_kv"]).unflatten(-1, (-1, 8)).chunk(2, 1)
+    q = scope["rotated"]((x @ scope["to_q"]).unflatten(-1, (-1, 8)), positions)
+    plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8)
+    x = x + cp.attention(q, scope["rotated"](k, positions), v, plan).flatten(1) @ scope["from_heads"]
+    beta, alpha = (x @ scope["to_gates"]).chunk(2, -1)
+    plan = cp.plan_linear(packing, layout, "gdn", heads=4, key_heads=2, head_dim=8)
+    out = cp.gated_delta_net(x @ scope["to_qkv"], beta, alpha, plan, **scope["gdn"])
+    exact = ((x + out.flatten(1) @ scope["from_states"]) @ scope["head"]).split(packing.lengths.tolist())
+    for document, prompt in enumerate(prompts):
+        assert (logits[:, document] - exact[document][len(prompt) - 1 :]).abs().max() < 1e-12
+
+
+def first_step():
     cache = cp.Cache(2)
     layout = cp.Layout.contiguous(cp.Packing([3, 2]), 1)
     keys = cache.extend(layout)
