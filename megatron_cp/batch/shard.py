@@ -145,17 +145,7 @@ def shard_batch(
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    targets, weights = _labels_and_weights(ids, labels, packing)
-    given_weights = None if loss_mask is None else _numbers("loss_mask", loss_mask, packing)
-    counts = (weights != 0).long()
-    if packing.branches is not None:  # from here on a label's place is its own, and not that of the token before it
-        counts, before = torch.from_numpy(packing.copies()), torch.from_numpy(packing.branches.predecessors.copy())
-        counts = counts * (before >= 0)
-        weights = counts.float()
-        given_weights = None if given_weights is None else given_weights[before.clamp(min=0)]
-        targets = ids
-    if given_weights is not None:
-        weights, counts = weights * given_weights, counts * (given_weights != 0)
+    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing)
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
@@ -163,15 +153,14 @@ def shard_batch(
         compared = {name: stream for name, said, stream in given if said is not None}
         check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
-    labelled = label_rows(layout, ranks.rank, device) if into is None else None
-    of_labels = layout if labelled is None else labelled.layout
+    labelled = label_rows(layout, ranks.rank, device)
+    if labelled is not None:
+        streams["label_copies"] = (counts, 0)
     if into is None:
         prepare_plans(plans, ranks.rank, device)
-        by_name = {"tokens": layout}
-        if labelled is not None:
-            streams["label_copies"] = (counts, 0)
+        layouts = dict.fromkeys(streams, layout if labelled is None else labelled.layout) | {"tokens": layout}
         rows = {
-            name: moved(by_name.get(name, of_labels).shard(stream, ranks.rank, pad_value=fill), device)
+            name: moved(layouts[name].shard(stream, ranks.rank, pad_value=fill), device)
             for name, (stream, fill) in streams.items()
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
@@ -206,15 +195,29 @@ def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 def _labels_and_weights(
-    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, packing: Packing
-) -> tuple[Tensor, Tensor]:
-    if labels is not None:
-        packing.refuse_branches("labels", "labels", "None", "Labels are the next tokens of each path.")
-        targets = _integers("labels", labels, packing)
-        return targets, (targets >= 0).float()
-    weights = torch.ones(packing.total, device="cpu")
-    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
-    return ids.roll(-1), weights
+    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `[total]` each: labels, weights of their losses, and how often each counts.
+
+    Where documents branch they are at the label's own place, else at that of the token before it.
+    """
+    given = None if loss_mask is None else _numbers("loss_mask", loss_mask, packing)
+    if packing.branches is not None:
+        if labels is not None:
+            raise ArgumentError("labels", "labels", "None where documents branch: they are each path's next tokens")
+        before = torch.from_numpy(packing.branches.predecessors.copy())
+        targets, counts = ids, torch.from_numpy(packing.copies()) * (before >= 0)
+        weights = counts.float()
+        given = None if given is None else given[before.clamp(min=0)]
+    else:
+        if labels is not None:
+            targets = _integers("labels", labels, packing)
+            weights = (targets >= 0).float()
+        else:
+            targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
+            weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
+        counts = (weights != 0).long()
+    return (targets, weights, counts) if given is None else (targets, weights * given, counts * (given != 0))
 
 
 def batch_seed(ids: Tensor, seed: int) -> int:

@@ -93,6 +93,11 @@ class Branches(Memo):
                 positions[number_of_run] = positions[parent] + stops[parent] - starts[parent]
         return Runs(frozen(starts), frozen(stops), frozen(parents), frozen(positions))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path."""
+        return int((self.runs.positions + self.runs.stops - self.runs.starts).max(initial=0))
+
     def positions_of(self, tokens: IntArray) -> IntArray:
         """Returns the position of each token of the packed stream in its path."""
         runs = self.runs

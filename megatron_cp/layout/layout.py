@@ -315,7 +315,13 @@ class Layout(Memo):
         return self._padded(tokens - self.packing.cu_seqlens[self.packing.documents_of(tokens)], rank, 0)
 
     def document_ids(self, rank: int) -> IntArray:
-        """`[row_counts[rank]]` document of each row; -1 in pad rows."""
+        """`[row_counts[rank]]` document of each row; -1 in pad rows.
+
+        Raises:
+            ArgumentError: documents that branch, where a token may be in several.
+        """
+        remedy = "packing.documents_of(layout.tokens(rank)) gives the tree of each token."
+        self.packing.refuse_branches("layout", self, "no numbers of documents", remedy)
         return self._padded(self.packing.documents_of(self.tokens(rank)), rank, -1)
 
     def labels(
@@ -418,29 +424,6 @@ class Layout(Memo):
             f"Layout({self.packing!r}, cp_size={self.cp_size}, align={self.align}, "
             f"{self.starts.size} fragments, {self.token_counts.min()} to {self.token_counts.max()} tokens a rank)"
         )
-
-
-class FilledLayout(Layout):
-    """A layout of a pack that is filled up, so that all packs of its kind have as many rows and documents.
-
-    Attributes:
-        given: the documents alone.
-        room: the sizes to which packs are filled up.
-        keeps_order: True if every such pack is held in stream order. Otherwise tables move the rows of every pack, also
-            of one whose tokens happen to be in order.
-    """
-
-    def __init__(self, layout: Layout, given: Packing, room: tuple[Any, ...], *, keeps_order: bool) -> None:
-        super().__init__(layout.packing, layout.starts, layout.ends, layout.fragment_offsets)
-        self.given, self.room, self.keeps_order = given, room, keeps_order
-
-    @cached_property
-    def in_stream_order(self) -> bool:
-        return self.keeps_order
-
-    @property
-    def value(self) -> tuple[Any, ...]:
-        return (*super().value, self.given.lengths.tobytes(), self.room, self.keeps_order)
 
 
 def _most_work(layout: Layout, work: IntArray) -> int:

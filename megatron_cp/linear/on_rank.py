@@ -30,7 +30,7 @@ from megatron_cp.executor.kernels import Kernel, kernel_name
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, continued_scan, scan
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Layout
 from megatron_cp.layout.segments import LocalSegments, Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, ScanWork, choose_conv, choose_rule
 from megatron_cp.plan.kinds import KINDS
@@ -177,7 +177,7 @@ class LinearOnRank:
             flat, history = x.flatten(1), None
             if self.call.segments is not None and self.plan.conv_width > 1:
                 continued = self.cache is not None
-                halo = Halo(whole(self.plan.packing), self.plan.conv_width, flat.shape[1], continued)
+                halo = Halo(whole(self.plan), self.plan.conv_width, flat.shape[1], continued)
                 flat, history = start_halo(halo, as_rank_group(None, 1), flat)
                 history = self._continued_history(halo, 0, history, [block]) if continued else history
             y = kernel.conv(flat, local_weight, local_bias, self.call, silu=silu, history=history)
@@ -255,7 +255,7 @@ class LinearOnRank:
         else:  # documents that branch, all of them here: states go from segment to segment without travelling
             _, heads, value_dim = values.shape
             dense = KINDS[self.plan.kind].is_dense
-            step = Scan(whole(self.plan.packing), heads, inputs.keys.shape[2], value_dim, dense)
+            step = Scan(whole(self.plan), heads, inputs.keys.shape[2], value_dim, dense)
             comm = over(as_rank_group(None, 1))
         if values.numel():
             work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
@@ -294,7 +294,7 @@ def linear_call(
     if plan.recurrent_steps:
         segments = Segments.from_layout(plan.layout, continued=continued).local(rank)
     elif continued or plan.packing.branches is not None:
-        segments = Segments.from_layout(whole(plan.packing), continued=continued).local(0)
+        segments = Segments.from_layout(whole(plan), continued=continued).local(0)
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if not plan.recurrent_steps:
         head_ranks = range(plan.ulysses_degree)
@@ -323,9 +323,11 @@ def _state_shapes(plan: Plan, dtype: torch.dtype, *, convolves: bool) -> dict[st
     return found
 
 
-def whole(packing: Packing) -> Layout:
+def whole(plan: Plan) -> Layout:
     """Returns the layout in which one rank holds all tokens."""
-    return packing.memo(("whole",), lambda: Layout.contiguous(packing, 1))
+    # The plan's layout remembers it, not the packing: a cycle would keep a batch's tables until garbage collection.
+    found: Layout = plan.layout.memo(("whole",), lambda: Layout.contiguous(plan.packing, 1))
+    return found
 
 
 class _NoTokens(LocalScan):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from typing_extensions import assert_never
@@ -142,6 +142,24 @@ def plural(noun: str, count: int = 2) -> str:
         return noun
     first, _, rest = noun.partition(" of ")
     return f"{first}s of {rest}" if rest else f"{first}s"
+
+
+_TIE = 0.005  # relative difference of predictions below which neither of two candidates is faster
+
+
+def tied(values: Mapping[str, float], taken: float) -> list[str]:
+    """Returns the names of the candidates whose values are within 0.5 % of the taken one's, the nearest first."""
+    apart = {name: abs(value / taken - 1) for name, value in values.items()} if taken else {}
+    return sorted((name for name, share in apart.items() if share <= _TIE), key=lambda name: apart[name])
+
+
+def describe_ties(names: Sequence[str]) -> str:
+    """Returns a clause that names candidates that are as fast as the one before it; nothing without names."""
+    if not names:
+        return ""
+    shown = [*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])]
+    first, last = ", ".join(shown[:-1]), shown[-1]
+    return f"; {f'{first} and {last} are' if first else f'{last} is'} within {100 * _TIE:g} %"
 
 
 def counted(count: int, noun: str) -> str:

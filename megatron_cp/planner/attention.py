@@ -12,7 +12,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks

@@ -15,7 +15,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.layout.mask_like import MASKS_ALLOWED, MaskLike, is_mask_function, is_named, mask_over
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray

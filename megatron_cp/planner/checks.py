@@ -14,7 +14,7 @@ from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, plural
 from megatron_cp.plan.schemes import Scheme, alternatives

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, on local threads and under torchrun."""
+"""The examples run as their first lines say, on local threads and under torchrun; docs/trees.md quotes one."""
 
 import os
 import subprocess

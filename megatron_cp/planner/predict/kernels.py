@@ -199,7 +199,7 @@ def chunked_tokens(plan: Plan) -> IntArray:
     def found() -> IntArray:
         layout = plan.layout
         if not plan.recurrent_steps:
-            return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
+            return np.full(plan.cp_size, (-(-layout.packing.run_lengths // CHUNK) * CHUNK).sum())
         segments = Segments.from_layout(layout)
         filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
         return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)
