@@ -35,5 +35,8 @@ from .planner.layouts import choose_layout as choose_layout
 from .planner.linear import plan_linear as plan_linear
 from .softmax.attention import attention as attention
 from .softmax.attention import projected_attention as projected_attention
+from .softmax.kernels import register_kernel as register_kernel
+from .softmax.latent import latent_attention as latent_attention
+from .softmax.merge import merge as merge
 
 __version__: str

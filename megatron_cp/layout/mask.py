@@ -149,8 +149,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3]
         """
         document, starts, ends, question_ends = _checked_parts(packing, parts)
-        remedy = "Segments of Packing.tree and the causal mask are questions and their answers."
-        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, remedy)
+        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, "Causal, a tree's segments are such parts.")
         begins = packing.cu_seqlens[document]
         # The question and the first answer go on from one another as if they were one causal document.
         causal = np.where(starts <= question_ends, begins, starts)
@@ -165,9 +164,7 @@ class Mask(Memo):
 
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
-        """Makes the union of slices of the packed streams; pairs across documents are left out.
-
-        Where documents branch, pairs across trees are left out, and slices alone say what tokens of a tree see.
+        """Makes the union of slices of the packed streams; pairs across documents, or whole trees, are left out.
 
         Args:
             packing: the documents of the queries.

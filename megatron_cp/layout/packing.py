@@ -142,6 +142,8 @@ class Packing(Memo):
             >>> [part.tolist() for part in packing.split(packing.tokens)]
             [[5, 6, 7], [5, 6, 8, 9], [4]]
         """
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError("sequences", sequences, "several lists of token ids")
         given = [host_array(f"sequences[{number}]", sequence) for number, sequence in enumerate(sequences)]
         for number, ids in enumerate(given):
             if ids.ndim != 1 or (ids.size and not is_integral(ids)):

@@ -84,11 +84,12 @@ def _attend(step: Attend) -> list[str]:
     if step.num_kv_ranks == 1:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
-    row = step.head_dim + step.value_head_dim
+    row = sum(step.key_features)
     if step.tiled is not None:
         return _tiled(step, among)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
-    return [f"attention: {way}{among}; a key and its value are {row} elements a head"]
+    what, each = ("a key and its value are", " a head") if step.latent is None else ("a latent and its key are", "")
+    return [f"attention: {way}{among}; {what} {row} elements{each}"]
 
 
 def _tiled(step: Attend, among: str) -> list[str]:

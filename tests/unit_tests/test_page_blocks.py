@@ -44,6 +44,7 @@ SMALLER = {
 ELSEWHERE = [
     ("README.md", "import megatron_cp as cp", "functional_tests/test_pages.py"),
     ("docs/your-own-mask.md", "", "unit_tests/test_pages.py"),
+    ("docs/your-own-kernel.md", "", "unit_tests/test_pages.py"),
     ("docs/troubleshooting.md", "def stop_at_nan", "unit_tests/test_pages.py"),
     ("docs/transformers.md", "ContextParallelTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
