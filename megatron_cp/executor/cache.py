@@ -27,6 +27,29 @@ Ranges = tuple[tuple[int, int], ...]
 _MOST_PIECES = 8
 
 
+class CacheStep(NamedTuple):
+    """The tokens of one call of all layers.
+
+    Attributes:
+        number: counted from 1; 0 before the first step.
+        layout, kv_layout: see `Cache`.
+    """
+
+    number: int
+    layout: Layout | None
+    kv_layout: Layout | None
+
+    def begun(self) -> Layout:
+        """Returns the layout of the step's tokens.
+
+        Raises:
+            ArgumentError: there has been no step.
+        """
+        if self.layout is None:
+            raise ArgumentError("cache", "a Cache before its first step", "one after extend(layout)")
+        return self.layout
+
+
 class Cache:
     """Keys, values and states of the tokens so far, for layers that continue documents; the same calls on every rank.
 
@@ -45,8 +68,6 @@ class Cache:
 
     Attributes:
         lengths: `[documents]` tokens so far, those of the current step included.
-        layout: the layout of the current step's tokens; None before the first one.
-        kv_layout: the layout of the keys of all tokens so far; None before the first step.
 
     Raises:
         ArgumentError: a number that is no integer of at least 1.
@@ -65,9 +86,7 @@ class Cache:
         self.cp_size = checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
         self.block_size = checked_integer("block_size", block_size, 1)
         self.lengths: IntArray = np.zeros(self.num_documents, dtype=np.int64)
-        self.layout: Layout | None = None
-        self.kv_layout: Layout | None = None
-        self.step = 0
+        self._step = CacheStep(0, None, None)
         self._layers: dict[int, LayerCache] = {}
         self._pieces: list[IntArray] = [np.empty((0, 3), dtype=np.int64)] * self.cp_size  # document, start, end
         self._sorted_pieces = [0] * self.cp_size  # how many there were when rows were last put together
@@ -110,8 +129,21 @@ class Cache:
                     start = stop
             self._pieces[rank] = _joined(np.concatenate([self._pieces[rank], np.reshape(added, (-1, 3)).astype(int)]))
         self.lengths = self.lengths + packing.lengths
-        self.layout, self.kv_layout, self.step = layout, self._held_layout(), self.step + 1
-        return self.kv_layout
+        keys = self._held_layout()
+        self._step = CacheStep(self._step.number + 1, layout, keys)
+        for layer in self._layers.values():
+            layer.current = self._step
+        return keys
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the current step's tokens; None before the first one."""
+        return self._step.layout
+
+    @property
+    def kv_layout(self) -> Layout | None:
+        """The layout of the keys of all tokens so far; None before the first step."""
+        return self._step.kv_layout
 
     def positions(self, rank: int) -> IntArray:
         """Returns `[rows]` the position of each of a rank's rows of this step in its document; 0 in pad rows.
@@ -119,7 +151,7 @@ class Cache:
         Raises:
             ArgumentError: no step has begun, or a number that is no rank.
         """
-        layout = self._current()
+        layout = self._step.begun()
         rank = checked_integer("rank", rank, 0, self.cp_size - 1)
         documents = layout.document_ids(rank)
         before = (self.lengths - layout.packing.lengths)[np.maximum(documents, 0)]
@@ -141,7 +173,7 @@ class Cache:
         Raises:
             ArgumentError: no integer of at least 0.
         """
-        return self._layers.setdefault(checked_integer("number", number, 0), LayerCache(self))
+        return self._layers.setdefault(checked_integer("number", number, 0), LayerCache(self._step, self.block_size))
 
     def add(self, count: int = 1) -> None:
         """Adds documents without tokens, behind the others.
@@ -177,15 +209,10 @@ class Cache:
         for layer in self._layers.values():
             layer.select_documents(kept, 0)
 
-    def _current(self) -> Layout:
-        if self.layout is None:
-            raise ArgumentError("cache", "a Cache before its first step", "one after extend(layout)")
-        return self.layout
-
     def _check_between_steps(self, call: str) -> None:
-        late = [number for number, layer in self._layers.items() if layer.step != self.step]
+        late = [number for number, layer in self._layers.items() if layer.step != self._step.number]
         if late:
-            given = f"a Cache whose layer {late[0]} has not been called in step {self.step}"
+            given = f"a Cache whose layer {late[0]} has not been called in step {self._step.number}"
             raise ArgumentError("cache", given, f"{call} after all layers of a step")
 
     def _held_layout(self) -> Layout:
@@ -234,12 +261,13 @@ class LayerCache:
     """The part of a `Cache` that belongs to one layer, made by `Cache.layer`: rows of keys and values, or states.
 
     Attributes:
-        cache: the cache.
+        current: the current step of the cache. Without the cache itself, which has the layer: a cycle would keep the
+            memory until garbage collection.
         step: the number of the last step in which the layer was called.
     """
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache, self.step = cache, 0
+    def __init__(self, current: CacheStep, block_size: int) -> None:
+        self.current, self.block_size, self.step = current, block_size, 0
         self._rank, self._count = 0, 0
         self._rows: list[Tensor] = []  # with spare rows behind the first `_count`
         self._states: dict[str, tuple[StateShape, Tensor]] = {}
@@ -253,7 +281,7 @@ class LayerCache:
             ArgumentError: names the argument `cache`.
         """
         layout = self._checked_step(plan, bool(self._states), "states, of a linear layer")
-        expected = self.cache.kv_layout
+        expected = self.current.kv_layout
         assert expected is not None
         if plan.layout != layout or plan.kv_layout != expected:
             side, given, allowed = (
@@ -267,18 +295,17 @@ class LayerCache:
 
     def append(self, rank: int, *tensors: Tensor) -> list[Tensor]:
         """Stores the new rows of this step, without pad rows, and returns all rows, in the order of `kv_layout`."""
-        layout = self.cache._current()
+        layout = self.current.begun()
         new = int(layout.token_counts[rank])
         total = self._count + new
         if not self._rows:
             self._rank, self._rows = rank, [tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors]
         if total > len(self._rows[0]):
-            block = self.cache.block_size
-            room = -(-max(total, self._count + self._count // 4) // block) * block
+            room = -(-max(total, self._count + self._count // 4) // self.block_size) * self.block_size
             self._rows = [_moved(rows[: self._count], room) for rows in self._rows]
         for rows, tensor in zip(self._rows, tensors, strict=True):
             rows[self._count : total] = tensor[:new]
-        self._count, self.step = total, self.cache.step
+        self._count, self.step = total, self.current.number
         return [rows[:total] for rows in self._rows]
 
     def select_rows(self, rank: int, kept: IntArray) -> None:
@@ -313,7 +340,7 @@ class LayerCache:
 
     def begin_states(self, rank: int, shapes: Mapping[str, StateShape], like: Tensor) -> None:
         """Makes the states of zero, or keeps the range of the channels that this rank computes from now on."""
-        documents = self.cache.num_documents
+        documents = self.current.begun().packing.num_documents
         for name, shape in shapes.items():
             (first, last), found = shape.ranges[rank], self._states.get(name)
             if found is None:
@@ -334,7 +361,7 @@ class LayerCache:
 
     def end_step(self) -> None:
         """Counts the step, after all states have been written."""
-        self.step = self.cache.step
+        self.step = self.current.number
 
     def select_documents(self, kept: IntArray | None, added: int) -> None:
         """Keeps some documents' states, all if None, and adds others of zero."""
@@ -346,16 +373,17 @@ class LayerCache:
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _checked_step(self, plan: Plan, is_other: bool, other: str) -> Layout:
-        layout = self.cache._current()
+        layout, number = self.current.begun(), self.current.number
         if is_other:
             raise ArgumentError("cache", f"a layer with {other}", "one of this kind, or a new number")
         if plan.tables is not None:
             raise ArgumentError("cache", "a plan with GraphTables", "a plan without", "A cache grows in every step.")
-        if plan.packing.num_documents != self.cache.num_documents or plan.cp_size != self.cache.cp_size:
+        if (plan.packing.num_documents, plan.cp_size) != (layout.packing.num_documents, layout.cp_size):
             given = f"a plan of {plan.packing.num_documents} documents over {plan.cp_size} ranks"
-            raise ArgumentError("cache", given, f"{self.cache.num_documents} documents over {self.cache.cp_size} ranks")
-        if self.step != self.cache.step - 1:
-            given = f"a layer that was last called in step {self.step}, in step {self.cache.step}"
+            allowed = f"one of {layout.packing.num_documents} documents over {layout.cp_size} ranks"
+            raise ArgumentError("cache", given, allowed)
+        if self.step != number - 1:
+            given = f"a layer that was last called in step {self.step}, in step {number}"
             raise ArgumentError("cache", given, "one call of each layer in each step", "Give each layer a number.")
         return layout
 
