@@ -16,32 +16,30 @@ from megatron_cp.linear.kernels.fla import fixed_documents
 from megatron_cp.plan.recurrence import Scan
 
 
-def delta_rule(inputs, groups, scale, lengths):
+def delta_rule(inputs, groups, scale, lengths, parents=None):
     """Gated DeltaNet, arXiv 2412.06464, eq. 10, and with a decay a feature KDA, arXiv 2510.26692, eq. 1."""
     q, k = inputs.q[:, groups], inputs.k[:, groups]
     decays = inputs.g.exp() if inputs.g.ndim == 3 else inputs.g.exp()[..., None].expand_as(k)
-    outputs, starts = [], _starts(lengths)
-    for t in range(len(q)):
-        if t in starts:
-            state = q.new_zeros(q.shape[1], q.shape[2], inputs.v.shape[2])
-        state = decays[t][..., None] * state
+    outputs, states, zero = [], [], q.new_zeros(q.shape[1], q.shape[2], inputs.v.shape[2])
+    for t, before in enumerate(_tokens_before(lengths, parents)):
+        state = decays[t][..., None] * (states[before] if before >= 0 else zero)
         error = inputs.v[t] - torch.einsum("hk,hkv->hv", k[t], state)
         state = state + torch.einsum("h,hk,hv->hkv", inputs.beta[t], k[t], error)
+        states.append(state)
         outputs.append(scale * torch.einsum("hk,hkv->hv", q[t], state))
     return torch.stack(outputs)
 
 
-def state_space(inputs, groups, scale, lengths, with_state=False):
+def state_space(inputs, groups, scale, lengths, with_state=False, parents=None):
     """Mamba-2, arXiv 2405.21060, eq. 1; the state after the last token too if it is asked for."""
     b, c = inputs.B[:, groups], inputs.C[:, groups]
-    outputs, starts = [], _starts(lengths)
-    for t in range(len(b)):
-        if t in starts:
-            state = b.new_zeros(b.shape[1], b.shape[2], inputs.x.shape[2])
-        state = (inputs.dt[t] * inputs.A).exp()[:, None, None] * state
+    outputs, states, zero = [], [], b.new_zeros(b.shape[1], b.shape[2], inputs.x.shape[2])
+    for t, before in enumerate(_tokens_before(lengths, parents)):
+        state = (inputs.dt[t] * inputs.A).exp()[:, None, None] * (states[before] if before >= 0 else zero)
         state = state + torch.einsum("h,hk,hv->hkv", inputs.dt[t], b[t], inputs.x[t])
+        states.append(state)
         outputs.append(scale * torch.einsum("hk,hkv->hv", c[t], state))
-    return (torch.stack(outputs), state) if with_state else torch.stack(outputs)
+    return (torch.stack(outputs), states[-1]) if with_state else torch.stack(outputs)
 
 
 def convolution(x, weight, bias, lengths, silu):
@@ -54,7 +52,7 @@ def convolution(x, weight, bias, lengths, silu):
     return torch.cat(outputs)
 
 
-def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fixed=False):
+def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fixed=False, parents=None):
     """The largest errors of a kernel's output and gradients, alone or over the ranks of a layout, in float32.
 
     `fixed`: with fla's tables as a CUDA graph reads them.
@@ -69,10 +67,11 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
     else:
         g = 0.05 * torch.nn.functional.logsigmoid(torch.randn(tokens, heads, *([dk] if kind == "kda" else [])))
         inputs = Delta(*keys, values, g, 0.4 * torch.rand(tokens, heads))
-    dout, packing = torch.randn(tokens, heads, dv), Packing(lengths)
+    dout = torch.randn(tokens, heads, dv)
+    packing = Packing(lengths) if parents is None else Packing.tree(lengths, parents)
     oracle = state_space if kind == "mamba" else delta_rule
     exact = type(inputs)(*(x.double() for x in inputs))
-    expected = _gradients(lambda x: oracle(x, groups, 0.3, lengths), exact, dout)
+    expected = _gradients(lambda x: oracle(x, groups, 0.3, lengths, parents=parents), exact, dout)
     if layout is None:
         tables = {name: torch.from_numpy(table) for name, table in fixed_documents(packing).items()}
         call = LinearCall(
@@ -223,5 +222,13 @@ def _strided(x):
     return torch.stack([x, x], -1)[..., 0]
 
 
-def _starts(lengths):
-    return set(np.concatenate([[0], np.cumsum(lengths)]).tolist())
+def _tokens_before(lengths, parents):
+    """Returns the token before each one in its document, or in its path if there are parents; -1 for first tokens."""
+    ends = np.cumsum(lengths)
+    before = np.arange(ends[-1] if len(ends) else 0) - 1
+    for segment, (length, parent) in enumerate(zip(lengths, parents or [-1] * len(lengths), strict=True)):
+        while parent >= 0 and not lengths[parent]:
+            parent = parents[parent]
+        if length:
+            before[ends[segment] - length] = ends[parent] - 1 if parent >= 0 else -1
+    return before.tolist()

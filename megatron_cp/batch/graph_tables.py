@@ -6,7 +6,7 @@ the same addresses, by one copy from pinned memory:
 
     slots = GraphTables(capacity_tokens=32768, capacity_documents=64, cp_size=4)
     for pack in packs:
-        layout = slots.layout(pack.packing.lengths)
+        layout = slots.layout(pack.packing)
         batch = shard_batch(pack.tokens, layout, group, slots=kinds, device="cuda", into=slots)
         graph.replay()                                   # or, the first time, run eagerly and then capture
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.device import LOAD_AGAIN, CallTables, fill_tables, indexed
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
+from megatron_cp.layout.mask_like import is_named
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, fixed_chunks
 from megatron_cp.linear.kernels.conv import fixed_heads
@@ -51,9 +53,11 @@ class GraphTables:
     """Tables on a device that one pack after another is loaded into.
 
     Packs may be loaded for attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; for masks
-    in which every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). `p2p` needs
-    documents of a multiple of 2 * cp_size tokens: `align_documents` pads them. The padding of a document follows its
-    tokens, so a mask under which they see it (`full`, a window to the right) is refused for packs with such documents.
+    in which every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). A spec gives
+    them by name, as `Mask.window(...)` and the like over the pack's own documents, or by a function of these that makes
+    one. `p2p` needs documents of a multiple of 2 * cp_size tokens: `align_documents` pads them. The padding of a
+    document follows its tokens, so a mask under which they see it (`full`, a window to the right) is refused for packs
+    with such documents.
 
     Args:
         capacity_tokens: tokens of every padded pack; a multiple of `cp_size`.
@@ -96,16 +100,18 @@ class GraphTables:
         self._place: tuple[int, torch.device] | None = None
         self._loaded: Callable[[], BatchPlan | None] = lambda: None
 
-    def layout(self, lengths: Iterable[int]) -> Layout:
+    def layout(self, lengths: Packing | Iterable[int]) -> Layout:
         """Returns the layout of a padded pack, with `capacity_tokens / cp_size` tokens on every rank.
 
         Args:
-            lengths: lengths of the pack's documents.
+            lengths: the pack's documents, or their lengths.
 
         Raises:
-            ArgumentError: more tokens or documents than there is room for.
+            ArgumentError: more tokens or documents than there is room for, or documents that branch.
         """
-        given, step = Packing(lengths), self.align_documents
+        given = lengths if isinstance(lengths, Packing) else Packing(lengths)
+        given.refuse_branches("lengths", given, "no GraphTables")
+        step = self.align_documents
         sizes = -(-given.lengths // step) * step
         remedy = "Make larger GraphTables, and capture the step again."
         if given.num_documents > self.capacity_documents:
@@ -160,17 +166,18 @@ class GraphTables:
         if rows is not None and not (isinstance(rows, Mapping) and all(map(_is_table, rows.values()))):
             raise ArgumentError("rows", rows, "numpy arrays by name")
         place = (rank, indexed(device))
+        kinds = [_named(slot, plan) for slot, plan in zip(plans.kinds, plans.plans, strict=True)]
         if self._memory is None:
-            self._learn(plans, rank)
-            self._place, self._kinds = place, plans.kinds
+            self._learn(kinds, plans.plans, rank)
+            self._place, self._kinds = place, kinds
         if place != self._place:
             given, before = (f"rank {rank} on {device}" for rank, device in (place, self._place or place))
             raise ArgumentError(
                 "device", given, f"{before}, as was loaded before", "Make GraphTables of their own for it."
             )
-        if plans.kinds != self._kinds:
+        if kinds != self._kinds:
             remedy = "A graph serves packs with the same kinds of layers: make GraphTables of their own for others."
-            raise ArgumentError("slots", plans.kinds, f"{self._kinds}, as were loaded before", remedy)
+            raise ArgumentError("slots", kinds, f"{self._kinds}, as were loaded before", remedy)
         calls = [self._calls(number, plan, rank) for number, plan in enumerate(plans.plans)]
         tables = self._tables(plans, rank, calls) | {f"rows {name}": values for name, values in (rows or {}).items()}
         if self._memory is None:
@@ -206,36 +213,33 @@ class GraphTables:
             raise ArgumentError("plan", plan, "one of those loaded last", LOAD_AGAIN)
         tables.check()
 
-    def _learn(self, plans: BatchPlan, rank: int) -> None:
+    def _learn(self, kinds: Sequence[Slot], plans: Sequence[Plan], rank: int) -> None:
         """Learns what all packs share from a pack of one document with the most tokens, and checks it on another
         pack.
         """
-        for slot, plan in zip(plans.kinds, plans.plans, strict=True):
+        for slot, plan in zip(kinds, plans, strict=True):
             self._check_kind(slot, plan)
         step = self.align_documents
-        one = BatchPlan(self.layout([self.longest]), plans.kinds)
-        several = BatchPlan(
-            self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), plans.kinds
-        )
-        for number, slot in enumerate(plans.kinds):
+        one = BatchPlan(self.layout([self.longest]), kinds)
+        several = BatchPlan(self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), kinds)
+        for number, slot in enumerate(kinds):
             if not isinstance(slot, AttentionSpec):
                 continue
             try:
-                self._learn_pattern(number, one, rank)
-                shapes = [_shapes(self._calls(number, packs.plans[number], rank)[0]) for packs in (one, several)]
+                self._learn_pattern(number, one.plan(slot), rank)
+                shapes = [_shapes(self._calls(number, packs.plan(slot), rank)[0]) for packs in (one, several)]
             except ArgumentError as error:
-                raise _no_pattern(slot) from error
+                raise _no_pattern(slot.mask) from error
             if shapes[0] != shapes[1]:
-                raise _no_pattern(slot)
+                raise _no_pattern(slot.mask)
 
-    def _learn_pattern(self, number: int, one: BatchPlan, rank: int) -> None:
+    def _learn_pattern(self, number: int, plan: Plan, rank: int) -> None:
         """Stores the bands of a pack's only document, for each stage."""
-        plan = one.plans[number]
         assert plan.attend is not None
         for stage in plan.attend.stages:
             tiles = plan.attend.tiles(rank // plan.ulysses_degree, stage)
             bands = tiles.bands
-            if one.layout.packing.lengths[-1]:  # half of the bands are the padding's
+            if plan.packing.lengths[-1]:  # half of the bands are the padding's
                 bands = bands[: len(bands) // 2]
             self._patterns[number, stage.number] = Pattern.from_bands(bands, len(tiles.q_tokens), len(tiles.k_tokens))
 
@@ -252,8 +256,8 @@ class GraphTables:
                 "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
             )
         # Blocks are cut by a document's own length, which padding changes.
-        if isinstance(slot, AttentionSpec) and (not isinstance(slot.mask, str) or is_block_table(slot.mask)):
-            raise _no_pattern(slot)
+        if isinstance(slot, AttentionSpec) and is_block_table(str(slot.mask)):
+            raise _no_pattern(slot.mask)
         if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
             return
         if self._layout_name != _LAYOUTS[0]:
@@ -358,9 +362,19 @@ def _order_tables(plan: Plan, rank: int) -> Tables:
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
 
 
-def _no_pattern(slot: AttentionSpec) -> ArgumentError:
+def _named(slot: Slot, plan: Plan) -> Slot:
+    """Returns the slot with its mask by name: a `Mask`, or what a function makes, is of one pack alone."""
+    if not isinstance(slot, AttentionSpec) or isinstance(slot.mask, str):
+        return slot
+    assert plan.mask is not None
+    if not is_named(plan.mask):
+        raise _no_pattern(plan.mask.name)
+    return replace(slot, mask=plan.mask.name)
+
+
+def _no_pattern(mask: object) -> ArgumentError:
     remedy = "In others documents differ in more than their length: run this layer outside of the graph."
-    return ArgumentError("mask", slot.mask, "causal, full or a window; causal or full in a ring", remedy)
+    return ArgumentError("mask", mask, "causal, full or a window; causal or full in a ring", remedy)
 
 
 def _shapes(tables: Tables) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def token_loss(
 
     Args:
         losses: `[t]` loss of each of this rank's rows, not reduced: `cross_entropy(..., reduction="none")`. With a
-            tensor of weights they may have any shape that the weights have too.
+            tensor of weights they may have any shape that the weights have too. Where documents branch `[p]`, the loss
+            of each label, from the logits of `label_rows.rows`; tokens count as often as documents hold them.
         weights: the result of `shard_batch`, its `loss_weights`, or other constants.
         group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
             parallelism too, the group of all ranks of both. None for one rank, which is refused in a world of several.
@@ -65,6 +66,7 @@ def token_loss(
         (1.75, [0.5, 0.25, 0.0, 0.0])
     """
     ranks = ranks_of(group)
+    copies = weights.label_copies if isinstance(weights, LocalBatch) else None
     weights = _checked_weights(losses, weights, ranks)
     if num_tokens is not None:
         num_tokens = checked_integer("num_tokens", num_tokens, 0)
@@ -81,16 +83,17 @@ def token_loss(
         # In the name of the message, so that groups which compare names refuse another rank's number.
         mark = f"{mark}, num_tokens {num_tokens}"
     factor = ranks.size if averaged_gradients else 1
-    loss: Tensor = _GlobalMean.apply(*weighted_sum(losses, weights), ranks, num_tokens, factor, mark)
+    loss: Tensor = _GlobalMean.apply(*weighted_sum(losses, weights, copies), ranks, num_tokens, factor, mark)
     return loss
 
 
-def weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_sum(losses: Tensor, weights: Tensor, copies: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the sum of one rank's weighted losses, and the number of its tokens that count.
 
     Args:
         losses: a tensor of any shape.
         weights: a tensor of the same shape.
+        copies: how often each loss counts, in int64; once, if its weight is not 0, if None.
 
     Returns:
         the sum, in at least float32 and differentiable; and how many weights are not 0, in int64.
@@ -98,7 +101,7 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(losses.dtype, torch.float32)
     # Masked, since 0 times an infinite loss is not 0.
     counted = losses.to(acc_dtype).masked_fill(weights == 0, 0)
-    return (counted * weights).sum(), torch.count_nonzero(weights)
+    return (counted * weights).sum(), torch.count_nonzero(weights) if copies is None else copies.sum()
 
 
 class _GlobalMean(torch.autograd.Function):

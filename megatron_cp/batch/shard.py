@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.ahead import RowsAhead, Stream
+from megatron_cp.batch.branched import LabelRows, label_rows
 from megatron_cp.batch.graph_tables import GraphTables, documents_of, is_padded_to_capacity, pad_to_capacity
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
@@ -34,14 +35,19 @@ class LocalBatch:
 
     Attributes:
         tokens: `[t]` int64 token ids; 0 in pad rows.
-        labels: `[t]` int64 target of each token; `ignore_index` where the weight is 0.
-        loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows.
+        labels: `[t]` int64 target of each token; `ignore_index` where the weight is 0. `[p]` if documents branch: see
+            `label_rows`.
+        loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows. `[p]` if
+            documents branch: the weight times the number of documents that hold the label.
         position_ids: `[t]` int64 position of each row in its document, for rotary phases; 0 in pad rows.
         plans: the plans of every kind of layer.
         seed: seed of dropout in attention: the same on every rank, different in every batch and step.
-        num_tokens: tokens of the whole batch, on all its ranks, whose weight is not 0.
+        num_tokens: tokens of the whole batch, on all its ranks, whose weight is not 0; shared ones as often as
+            documents hold them.
         pad_rows: pad rows of all ranks.
-        stream: the whole batch, on the host; None if it was sharded into `GraphTables`.
+        stream: the whole batch, on the host; None if it was sharded into `GraphTables`, or documents branch.
+        label_rows: where documents branch, the row of each label; None else, where each row has one label.
+        label_copies: `[p]` int64 the documents that hold each label; None where no document branches.
     """
 
     tokens: Tensor
@@ -53,6 +59,8 @@ class LocalBatch:
     num_tokens: int
     pad_rows: int
     stream: Stream | None = field(default=None, repr=False)
+    label_rows: LabelRows | None = field(default=None, repr=False)
+    label_copies: Tensor | None = field(default=None, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -68,8 +76,9 @@ class LocalBatch:
         """Returns values `places` ahead of each row in its document, for multi-token prediction, without communication.
 
         Raises:
-            ArgumentError: a negative number of places, or a batch that was sharded into slots.
+            ArgumentError: a negative number of places, documents that branch, or a batch in `GraphTables`.
         """
+        self.layout.packing.refuse_branches("places", places, "none ahead", "A token may have several next ones.")
         if self.stream is None:
             raise ArgumentError("into", "GraphTables", "None for a batch whose tokens ahead are asked for")
         return self.stream.ahead(places)
@@ -101,7 +110,7 @@ def shard_batch(
         group: the context-parallel ranks, as many as the layout has; None for one rank.
         slots: the kinds of layers in the model, planned here; see `AttentionSpec` and `LinearSpec`.
         labels: `[total]` integers, the target of each token, already shifted, and negative where there is none; None
-            for the next token of its document, which the last one does not have.
+            for the next token of its document, which the last one does not have. None if documents branch.
         loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for all
             ones. Tokens without a label have weight 0 in any case.
         ignore_index: the label of rows whose weight is 0; torch's cross entropy skips -100.
@@ -136,9 +145,7 @@ def shard_batch(
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    targets, weights = _labels_and_weights(ids, labels, packing)
-    if loss_mask is not None:
-        weights *= _numbers("loss_mask", loss_mask, packing)
+    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing)
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
@@ -146,10 +153,14 @@ def shard_batch(
         compared = {name: stream for name, said, stream in given if said is not None}
         check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
+    labelled = label_rows(layout, ranks.rank, device)
+    if labelled is not None:
+        streams["label_copies"] = (counts, 0)
     if into is None:
         prepare_plans(plans, ranks.rank, device)
+        layouts = dict.fromkeys(streams, layout if labelled is None else labelled.layout) | {"tokens": layout}
         rows = {
-            name: moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
+            name: moved(layouts[name].shard(stream, ranks.rank, pad_value=fill), device)
             for name, (stream, fill) in streams.items()
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
@@ -163,9 +174,10 @@ def shard_batch(
         **rows,
         plans=plans,
         seed=mixed,
-        num_tokens=int(torch.count_nonzero(weights)),
+        num_tokens=int(counts.sum()),
         pad_rows=int(layout.pad_rows.sum()),
-        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None else None,
+        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None and not labelled else None,
+        label_rows=labelled,
     )
 
 
@@ -183,14 +195,29 @@ def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 def _labels_and_weights(
-    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, packing: Packing
-) -> tuple[Tensor, Tensor]:
-    if labels is not None:
-        targets = _integers("labels", labels, packing)
-        return targets, (targets >= 0).float()
-    weights = torch.ones(packing.total, device="cpu")
-    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
-    return ids.roll(-1), weights
+    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `[total]` each: labels, weights of their losses, and how often each counts.
+
+    Where documents branch they are at the label's own place, else at that of the token before it.
+    """
+    given = None if loss_mask is None else _numbers("loss_mask", loss_mask, packing)
+    if packing.branches is not None:
+        if labels is not None:
+            raise ArgumentError("labels", "labels", "None where documents branch: they are each path's next tokens")
+        before = torch.from_numpy(packing.branches.predecessors.copy())
+        targets, counts = ids, torch.from_numpy(packing.copies()) * (before >= 0)
+        weights = counts.float()
+        given = None if given is None else given[before.clamp(min=0)]
+    else:
+        if labels is not None:
+            targets = _integers("labels", labels, packing)
+            weights = (targets >= 0).float()
+        else:
+            targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
+            weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
+        counts = (weights != 0).long()
+    return (targets, weights, counts) if given is None else (targets, weights * given, counts * (given != 0))
 
 
 def batch_seed(ids: Tensor, seed: int) -> int:

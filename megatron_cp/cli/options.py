@@ -17,6 +17,7 @@ from megatron_cp.cli.parser import (
     natural,
     number,
     of_kind,
+    parents,
     positive,
     rows,
     scheme_or_mode,
@@ -24,7 +25,7 @@ from megatron_cp.cli.parser import (
     tokens,
 )
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -187,6 +188,11 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--lengths", type=document_tokens, metavar="N,N,...", help="tokens of each document, such as 130,256k"
     )
     group.add_argument(
+        "--parents", type=parents, metavar="N,N,...",
+        help="with --lengths: these are segments of documents that branch, and each continues the segment of this "
+        "number, counted from 0, or is a root: -1, as in --parents=-1,0,0",
+    )  # fmt: skip
+    group.add_argument(
         "--documents",
         type=positive,
         metavar="N",
@@ -229,6 +235,7 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
         layer=layer,
         cp=cp_size,
         lengths=lengths,
+        parents=_parents(args, lengths),
         layout=args.layout or "zigzag",
         heads=shape.heads,
         groups=shape.groups,
@@ -387,6 +394,15 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
     _check_total("--tokens-per-rank", total)
     edges = np.round(np.cumsum(draws) / draws.sum() * total).astype(int)  # sums exactly; the shortest may round to 0
     return tuple(np.diff(edges, prepend=0).tolist())
+
+
+def _parents(args: argparse.Namespace, lengths: tuple[int, ...]) -> tuple[int, ...] | None:
+    if args.parents is None:
+        return None
+    if args.lengths is None:
+        raise ArgumentError("--parents", args.parents, "only with --lengths, the tokens of each segment")
+    Packing.tree(lengths, args.parents)  # refuses what is no tree
+    return tuple(args.parents)
 
 
 def described_documents(args: argparse.Namespace) -> list[str]:

@@ -80,11 +80,27 @@ _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds"
 
 
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
-    """Returns the error's text with the argument spelled as the flag of the command line."""
+    """Returns the error's text with the argument spelled as the flag of the command line, and its value as typed."""
     name = _FLAGS.get(error.argument, error.argument)
     given = name.removeprefix("--").replace("-", "_")
-    flag = as_typed(flags(given.replace("_", "-")), args.words) if given in vars(args) else error.argument
-    return f"{flag}{str(error).removeprefix(error.argument)}"
+    text = str(error).removeprefix(error.argument)
+    if given not in vars(args):
+        return f"{error.argument}{text}"
+    names, value = flags(given.replace("_", "-")), getattr(args, given)
+    typed, understood = _value_typed(names, args.words), f": got {value!r};"
+    if typed and isinstance(value, str) and text.startswith(understood):  # such as ring, which is understood as p2p
+        text = f": got {_short(typed)};{text.removeprefix(understood)}"
+    return f"{as_typed(names, args.words)}{text}"
+
+
+def _value_typed(names: Sequence[str], words: Sequence[str]) -> str | None:
+    """Returns the last value of an option among the words of a command line; None if it has none."""
+    values = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, has_value, value = word.partition("=")
+        if name in names:
+            values.append(value if has_value else following)
+    return values[-1] if values else None
 
 
 def as_typed(names: Sequence[str], words: Sequence[str]) -> str:
@@ -126,6 +142,11 @@ def tokens(text: str) -> int:
 def document_tokens(text: str) -> list[int]:
     """Parses the tokens of documents, separated by commas, such as 130,256k."""
     return [_integer(part, 0, _LARGEST, "as in 7,1,130", _scaled) for part in text.split(",")]
+
+
+def parents(text: str) -> list[int]:
+    """Parses the segment that each segment continues, -1 for none, separated by commas, such as -1,0,0."""
+    return [_integer(part, -1, _LARGEST, "as in --parents=-1,0,0") for part in text.split(",")]
 
 
 _UNITS = {

@@ -16,6 +16,7 @@ from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
 from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, checked_fragments, joined_up
 from megatron_cp.layout.mask import Mask
+from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
@@ -139,7 +140,7 @@ class Layout(Memo):
         return cls(packing, starts, starts + 1, np.concatenate([[0], np.cumsum(counts)]), align=align)
 
     @classmethod
-    def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
+    def balanced(cls, packing: Packing, cp_size: int, *, mask: MaskLike | None = None, align: int = 1) -> Layout:
         """Balances tokens to within one and attention work, in few fragments.
 
         The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, occasionally four, and more at
@@ -151,7 +152,8 @@ class Layout(Memo):
         Args:
             packing: the documents.
             cp_size: the number of ranks.
-            mask: the mask whose visible pairs are the work; causal in each document if None.
+            mask: the mask whose visible pairs are the work: its name, a `Mask` over the packing, or a function of the
+                packing that makes it; causal in each document if None.
             align: see the attribute.
 
         Example:
@@ -160,12 +162,10 @@ class Layout(Memo):
             [[Fragment(start=0, end=2), Fragment(start=6, end=8)], [Fragment(start=2, end=6)]]
 
         Raises:
-            ArgumentError: a mask over another packing.
+            ArgumentError: a mask over another packing, or none.
         """
         cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
-        mask = Mask.causal(packing) if mask is None else mask
-        if not isinstance(mask, Mask) or mask.packing != packing:
-            raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+        mask = Mask.causal(packing) if mask is None else mask_of_queries(packing, mask)
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
         shares = even_shares(Work(*seen_in_pieces(mask.bands, packing.total), packing.total), cp_size)
@@ -309,11 +309,19 @@ class Layout(Memo):
 
     def positions(self, rank: int) -> IntArray:
         """`[row_counts[rank]]` position of each row inside its document, for rotary phases; 0 in pad rows."""
-        tokens = self.tokens(rank)
+        tokens, branches = self.tokens(rank), self.packing.branches
+        if branches is not None:
+            return self._padded(branches.positions_of(tokens), rank, 0)
         return self._padded(tokens - self.packing.cu_seqlens[self.packing.documents_of(tokens)], rank, 0)
 
     def document_ids(self, rank: int) -> IntArray:
-        """`[row_counts[rank]]` document of each row; -1 in pad rows."""
+        """`[row_counts[rank]]` document of each row; -1 in pad rows.
+
+        Raises:
+            ArgumentError: documents that branch, where a token may be in several.
+        """
+        remedy = "packing.documents_of(layout.tokens(rank)) gives the tree of each token."
+        self.packing.refuse_branches("layout", self, "no numbers of documents", remedy)
         return self._padded(self.packing.documents_of(self.tokens(rank)), rank, -1)
 
     def labels(
@@ -328,7 +336,12 @@ class Layout(Memo):
         Returns:
             `labels` `[row_counts[rank]]` with `ignore_index` where the document has no such token and in pad rows,
             and the loss mask `[row_counts[rank]]`, true where there is a label.
+
+        Raises:
+            ArgumentError: documents that branch, where a token may have several next ones.
         """
+        remedy = "A token may have several next ones: shard_batch has a label for each."
+        self.packing.refuse_branches("layout", self, "shard_batch", remedy)
         shift = min(checked_integer("shift", shift, 1), self.packing.total)  # so that no sum of places overflows
         ignore_index = checked_integer("ignore_index", ignore_index, -(2**63))
         self._check_stream(tokens, integral=True)
@@ -386,7 +399,7 @@ class Layout(Memo):
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.starts, self.ends, self.fragment_offsets):
             digest.update(array.tobytes())
-        lengths = hashlib.blake2b(self.packing.lengths.tobytes(), digest_size=8)
+        lengths = hashlib.blake2b(self.packing.value, digest_size=8)
         return [
             f"documents: {self.packing!r}, lengths hash {lengths.hexdigest()}",
             f"layout: cp_size {self.cp_size}, align {self.align}, at least {self.min_rows} rows, "
@@ -411,29 +424,6 @@ class Layout(Memo):
             f"Layout({self.packing!r}, cp_size={self.cp_size}, align={self.align}, "
             f"{self.starts.size} fragments, {self.token_counts.min()} to {self.token_counts.max()} tokens a rank)"
         )
-
-
-class FilledLayout(Layout):
-    """A layout of a pack that is filled up, so that all packs of its kind have as many rows and documents.
-
-    Attributes:
-        given: the documents alone.
-        room: the sizes to which packs are filled up.
-        keeps_order: True if every such pack is held in stream order. Otherwise tables move the rows of every pack, also
-            of one whose tokens happen to be in order.
-    """
-
-    def __init__(self, layout: Layout, given: Packing, room: tuple[Any, ...], *, keeps_order: bool) -> None:
-        super().__init__(layout.packing, layout.starts, layout.ends, layout.fragment_offsets)
-        self.given, self.room, self.keeps_order = given, room, keeps_order
-
-    @cached_property
-    def in_stream_order(self) -> bool:
-        return self.keeps_order
-
-    @property
-    def value(self) -> tuple[Any, ...]:
-        return (*super().value, self.given.lengths.tobytes(), self.room, self.keeps_order)
 
 
 def _most_work(layout: Layout, work: IntArray) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +15,9 @@ from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.block_masks import BLOCK_TABLES, checked_table, runs_of_blocks
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
-
-Slice: TypeAlias = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
-# The bounds of a query's keys besides the slice's box: a lower bound, an upper bound.
-_SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
+from megatron_cp.layout.paths import bands_along_paths
+from megatron_cp.layout.slices import Slice, checked_slices
+from megatron_cp.layout.spellings import checked_spelling, parsed_mask
 
 
 class Mask(Memo):
@@ -63,7 +59,8 @@ class Mask(Memo):
 
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
-        """Makes a mask in which a query sees every key of its document."""
+        """Makes a mask in which a query sees every key of its document, which must not branch."""
+        checked_packing(packing).refuse_branches("mask", "full", _ALONG_PATHS, _LITERAL)
         return cls._document_mask(packing, kv_packing, UNBOUNDED, "full")
 
     @classmethod
@@ -85,6 +82,10 @@ class Mask(Memo):
         first = checked_integer("first", first, 0)
         name = f"first:{first}+window:{left},{right}" if first else f"window:{left},{right}"
         kv_packing = _checked_kv_packing(packing, kv_packing)
+        if packing.branches is not None:
+            if right != 0:
+                packing.refuse_branches("mask", name, _ALONG_PATHS, _LITERAL)
+            return cls._along_paths(packing, lambda path: cls.window(path, left, right, first=first))
         documents = _documents(packing, kv_packing)
         own = documents[:, 3] - documents[:, 1]  # from a query to the key at its own position
         window, kept = documents.copy(), documents.copy()
@@ -109,6 +110,7 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         numbers = _checked_prefix(packing, n)
+        packing.refuse_branches("mask", "prefix", _ALONG_PATHS, _LITERAL)
         name = "prefix" if isinstance(n, Iterable) else f"prefix:{n}"
         documents = _documents(packing, packing)
         numbers = np.where(numbers == 1, 0, numbers)  # one token sees itself either way
@@ -124,8 +126,10 @@ class Mask(Memo):
         document.
         """
         size = checked_integer("size", size, 1)
+        if checked_packing(packing).branches is not None:
+            return cls._along_paths(packing, lambda path: cls.chunk(path, size))
         name, size = f"chunk:{size}", min(size, UNBOUNDED)
-        count = -(-checked_packing(packing).lengths // size)
+        count = -(-packing.lengths // size)
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
         ends = np.minimum(starts + size, np.repeat(packing.cu_seqlens[1:], count))
@@ -145,6 +149,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3]
         """
         document, starts, ends, question_ends = _checked_parts(packing, parts)
+        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, "Causal, a tree's segments are such parts.")
         begins = packing.cu_seqlens[document]
         # The question and the first answer go on from one another as if they were one causal document.
         causal = np.where(starts <= question_ends, begins, starts)
@@ -159,7 +164,7 @@ class Mask(Memo):
 
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
-        """Makes the union of slices of the packed streams; pairs across documents are left out.
+        """Makes the union of slices of the packed streams; pairs across documents, or whole trees, are left out.
 
         Args:
             packing: the documents of the queries.
@@ -176,7 +181,7 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         kv_packing = _checked_kv_packing(packing, kv_packing)
-        bands = _checked_slices(slices, packing.total, kv_packing.total)
+        bands = checked_slices(slices, packing.total, kv_packing.total)
         bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.cu_seqlens)
         return cls(packing, kv_packing, bands, "slices")
 
@@ -192,7 +197,8 @@ class Mask(Memo):
             causal: no query sees keys after its own position, regardless of the table.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
-        rows, first, last = runs_of_blocks(checked_table(checked_packing(packing), table, block_size))
+        checked_packing(packing).refuse_branches("mask", "blocks", _ALONG_PATHS, _LITERAL)
+        rows, first, last = runs_of_blocks(checked_table(packing, table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
         runs = band.range_bands(edges[rows], edges[rows + 1], edges[first], edges[last])
         bands = _clip_to_documents(band.joined(_drop_far_bands(runs, packing)), packing, packing)
@@ -221,12 +227,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3, 4, 3, 4, 1, 2, 2]
         """
         checked_packing(packing)
-        kind, numbers = _parsed(spec)
-        if not kind:
-            forms, word = {re.split(r"[:\[]", form)[0]: form for form in _SPELLINGS}, str(spec).partition(":")[0]
-            near = [] if word in forms else get_close_matches(word.lower(), forms, 1, 0.75)
-            remedy = f"Did you mean {forms[near[0]]}?" if near else _NUMBERS
-            raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
+        kind, numbers = checked_spelling(spec)
         if kind in ("causal", "full"):
             return (cls.causal if kind == "causal" else cls.full)(packing, kv_packing)
         kv_packing = _checked_kv_packing(packing, kv_packing)
@@ -243,6 +244,7 @@ class Mask(Memo):
                 return cls.prefix(packing, *numbers)
             case "chunk":
                 return cls.chunk(packing, *numbers)
+        packing.refuse_branches("mask", spec, _ALONG_PATHS, _LITERAL)
         table = BLOCK_TABLES[kind].with_blocks(*numbers)
         bands = table.bands_of_documents(packing.cu_seqlens[:-1], packing.lengths)
         return cls(packing, packing, bands, spec)
@@ -266,11 +268,12 @@ class Mask(Memo):
         """
         own, whole = host_array("lengths", lengths), self.packing.lengths
         fits = own.shape == whole.shape and is_integral(own)
+        self.packing.refuse_branches("lengths", "documents with pads", "documents without pads")
         if self.is_cross or not fits or ((own < 0) | (own > whole)).any():
             raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
         if np.array_equal(own, whole):
             return self
-        starts, (kind, numbers) = self.packing.cu_seqlens[:-1], _parsed(self.name)
+        starts, (kind, numbers) = self.packing.cu_seqlens[:-1], parsed_mask(self.name)
         if kind in BLOCK_TABLES:
             bands = BLOCK_TABLES[kind].with_blocks(*numbers).bands_of_documents(starts, own)
         else:
@@ -283,10 +286,21 @@ class Mask(Memo):
     def _document_mask(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
         """Makes one band a document, its bound counted from the corner where the last query meets the last key."""
         kv_packing = _checked_kv_packing(packing, kv_packing)
+        if packing.branches is not None:
+            return cls._along_paths(packing, cls.causal)
         bands = _documents(packing, kv_packing)
         if hi < UNBOUNDED:
             bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
         return cls(packing, kv_packing, bands, name)
+
+    @classmethod
+    def _along_paths(cls, packing: Packing, mask_of: Callable[[Packing], Mask]) -> Mask:
+        """Makes a mask of documents that branch: each sees what `mask_of` lets it see, of a mask without later keys."""
+        branches = packing.branches
+        assert branches is not None
+        path = mask_of(Packing([branches.longest]))
+        bands = bands_along_paths(branches, path.bands)
+        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), path.name)
 
     @cached_property
     def area(self) -> int:
@@ -322,35 +336,15 @@ class Mask(Memo):
 
     def describe(self) -> str:
         """Returns the mask in words and, unless its name and the documents define it, a hash of its bands."""
-        if _parsed(self.name)[0] and not self.is_cross:
+        if parsed_mask(self.name)[0] and not self.is_cross:
             return f"{self.name} in each document"
         digest = hashlib.blake2b(self.bands.tobytes(), digest_size=8)
-        digest.update(self.kv_packing.lengths.tobytes())
+        digest.update(self.kv_packing.value)
         return f"{self.name} ({digest.hexdigest()}) in each document"
 
 
-# Spellings of masks on the command line and in layers' options. No pack has a length of more than 15 digits.
-_NUMBER, _LIMIT = "([0-9]{1,15})", "(-1|[0-9]{1,15})"
-_SPELLINGS = {
-    "causal": "causal",
-    "full": "full",
-    "window:LEFT,RIGHT": f"window:{_LIMIT},{_LIMIT}",
-    "window:N": "window:([1-9][0-9]{0,14})",
-    "prefix:N": f"prefix:{_NUMBER}",
-    "chunk:N": "chunk:([1-9][0-9]{0,14})",
-    "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
-    **{table.spelling: f"{table.name}(?::{_NUMBER})?" for table in BLOCK_TABLES.values()},
-}
-_NUMBERS = "A chunk or window of N has at least 1 token; -1 as LEFT or RIGHT is no limit; BLOCKS may be left out."
-
-
-def _parsed(spec: str) -> tuple[str, list[int]]:
-    """Returns the first word of a spelling and its numbers; "" if it is not a spelling."""
-    for form, pattern in _SPELLINGS.items():
-        found = re.fullmatch(pattern, spec) if isinstance(spec, str) else None
-        if found:
-            return re.split(r"\W", form)[0], [int(number) for number in found.groups() if number is not None]
-    return "", []
+_ALONG_PATHS = "causal, window:N, first:N+window:LEFT,0 or chunk:N"  # each keeps later keys out
+_LITERAL = "Say which tokens of the stream see which with Mask.from_slices."
 
 
 def _documents(packing: Packing, kv_packing: Packing) -> IntArray:
@@ -384,6 +378,9 @@ def _checked_kv_packing(packing: Packing, kv_packing: Packing | None) -> Packing
         raise ArgumentError(
             "kv_packing", f"{kv_packing.num_documents} documents", f"the {packing.num_documents} of the queries"
         )
+    if kv_packing != packing:
+        for documents in (packing, kv_packing):
+            documents.refuse_branches("kv_packing", kv_packing, "keys of the same packing")
     return kv_packing
 
 
@@ -424,26 +421,3 @@ def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[In
     firsts = np.cumsum(counts) - counts
     question_ends = ends[np.repeat(firsts, counts)]
     return document, ends - sizes, ends, question_ends
-
-
-def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
-    allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
-    if not isinstance(slices, Iterable) or isinstance(slices, Mapping):
-        raise ArgumentError("slices", slices, f"several of {allowed}")
-    rows = []
-    for number, given in enumerate(slices):
-        try:
-            *ends, kind = given
-            q0, q1, k0, k1 = (checked_integer("end", end, -(2**63)) for end in ends)
-            bounds = _SLICE_KINDS[kind]
-        except (TypeError, ValueError, KeyError):
-            raise ArgumentError(f"slices[{number}]", given, allowed) from None
-        if not (0 <= q0 <= q1 <= queries and 0 <= k0 <= k1 <= keys):
-            inside = f"rising ranges within {queries} queries and {keys} keys"
-            raise ArgumentError(f"slices[{number}]", given, inside)
-        rows.append((q0, q1, k0, k1, *bounds))
-    bands = np.array(rows, dtype=np.int64).reshape(-1, 6)
-    from_first, to_last = bands[:, 4:].T.astype(bool)
-    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -UNBOUNDED)
-    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], UNBOUNDED)
-    return bands

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.branches import Branches, trie_of
 from megatron_cp.layout.memo import Memo, frozen
 
 IntArray = NDArray[np.int64]
+Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
 class Packing(Memo):
@@ -25,6 +28,10 @@ class Packing(Memo):
 
     Args:
         lengths: the number of tokens of each document, in stream order.
+
+    Attributes:
+        branches: the segments of documents that share tokens, which `tree` makes; None if no document branches. Each
+            tree of segments then counts as one document of the packing.
 
     Raises:
         ArgumentError: no document, or a length that is not an integer of at least 0.
@@ -46,6 +53,7 @@ class Packing(Memo):
         if sum(given.tolist()) >= 2**63:
             raise ArgumentError("lengths", given.tolist(), "a total below 2**63")
         self.lengths = frozen(given.astype(np.int64))
+        self.branches: Branches | None = None
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Iterable[int]) -> Packing:
@@ -64,6 +72,92 @@ class Packing(Memo):
             allowed = "at least two integers that start at 0 and never fall"
             raise ArgumentError("cu_seqlens", offsets.tolist(), allowed, _lengths_remedy(offsets) if integral else "")
         return cls(np.diff(offsets))
+
+    @classmethod
+    def tree(cls, lengths: Iterable[int], parents: Iterable[int], ends: Iterable[int] | None = None) -> Packing:
+        """Makes the packing of documents that share their beginnings: every segment continues its parent.
+
+        A document is a path from a root to a segment with which it ends. Each segment is held and computed once,
+        and each document's results are those that it has alone: a token sees the keys of its own path, and its
+        position, its convolution and its recurrent state continue those of the parent segment. All segments of
+        a tree are one document of the packing, which layouts cut anywhere.
+
+        Args:
+            lengths: `[n]` tokens of each segment, in stream order.
+            parents: `[n]` the number of the segment that each one continues, an earlier one; -1 for a root. The
+                segments of a tree follow one another.
+            ends: `[n]` how many documents end with each segment; one with each segment that no other continues if
+                None. Losses count a token as often as documents hold it.
+
+        Returns:
+            a packing with `branches`; one without if no document shares tokens with another.
+
+        Raises:
+            ArgumentError: parents that are not earlier segments, trees that are mixed, or counts that do not fit.
+
+        Example:
+            >>> packing = Packing.tree([3, 2, 1], [-1, 0, 0])
+            >>> packing.lengths.tolist(), packing.positions().tolist(), packing.copies().tolist()
+            ([6], [0, 1, 2, 3, 4, 3], [2, 2, 2, 1, 1, 1])
+        """
+        sizes = cls(lengths).lengths
+        above = _checked_parents(parents, sizes.size)
+        roots = np.arange(sizes.size)
+        for segment, parent in enumerate(above.tolist()):
+            if parent >= 0:
+                roots[segment] = roots[parent]
+        if (np.diff(roots) < 0).any():
+            mixed = int(np.flatnonzero(np.diff(roots) < 0)[0]) + 1
+            given, allowed = f"segment {mixed} after one of another tree", "trees whose segments follow one another"
+            raise ArgumentError("parents", given, allowed, "Put each tree's segments, and their tokens, together.")
+        first = np.flatnonzero(roots == np.arange(sizes.size))
+        packing = cls(np.add.reduceat(sizes, first))
+        leaf = np.bincount(above[above >= 0], minlength=sizes.size) == 0
+        counts = leaf.astype(np.int64) if ends is None else _checked_ends(ends, sizes.size)
+        branches = Branches(sizes, above, counts)
+        if branches.runs.starts.size > np.count_nonzero(packing.lengths) or (branches.copies[sizes > 0] != 1).any():
+            packing.branches = branches
+        return packing
+
+    @classmethod
+    def from_sequences(cls, sequences: Iterable[Iterable[int]], *, min_shared: int = 16) -> SequencePacking:
+        """Packs sequences of token ids, and holds what several of them begin with once; see `tree`.
+
+        Args:
+            sequences: the token ids of each sequence, such as a prompt with each of its answers.
+            min_shared: the least number of tokens that sequences share: a few common tokens, such as the one that
+                begins every sequence, are not worth a tree.
+
+        Returns:
+            a packing with the `tokens` to shard, which prints what it saved, and `split`, which returns results in the
+            order of the sequences.
+
+        Raises:
+            ArgumentError: no sequences, or one that is not of integers.
+
+        Example:
+            >>> packing = Packing.from_sequences([[5, 6, 7], [5, 6, 8, 9], [4]], min_shared=1)
+            >>> packing.tokens.tolist(), packing.branches.parents.tolist()
+            ([4, 5, 6, 7, 8, 9], [-1, -1, 1, 1])
+            >>> [part.tolist() for part in packing.split(packing.tokens)]
+            [[5, 6, 7], [5, 6, 8, 9], [4]]
+        """
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError("sequences", sequences, "several lists of token ids")
+        given = [host_array(f"sequences[{number}]", sequence) for number, sequence in enumerate(sequences)]
+        for number, ids in enumerate(given):
+            if ids.ndim != 1 or (ids.size and not is_integral(ids)):
+                raise ArgumentError(f"sequences[{number}]", ids.tolist(), "a flat list of token ids")
+        if not given:
+            raise ArgumentError("sequences", given, "at least one sequence of token ids")
+        trie = trie_of([ids.astype(np.int64) for ids in given], checked_integer("min_shared", min_shared, 1))
+        tree = cls.tree(trie.lengths, trie.parents, trie.ends)
+        packing = SequencePacking(tree.lengths)
+        packing.branches, packing.tokens = tree.branches, frozen(trie.tokens)
+        ends = np.cumsum(trie.lengths)
+        ranges = [np.arange(end - length, end) for end, length in zip(ends.tolist(), trie.lengths, strict=True)]
+        packing.places = tuple(frozen(np.concatenate([ranges[segment] for segment in path])) for path in trie.paths)
+        return packing
 
     @cached_property
     def cu_seqlens(self) -> IntArray:
@@ -90,7 +184,7 @@ class Packing(Memo):
         return ((start, end) for start, end in itertools.pairwise(offsets) if end > start)
 
     def documents_of(self, tokens: IntArray) -> IntArray:
-        """Returns the document of each given token of the packed stream, in the shape of `tokens`.
+        """Returns the document, or the tree, of each given token of the packed stream, in the shape of `tokens`.
 
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
@@ -111,23 +205,98 @@ class Packing(Memo):
         return tokens
 
     def positions(self) -> IntArray:
-        """Returns `[total]` the position of every token inside its document, counted from 0."""
+        """Returns `[total]` the position of every token inside its document, counted from 0; in a tree from its
+        root.
+        """
+        if self.branches is not None:
+            return self.branches.positions_of(np.arange(self.total))
         return np.arange(self.total) - np.repeat(self.cu_seqlens[:-1], self.lengths)
 
+    @property
+    def run_lengths(self) -> IntArray:
+        """`[n]` tokens of each document, or in trees of each part of them between two places where they branch."""
+        if self.branches is None:
+            return self.lengths
+        return self.branches.runs.stops - self.branches.runs.starts
+
+    def copies(self) -> IntArray:
+        """Returns `[total]` the number of documents that hold every token: 1, and more where documents share it."""
+        if self.branches is None:
+            return np.ones(self.total, dtype=np.int64)
+        return np.repeat(self.branches.copies, self.branches.lengths)
+
+    def refuse_branches(self, argument: str, given: object, allowed: str, remedy: str = "") -> None:
+        """Raises an error for what has no meaning in documents that branch.
+
+        Raises:
+            ArgumentError: the documents branch.
+        """
+        if self.branches is not None:
+            raise ArgumentError(argument, given, f"{allowed} where documents branch", remedy)
+
+    @cached_property
+    def value(self) -> bytes:
+        """Bytes that are equal for equal packings."""
+        return self.lengths.tobytes() + (b"" if self.branches is None else self.branches.value)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """`[n]` the first token of each document that has tokens, and of each segment where documents branch."""
+        if self.branches is not None:
+            return frozen(self.branches.starts[self.branches.lengths > 0])
+        return frozen(self.cu_seqlens[:-1][self.lengths > 0])
+
+    def describe(self) -> str:
+        """Returns the numbers of documents and tokens in words."""
+        if self.branches is not None:
+            return self.branches.describe()
+        documents = "document" if self.num_documents == 1 else "documents"
+        return f"{self.num_documents} {documents}, {self.total} {'token' if self.total == 1 else 'tokens'}"
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Packing) and np.array_equal(self.lengths, other.lengths)
+        return self is other or (isinstance(other, Packing) and self.value == other.value)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.lengths.tobytes())
+        return hash(self.value)
 
     def __repr__(self) -> str:
+        if self.branches is not None:
+            sizes, parents = self.branches.lengths, self.branches.parents
+            return f"Packing.tree({_shown(sizes)}, {_shown(parents)}; {self.branches.describe()})"
         if self.num_documents <= 8:
             return f"Packing({_shown(self.lengths)})"
         return f"Packing({_shown(self.lengths)}; {self.num_documents} documents, {self.total} tokens)"
+
+
+class SequencePacking(Packing):
+    """The documents of sequences of token ids; made by `Packing.from_sequences`.
+
+    Attributes:
+        tokens: `[total]` int64, the token ids of the packed stream.
+        places: for each sequence `[length]` the places of its tokens in the stream.
+    """
+
+    tokens: IntArray
+    places: tuple[IntArray, ...]
+
+    def split(self, values: Array) -> list[Array]:
+        """Returns `[length, ...]` values of each sequence from those of the stream.
+
+        Args:
+            values: `[total, ...]`, numpy or torch: what `unshard` or `gather` returned.
+        """
+        if len(values) != self.total:
+            raise ArgumentError("values", f"{len(values)} rows", f"one for each of {self.total} tokens")
+        return [values[place.copy()] for place in self.places]  # torch warns of arrays that cannot be written
+
+    def __repr__(self) -> str:
+        alone = sum(place.size for place in self.places)
+        held = f"{self.starts.size} segments of {self.total}"
+        return f"SequencePacking({len(self.places)} sequences of {alone} tokens in {held})"
 
 
 def _shown(numbers: NDArray) -> str:
@@ -166,6 +335,25 @@ def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
     if not isinstance(packing, Packing):
         raise ArgumentError(argument, packing, "a Packing, as in Packing([7, 1, 130])")
     return packing
+
+
+def _checked_parents(parents: Iterable[int], segments: int) -> IntArray:
+    given = host_array("parents", parents)
+    if given.shape != (segments,) or not is_integral(given):
+        raise ArgumentError("parents", given.tolist(), f"an integer for each of {segments} segments")
+    wrong = np.flatnonzero((given < -1) | (given >= np.arange(segments)))
+    if wrong.size:
+        number = int(wrong[0])
+        allowed = f"-1 for a root, or an earlier segment, below {number}"
+        raise ArgumentError(f"parents[{number}]", int(given[number]), allowed, "Parents come before their children.")
+    return given.astype(np.int64)
+
+
+def _checked_ends(ends: Iterable[int], segments: int) -> IntArray:
+    given = host_array("ends", ends)
+    if given.shape != (segments,) or not is_integral(given) or (given < 0).any() or (given >= 2**31).any():
+        raise ArgumentError("ends", given.tolist(), f"a number of documents for each of {segments} segments")
+    return given.astype(np.int64)
 
 
 def host_array(argument: str, values: Iterable[int]) -> NDArray:

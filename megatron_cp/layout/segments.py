@@ -2,6 +2,7 @@
 
 A recurrence runs through a document from piece to piece, across ranks. *Forward* a piece waits for the state after the
 pieces before it, in *backward* for the gradient from the pieces after it: the same tables with the direction as data.
+Where documents branch, several pieces continue the same one.
 """
 
 from __future__ import annotations
@@ -45,31 +46,47 @@ class LocalSegments:
 
 
 class Segments(Memo):
-    """The fragments of a layout, cut where documents begin and numbered in stream order.
+    """The fragments of a layout, cut where documents begin or branch and numbered in stream order.
 
     Attributes:
         cp_size: ranks of the layout.
         start, end: `[n]` range of the packed stream.
         rank, row: `[n]` the owner, and the owner's first row.
         document: `[n]` the document.
+        parent: `[n]` the segment that each one continues; -1 where a document begins.
         past, future: `[n]` True if its document begins before it, and if it continues after it.
+        branches: True if several segments continue the same one.
+        continued: True if all documents continue a state from before their first token, and their last states are kept:
+            every segment then has a past and a future. The parent of a document's first segment is -1 - document.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, continued: bool = False) -> None:
         # Without the layout itself, which remembers these: a cycle would keep both until garbage collection.
         self.cp_size, packing = layout.cp_size, layout.packing
-        starts_of_documents = packing.cu_seqlens[:-1][packing.lengths > 0]
-        self.start = np.union1d(layout.starts, starts_of_documents)
+        self.branches, self.continued = packing.branches is not None, continued
+        trees = packing.branches
+        begins = packing.cu_seqlens[:-1][packing.lengths > 0] if trees is None else trees.runs.starts
+        self.start = np.union1d(layout.starts, begins)
         self.end = np.append(self.start[1:], packing.total)[: self.start.size]
         self.rank, self.row = layout.located(self.start)
         self.document = packing.documents_of(self.start)
-        self.past = self.start > packing.cu_seqlens[self.document]
-        self.future = self.end < packing.cu_seqlens[self.document + 1]
+        if trees is None:
+            self.past = self.start > packing.cu_seqlens[self.document]
+            self.future = self.end < packing.cu_seqlens[self.document + 1]
+            self.parent = np.where(self.past, np.arange(self.start.size) - 1, -1)
+            if continued:
+                self.parent = np.where(self.past, self.parent, -1 - self.document)
+                self.past = self.future = np.ones(self.start.size, dtype=bool)
+            return
+        before = trees.predecessors[self.start]
+        self.past = before >= 0
+        self.parent = np.where(self.past, np.searchsorted(self.start, before, side="right") - 1, -1)
+        self.future = np.bincount(self.parent[self.past], minlength=self.start.size) > 0
 
     @classmethod
-    def from_layout(cls, layout: Layout) -> Segments:
+    def from_layout(cls, layout: Layout, *, continued: bool = False) -> Segments:
         """Returns the segments of a layout, made once."""
-        found: Segments = layout.memo(("segments",), lambda: cls(layout))
+        found: Segments = layout.memo(("segments", continued), lambda: cls(layout, continued=continued))
         return found
 
     def local(self, rank: int) -> LocalSegments:
@@ -110,6 +127,13 @@ class Segments(Memo):
         return self.memo(("needed ranges", forward), lambda: self._needed_ranges(forward))
 
     def _needed_ranges(self, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
+        if self.continued:  # every rank keeps the last states of all documents
+            ranks = np.arange(self.cp_size)
+            return 0 * ranks, 0 * ranks + self.start.size, np.arange(self.cp_size + 1)
+        if self.branches:
+            needed = [self._related(np.flatnonzero(self.rank == rank), forward) for rank in range(self.cp_size)]
+            ids = np.concatenate(needed)
+            return ids, ids + 1, np.cumsum([0, *map(len, needed)])
         pair = self.rank * self.start.size + self.chain_start  # numbers each pair of a rank and a document
         ids = np.argsort(pair, kind="stable")
         first = np.flatnonzero(np.diff(pair[ids], prepend=-1))
@@ -119,6 +143,21 @@ class Segments(Memo):
         else:
             starts, ends = ids[first] + 1, self.chain_end[ids[first]]
         return starts, ends, np.searchsorted(self.rank[ids[first]], np.arange(self.cp_size + 1))
+
+    def _related(self, ids: IntArray, forward: bool) -> IntArray:
+        """Returns the segments on the paths before the given ones (backward: after them); rising."""
+        found = np.zeros(self.start.size, dtype=bool)
+        if forward:
+            while (ids := np.unique(self.parent[ids][self.parent[ids] >= 0])).size:
+                ids = ids[~found[ids]]
+                found[ids] = True
+        else:
+            after = np.zeros(self.start.size, dtype=bool)  # the given ones, and what is after them
+            after[ids] = True
+            for segment in np.flatnonzero(self.past).tolist():  # parents come before their children
+                found[segment] = after[self.parent[segment]]
+                after[segment] |= found[segment]
+        return np.flatnonzero(found)
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """Returns the segments whose maps one rank sends to another; rising; none to itself."""
@@ -131,13 +170,21 @@ class Segments(Memo):
     @cached_property
     def crosses(self) -> bool:
         """True if any document has tokens on more than one rank."""
-        return bool((self.past[1:] & (self.rank[1:] != self.rank[:-1])).any())
+        if self.continued:
+            return self.cp_size > 1
+        return bool((self.rank[self.parent] != self.rank)[self.past].any())
 
     def receivers(self, *, forward: bool) -> IntArray:
         """Returns `[n]` the number of other ranks that need each segment's map."""
         return self.memo(("receivers", forward), lambda: self._receivers(forward))
 
     def _receivers(self, forward: bool) -> IntArray:
+        if self.continued:
+            return np.full(self.start.size, self.cp_size - 1)
+        if self.branches:
+            ids, _, offsets = self.needed_ranges(forward=forward)
+            others = ids[self.rank[ids] != np.repeat(np.arange(self.cp_size), np.diff(offsets))]
+            return np.bincount(others, minlength=self.start.size)
         # A rank takes part in a document up to its last (backward: from its first) segment of it.
         ids = np.arange(self.start.size)
         order = ids if forward else ids[::-1]

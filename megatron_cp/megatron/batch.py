@@ -34,6 +34,8 @@ class ShardedBatch:
         packed_seq_params: the plans and Megatron's own fields.
         num_tokens: number of tokens of the whole batch with a label and a nonzero loss mask.
         pad_rows: number of rows on all ranks that are not tokens.
+        label_rows, label_copies: where documents branch, the row of each label and the documents that hold it, and
+            labels and loss mask are `[1, p]`: see `LocalBatch`, and `forward_step`. None else.
     """
 
     tokens: Tensor
@@ -43,6 +45,8 @@ class ShardedBatch:
     packed_seq_params: PlannedSeqParams
     num_tokens: int
     pad_rows: int
+    label_rows: Tensor | None = None
+    label_copies: Tensor | None = None
 
 
 def layout_options(config: Any) -> dict[str, Any]:
@@ -115,6 +119,8 @@ def shard_batch(
         packed_seq_params=params,
         num_tokens=batch.num_tokens,
         pad_rows=batch.pad_rows,
+        label_rows=None if batch.label_rows is None else batch.label_rows.rows,
+        label_copies=batch.label_copies,
     )
 
 

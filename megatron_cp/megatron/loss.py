@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_cp.batch.loss import weighted_sum
@@ -23,14 +23,17 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], A
     """
     batch: ShardedBatch = next(batches)
     loss = loss_of(batch, get_model_config(model))
+    branched = getattr(batch, "label_rows", None)
     losses = model(
         batch.tokens,
         batch.position_ids,
         None,
-        labels=batch.labels,
+        labels=batch.labels if branched is None else None,
         loss_mask=batch.loss_mask,  # for multi-token prediction
         packed_seq_params=batch.packed_seq_params,
     )
+    if branched is not None and unwrap_model(model).post_process:  # logits [1, t, vocabulary]
+        losses = unwrap_model(model).compute_language_model_loss(batch.labels, losses[0, branched][:, None])
     return losses, loss
 
 
@@ -62,7 +65,7 @@ def _loss_of_all_ranks(
     batch: ShardedBatch, is_per_token: bool, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     params: Any = batch.packed_seq_params
-    total, tokens, logged = token_loss(batch.loss_mask, losses)
+    total, tokens, logged = token_loss(batch.loss_mask, losses, batch.label_copies)
     whole, everyones = total * params.plans.layout.cp_size, torch.full_like(tokens, batch.num_tokens)
     if params.ranks is None:
         # Megatron's evaluation takes the mean of the ranks' quotients with --sft, else the quotient of their sums. Both
@@ -71,17 +74,20 @@ def _loss_of_all_ranks(
     return (total, tokens, logged) if is_per_token else (whole, everyones, logged)
 
 
-def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def token_loss(
+    loss_mask: Tensor, losses: Tensor, copies: Tensor | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sums one rank's losses and tokens, for Megatron's schedules with `calculate_per_token_loss`.
 
     Args:
         loss_mask: `[b, t]`, weight of each token's loss.
         losses: `[b, t]`, the model's output.
+        copies: how often each loss counts, where documents branch: `ShardedBatch.label_copies`; None for once.
 
     Returns:
         The sum of weighted losses; the number of tokens whose weight is not 0; and both, detached, `[2]` in float32,
         under the name of the loss in Megatron's logs. Sum these over microbatches and over data- and context-parallel
         ranks, and divide.
     """
-    total, tokens = weighted_sum(losses, loss_mask)
+    total, tokens = weighted_sum(losses, loss_mask, copies)
     return total, tokens.int(), {"lm loss": torch.stack([total.detach(), tokens.float()])}

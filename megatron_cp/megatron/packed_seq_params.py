@@ -66,7 +66,14 @@ class PlannedSeqParams(PackedSeqParams):
         return found
 
     def ahead(self, places: int) -> RowsAhead:
-        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once."""
+        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once.
+
+        Raises:
+            ArgumentError: documents that branch.
+        """
+        remedy = "A token may have several next ones: train without multi-token prediction."
+        if self.plans is not None:
+            self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
         assert self.stream is not None
         stream = self.stream
         return self.remember(("ahead", places), lambda: stream.ahead(places).as_sequence())

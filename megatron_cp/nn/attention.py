@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
 from megatron_cp.executor.groups import Group
+from megatron_cp.layout.mask_like import MaskLike
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
 from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
-from megatron_cp.planner.checks import MaskLike
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 

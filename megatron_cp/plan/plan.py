@@ -342,9 +342,7 @@ class Plan(Memo):
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {scheme} over {counted(self.cp_size, 'rank')}: "
-            f"{counted(self.packing.num_documents, 'document')}, "
-            f"{counted(self.packing.total, 'token')}, {about}",
+            f"{self.kind} by {scheme} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, {about}",
             "",
             *ownership(self.layout),
             "",

@@ -14,15 +14,17 @@ import numpy as np
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.block_masks import is_block_table
+from megatron_cp.layout.filled_layout import FilledLayout
+from megatron_cp.layout.mask_like import MASKS_ALLOWED, MaskLike, is_mask_function, is_named, mask_over
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.attention import checked_latent, plan_attention
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import MASKS_ALLOWED, MaskLike, is_mask_function, mask_over
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
@@ -37,7 +39,7 @@ class AttentionSpec:
 
     Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
     is not given. `mask` is a spelling of `Mask.named`, or for a mask of your own a function that makes it from a
-    batch's packing; a `Mask` serves the one packing that it is over.
+    batch's packing; a `Mask` serves the one packing that it is over. With `latent`, `kv_heads` is `heads`.
 
     Example:
         >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
@@ -59,6 +61,7 @@ class AttentionSpec:
     item_size: int = 2
     search_seconds: float = 0.0
     search_cache: str | None = None
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -66,6 +69,8 @@ class AttentionSpec:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
+        if self.latent is not None:
+            object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
@@ -84,15 +89,30 @@ class AttentionSpec:
         if lengths is not None and is_mask_function(self.mask):  # which shall not take pads for tokens
             Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
             options["mask"] = _among_pads(mask_over(Packing(lengths), self.mask), layout.packing)
+        elif lengths is None and isinstance(layout, FilledLayout):
+            options["mask"] = _among_fill(self.mask, layout)
         else:
             mask = mask_over(layout.packing, self.mask)
             options["mask"] = mask if lengths is None else mask.unpadded(lengths)
         return plan_attention(layout.packing, layout, **options)
 
 
+def _among_fill(mask: MaskLike, layout: FilledLayout) -> Mask:
+    """Returns a mask over the given documents for those that `GraphTables` fills up; by its name, as graphs need it,
+    where it has one.
+    """
+    if isinstance(mask, str) or (isinstance(mask, Mask) and mask.packing == layout.packing):
+        return mask_over(layout.packing, mask)
+    made = mask_over(layout.given, mask)
+    if is_named(made) and not is_block_table(made.name):  # blocks are cut by a document's own length
+        return Mask.named(layout.packing, made.name)
+    return _among_pads(made, layout.packing)
+
+
 def _among_pads(mask: Mask, packing: Packing) -> Mask:
     """Returns the mask for the same documents with pads at their ends, which see nothing and are not seen."""
-    shifts, bands = packing.cu_seqlens - mask.packing.cu_seqlens, mask.bands.copy()
+    own, bands = mask.packing.cu_seqlens, mask.bands.copy()
+    shifts = packing.cu_seqlens[: own.size] - own
     bands[:, :4] += shifts[mask.packing.documents_of(bands[:, 0])][:, None]
     return Mask(packing, packing, bands, f"{mask.name} of {mask.packing.total} tokens")
 

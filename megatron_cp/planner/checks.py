@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias, TypeGuard, Union
 
 import numpy as np
 
@@ -16,7 +14,7 @@ from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.block_masks import is_block_table
-from megatron_cp.layout.layout import FilledLayout
+from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, plural
 from megatron_cp.plan.schemes import Scheme, alternatives
@@ -31,36 +29,6 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
-
-
-MaskLike: TypeAlias = Union[Mask, str, Callable[[Packing], Mask]]  # noqa: UP007  # evaluated in Python 3.10
-
-
-def mask_over(packing: Packing, mask: MaskLike, kv_packing: Packing | None = None) -> Mask:
-    """Returns the mask that is given as such, by its spelling, or by a function of the packing.
-
-    Raises:
-        ArgumentError: anything else, an unknown spelling, or a mask over another packing.
-    """
-    if isinstance(mask, str):
-        return Mask.named(packing, mask, kv_packing)
-    made = mask(packing) if is_mask_function(mask) else mask
-    if isinstance(made, Mask) and (made.packing, made.kv_packing) == (packing, kv_packing or packing):
-        return made
-    shown = made if made is mask else f"a function that returns {made!r}"
-    raise ArgumentError("mask", shown, MASKS_ALLOWED, MASKS_REMEDY if isinstance(made, Mask) else "")
-
-
-def is_mask_function(mask: object) -> TypeGuard[Callable[[Packing], Mask]]:
-    """Returns True if a mask is given by a function; a class is none."""
-    return callable(mask) and not isinstance(mask, type)
-
-
-MASKS_ALLOWED = (
-    "a mask over the same packing, such as Mask.causal(packing), a function of the packing that returns one, or a "
-    'name, such as "window:128"'
-)
-MASKS_REMEDY = "It is over another packing: a function makes one for each batch."
 
 
 def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool) -> None:

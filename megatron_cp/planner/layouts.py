@@ -12,13 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
 from megatron_cp.layout.packing import checked_packing
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import MaskLike, checked_topology, mask_over
+from megatron_cp.planner.checks import checked_topology
 from megatron_cp.planner.choose import VERY_MANY
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
@@ -57,16 +58,10 @@ def layout_by_name(
         case "zigzag":
             layout = Layout.zigzag(packing, cp_size, align=align)
         case "balanced":
-            made = None if mask is None else _mask_over(packing, mask)
-            layout = Layout.balanced(packing, cp_size, mask=made, align=align)
+            layout = Layout.balanced(packing, cp_size, mask=mask, align=align)
         case _:
             layout = random_layout(packing, cp_size, align=align, seed=seed)
     return layout.padded(align=align, min_rows=min_rows)
-
-
-def _mask_over(packing: Packing, mask: MaskLike) -> Mask:
-    """Returns the mask, whose keys may be those of any documents: a layout is of its queries."""
-    return mask_over(packing, mask, mask.kv_packing if isinstance(mask, Mask) else None)
 
 
 def random_layout(packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0) -> Layout:
@@ -177,7 +172,7 @@ def choose_layout(
     cp_size, packing = checked_integer("cp_size", cp_size, 1), checked_packing(packing)
     align, min_rows = checked_integer("align", align, 1), checked_integer("min_rows", min_rows, 0)
     if mask is not None:
-        mask = _mask_over(packing, mask)
+        mask = mask_of_queries(packing, mask)
     layers = _counted(slots)
     made: dict[str, Layout] = {}
 
@@ -191,7 +186,7 @@ def choose_layout(
     if mask is not None:
         prices, notes = _priced_layouts(layers, make, packing, cp_size)
     else:
-        key = (packing.lengths.tobytes(), cp_size, align, min_rows, tuple(layers.items()))
+        key = (packing.value, cp_size, align, min_rows, tuple(layers.items()))
         prices, notes = _CHOSEN.recall(key, lambda: _priced_layouts(layers, make, packing, cp_size))
     return LayoutChoice(prices[0].name, make(prices[0].name), prices, notes)
 

@@ -15,7 +15,6 @@ from megatron_cp.layout.bands import canonical
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.page import DISTINCT, rank_colours
 from megatron_cp.plan.assignment import TileAssignment
-from megatron_cp.plan.describe import counted
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 
@@ -92,10 +91,7 @@ def _name(plan: Plan) -> str:
 def _title(plans: Sequence[Plan]) -> str:
     packing = plans[0].packing
     names = ", ".join(dict.fromkeys(_name(plan) for plan in plans))
-    return (
-        f"{names} over {plans[0].cp_size} ranks: "
-        f"{counted(packing.num_documents, 'document')}, {counted(packing.total, 'token')}"
-    )
+    return f"{names} over {plans[0].cp_size} ranks: {packing.describe()}"
 
 
 def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
@@ -120,14 +116,15 @@ def _draw_ownership(axes: Any, layout: Layout) -> None:
         own = drawn[ranks[drawn] == rank]
         spans = np.stack([layout.starts[own], layout.ends[own] - layout.starts[own]], axis=1)
         axes.broken_barh(spans.tolist(), (rank - 0.4, 0.8), color=colours[rank])
-    starts = [start for start, _ in packing.spans()][1:]
+    starts = packing.starts[1:].tolist()
     has_lines = len(starts) < _LINES_OF_DOCUMENTS
     if has_lines:
         for start in starts:
             axes.axvline(start, color="0.25", linewidth=0.6, linestyle=":")
     axes.set_xlim(0, max(packing.total, 1))
     _rank_axis(axes, layout.cp_size)
-    lines = "dotted lines begin documents" if has_lines else f"{packing.num_documents} documents, not marked"
+    pieces = "documents" if packing.branches is None else "segments"
+    lines = f"dotted lines begin {pieces}" if has_lines else f"{len(starts) + 1} {pieces}, not marked"
     axes.set_xlabel(f"token of the packed stream; {lines}")
 
 

@@ -60,7 +60,8 @@ class LayerCase:
     Attributes:
         layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
         cp: the number of ranks.
-        lengths: the documents' lengths.
+        lengths: the documents' lengths; with `parents`, those of the segments of documents that branch.
+        parents: the segment that each one continues, see `Packing.tree`; None for documents that share no tokens.
         layout: a name that `layout_by_name` knows.
         heads: query or value heads; for mamba the heads of x.
         groups: key/value or key heads; for mamba the groups of B and C.
@@ -125,10 +126,12 @@ class LayerCase:
     search_cache: str | None = None
     machine: Machine | None = None
     machine_hosts: int | None = None
+    parents: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
         extras = [
+            *([f"parents {','.join(map(str, self.parents))}"] if self.parents else []),
             *([self.mask if isinstance(self.mask, str) else self.mask[0]] if self.layer == "attention" else []),
             *([f"keys {self.kv_layout} {list(self.kv_lengths)}"] if self.kv_lengths else []),
             *(["sink"] if self.learned_sink else []),
@@ -146,7 +149,7 @@ class LayerCase:
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.lengths)
+        return Packing(self.lengths) if self.parents is None else Packing.tree(self.lengths, self.parents)
 
     @property
     def kv_packing(self) -> Packing:

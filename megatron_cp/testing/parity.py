@@ -164,7 +164,7 @@ def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         AssertionError: a pad row that is not zero.
     """
     plan, joined = case.plan(), {}
-    parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,), kv_lengths=None)).parameters}
+    parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,), parents=None, kv_lengths=None)).parameters}
     for name in ranks[0]:
         shards = [rank[name] for rank in ranks]
         if name in parameters:

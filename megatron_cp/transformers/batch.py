@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from megatron_cp.batch.branched import LabelRows
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout
 from megatron_cp.planner.batch import BatchPlan
@@ -19,11 +22,18 @@ class PlannedBatch:
         group: the context-parallel ranks.
         seed: the seed of attention dropout; None where `shard` was given none.
         kernel: the kernel for attention and linear layers; "auto" for the best one that is installed.
-        num_items: number of labels that are not ignored, on all ranks of the group.
+        num_items: number of labels that are not ignored, on all ranks of the group; in documents that branch, each as
+            often as documents hold it.
+        label_rows: in documents that branch, the row of each label; else None.
+        labels: `[p]` the labels of `label_rows`, -100 where nothing is predicted; None without labels.
     """
 
-    def __init__(self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int) -> None:
+    def __init__(
+        self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int,
+        label_rows: LabelRows | None = None, labels: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.plans, self.group, self.seed, self.kernel, self.num_items = plans, group, seed, kernel, num_items
+        self.label_rows, self.labels = label_rows, labels
 
     def __repr__(self) -> str:
         return f"PlannedBatch({self.plans.layout!r}, {len(self.plans.kinds)} kinds of layers)"
@@ -34,7 +44,8 @@ class ShardedBatch(dict[str, Any]):
 
     Its tensors are `[1, t]`, this rank's tokens in the layout's order and then its pad rows: `input_ids`,
     `position_ids`, and if there were labels `labels` and `shift_labels`, which both hold the token that each token
-    predicts.
+    predicts. Where documents branch, the model is not given labels, since a token may predict several: see
+    `label_rows` and `token_log_probs`.
 
     It has no attributes beside its items, since functions that move a batch to a device build a new one from them.
     """
@@ -53,6 +64,11 @@ class ShardedBatch(dict[str, Any]):
     def num_items(self) -> int:
         """The number of labels on all ranks of the group: `num_items_in_batch`, if there are no other replicas."""
         return self._planned.num_items
+
+    @property
+    def label_rows(self) -> LabelRows | None:
+        """The row of each label in documents that branch; None else, where each row has one label."""
+        return self._planned.label_rows
 
     @property
     def _planned(self) -> PlannedBatch:

@@ -28,7 +28,7 @@ _FLATTEN = (
 def packing_of(batch: Mapping[str, Any]) -> Packing:
     """Returns the documents' lengths, from `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0.
 
-    A batch without any of them is one document.
+    A batch without any of them is one document. `lengths` may be a packing, which may branch.
 
     Raises:
         ArgumentError: several rows, padding, lengths that are on a device or do not sum to the number of tokens, or
@@ -38,7 +38,7 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     _check_padding(batch)
     if (lengths := batch.get("lengths", batch.get("seq_lengths"))) is not None:
         name = "lengths" if batch.get("lengths") is not None else "seq_lengths"
-        packing = Packing(on_host(name, lengths).reshape(-1).tolist())
+        packing = lengths if isinstance(lengths, Packing) else Packing(on_host(name, lengths).reshape(-1).tolist())
     elif (ends := batch.get("cu_seq_lens_q")) is not None:
         name, packing = "cu_seq_lens_q", Packing.from_cu_seqlens(on_host("cu_seq_lens_q", ends).reshape(-1))
     elif (positions := batch.get("position_ids")) is not None:

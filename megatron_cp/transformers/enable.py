@@ -15,15 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
+from megatron_cp.batch.branched import label_rows
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.batch.shard import batch_seed, prepare_plans
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, SequencePacking
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.planner.capabilities import require
@@ -79,6 +80,7 @@ def enable_context_parallel(
     head_chunks: int | None = None,
     transport: Transport | str = COLLECTIVE,
     codec: str = "none",
+    latents: bool = False,
     align: int = 1,
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
@@ -97,6 +99,8 @@ def enable_context_parallel(
         scheme: the scheme of softmax attention, as in `plan_attention`.
         linear_mode: the mode of linear layers, as in `plan_linear`.
         ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
+        latents: True to send latents in place of keys and values in multi-latent attention, and to expand them on every
+            rank that uses them; see `latent_attention`.
         align: every rank's rows are filled up to a multiple of it.
         kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
 
@@ -105,12 +109,13 @@ def enable_context_parallel(
     """
     warn_if_untested(transformers=transformers_version)
     _check_model(model)
+    checked_flag("latents", latents)
     ranks = ranks_of(group)
     options = {
         "transport": transport, "codec": codec, "head_chunks": head_chunks, "hardware": hardware, "topology": topology,
         "item_size": model.dtype.itemsize,
     }  # fmt: skip
-    attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
+    attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, "latents": latents, **options}
     linear_args = {"mode": linear_mode, **options}
     layout = require("layout", layout)
     planned = slots_of(model, attention_args, linear_args)
@@ -148,8 +153,8 @@ class ContextParallel:
         return self.planner.slots
 
     def shard(
-        self, batch: Mapping[str, Any], *, seed: int | None = None, device: torch.device | str | None = None,
-        agree: bool = True,
+        self, batch: Mapping[str, Any] | SequencePacking, *, seed: int | None = None,
+        device: torch.device | str | None = None, agree: bool = True,
     ) -> ShardedBatch:  # fmt: skip
         """Returns this rank's rows of a batch and the plans of every layer. Every rank passes the whole batch.
 
@@ -162,7 +167,9 @@ class ContextParallel:
                 `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0. `labels` or `shift_labels`
                 `[1, total]` are -100 where nothing is predicted. `position_ids` `[1, total]` or `[axes, 1, total]` and
                 any other tensor `[1, total, ...]` are sharded by token. `cp_plans` comes from `planner(lengths)`.
-                Items that are no tensors are passed to the model unchanged.
+                Items that are no tensors are passed to the model unchanged. `Packing.from_sequences(...)`, alone or as
+                `lengths`, holds common beginnings of sequences once; labels are then not passed to the model, see
+                `token_log_probs`.
             seed: the seed of attention dropout, such as the step's number; the same on every rank.
             device: the device of the returned rows; the model's device if None.
             agree: compares plans, tokens and all other tensors between ranks (16 bytes on the host).
@@ -171,6 +178,9 @@ class ContextParallel:
             ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
             PlanMismatchError: another rank has another batch.
         """
+        if isinstance(batch, SequencePacking):
+            ids = torch.from_numpy(batch.tokens.copy())[None]
+            batch = {"input_ids": ids, "labels": ids, "lengths": batch}
         _check_batch(batch)
         packing = packing_of(batch)
         plans = self._plans(batch.get("cp_plans"), packing)
@@ -189,8 +199,13 @@ class ContextParallel:
             if not isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN
         }
         values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
-        num_items = 0
-        if (labels := self._labels(batch, layout)) is not None:
+        num_items, of_labels = 0, label_rows(layout, self.rank, device)
+        branched = None
+        if of_labels is not None:
+            if (stream := _branched_labels(batch, layout)) is not None:
+                num_items = int((packing.copies() * (stream != IGNORE_INDEX).numpy()).sum())
+                branched = of_labels.layout.shard(stream, self.rank).to(device)
+        elif (labels := self._labels(batch, layout)) is not None:
             values["labels"] = values["shift_labels"] = labels
             num_items = _num_items(batch, layout)
         for name, value in batch.items():
@@ -198,17 +213,29 @@ class ContextParallel:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["use_cache"] = False
-        moved["cp_batch"] = PlannedBatch(plans, self._ranks, None if seed is None else mixed, self._kernel, num_items)
+        moved["cp_batch"] = PlannedBatch(
+            plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched
+        )
         return ShardedBatch(moved)
 
-    def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False) -> Tensor:
+    def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False, of_labels: bool = False) -> Tensor:
         """Gathers rows `[1, t, ...]` of all ranks, such as logits or losses, into `[1, total, ...]`; differentiable.
 
-        See `parallel.gather` for `same_loss`.
+        Args:
+            rows: this rank's rows.
+            batch: the batch that they are of.
+            same_loss: see `megatron_cp.gather`.
+            of_labels: True for values of labels in documents that branch, such as those of `token_log_probs`: they come
+                in the order of the tokens that are predicted.
         """
         if rows.ndim < 2 or rows.shape[0] != 1:
             raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
-        return gather(rows[0], batch.layout, self._ranks, same_loss=same_loss)[None]
+        layout = batch.layout
+        if of_labels:
+            if batch.label_rows is None:
+                raise ArgumentError("of_labels", True, "False where no document branches: each row has one label")
+            layout = batch.label_rows.layout
+        return gather(rows[0], layout, self._ranks, same_loss=same_loss)[None]
 
     def explain(self, batch: ShardedBatch | None = None) -> str:
         """Describes the layers, or, given a batch, the plan of every kind of layer."""
@@ -315,6 +342,17 @@ def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
     if value.ndim < 2 or value.shape[:2] != (1, packing.total):
         raise ArgumentError(name, list(value.shape), f"[1, {packing.total}, ...], a number or more for each token")
     return value[0]
+
+
+def _branched_labels(batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
+    """Returns `[total]` the labels of documents that branch, each at its own place; None without labels."""
+    assert layout.packing.branches is not None
+    if batch.get("shift_labels") is not None:
+        raise ArgumentError("shift_labels", "labels", "labels where documents branch", "A token may predict several.")
+    if (labels := batch.get("labels")) is None:
+        return None
+    first = torch.from_numpy(layout.packing.branches.predecessors < 0)  # nothing predicts it
+    return _per_token("labels", labels, layout.packing).long().masked_fill(first, IGNORE_INDEX)
 
 
 def _num_items(batch: Mapping[str, Any], layout: Layout) -> int:

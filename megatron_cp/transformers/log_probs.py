@@ -22,16 +22,23 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
         temperature: the logits are divided by it; positive.
 
     Returns:
-        `[1, t]`: for each token the log-probability of the token that it predicts; 0 where there is no label.
+        `[1, t]`: for each token the log-probability of the token that it predicts; 0 where there is no label. `[1, p]`
+        where documents branch: that of each label, in the order of `batch.label_rows`, which
+        `parallel.gather(..., of_labels=True)` returns for every token at its own place.
     """
-    labels = batch.get("shift_labels")
+    of_labels = batch.label_rows
+    labels = batch.get("shift_labels") if of_labels is None else batch["cp_batch"].labels
     if labels is None:
         raise ArgumentError("batch", "no labels", "a batch that was sharded with labels or shift_labels")
-    if logits.shape[:-1] != labels.shape:
-        raise ArgumentError("logits", list(logits.shape), f"{[*labels.shape, 'vocabulary']}")
+    rows = (1, int(batch.layout.row_counts[batch["cp_batch"].group.rank]))
+    if logits.shape[:-1] != rows:
+        raise ArgumentError("logits", list(logits.shape), f"{[*rows, 'vocabulary']}")
     if not temperature > 0:
         raise ArgumentError("temperature", temperature, "a positive number")
     is_label = labels != IGNORE_INDEX
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    chosen = wide.gather(-1, labels.where(is_label, 0)[..., None])[..., 0]
-    return torch.where(is_label, chosen - wide.logsumexp(-1), 0.0)
+    chosen, normaliser = labels.where(is_label, 0), wide.logsumexp(-1)
+    if of_labels is not None:
+        picked = wide[0, of_labels.rows, chosen] - normaliser[0, of_labels.rows]
+        return torch.where(is_label, picked, 0.0)[None]
+    return torch.where(is_label, wide.gather(-1, chosen[..., None])[..., 0] - normaliser, 0.0)

@@ -80,18 +80,21 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     return found
 
 
-def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSpec:
+def attention_slot(module: Any, config: Any, *, latents: bool = False, **options: Any) -> AttentionSpec:
     """Returns the spec of a softmax attention.
 
     Args:
         module: the attention module.
         config: the text model's configuration.
+        latents: True for latents that travel, where the module expands them in a method of its own.
         options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)
     if latent is not None:  # one latent vector gives every head its own key and value
         kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
+        if latents and hasattr(module, "expand_kv"):
+            options["latent"] = (module.qk_rope_head_dim, latent)
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

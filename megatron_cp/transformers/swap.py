@@ -55,6 +55,9 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
             raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
     if not found:
         raise ArgumentError("model", type(model).__name__, "a model with attention or linear layers")
+    if attention_args.get("latents") and not any(getattr(slot, "latent", None) for slot in found.values()):
+        remedy = "It needs multi-latent attention whose class has expand_kv, as transformers' newer ones do."
+        raise ArgumentError("latents", True, f"False for {type(model).__name__}", remedy)
     if any(isinstance(slot, AttentionSpec) for slot in found.values()) and not model._can_set_attn_implementation():
         remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
         raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
@@ -88,6 +91,8 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
         setattr(module, SLOT, slot)
         if isinstance(slot, LinearSpec) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
+        if isinstance(slot, AttentionSpec) and slot.latent is not None and not isinstance(module, _KeepsLatents):
+            module.__class__ = _derived(_KeepsLatents, type(module), type(module).__name__)
     return set_attention(model, NAME)
 
 
@@ -184,6 +189,16 @@ class _Planned(_Derived):
         family = family_of(module)
         assert family is not None
         return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
+
+
+class _KeepsLatents(_Derived):
+    """A mixin before a class of multi-latent attention: gives attention its latents, which it expands on arrival."""
+
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        if SLOT not in vars(self):  # disabled
+            expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
+            return expanded
+        return k_rot, kv_nope
 
 
 class _PassesPlans(_Derived):

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, on local threads and under torchrun."""
+"""The examples run as their first lines say, on local threads and under torchrun; docs/trees.md quotes one."""
 
 import os
 import subprocess
@@ -33,6 +33,15 @@ def test_example(example, launcher):
     assert f"over {ranks} ranks: 4 documents" in done.stdout
     for name in COMPARED[example.stem]:
         assert f"{name}: {ranks} ranks and each document alone differ by at most" in done.stdout
+
+
+@pytest.mark.thorough
+def test_grpo_on_trees():
+    command = [sys.executable, EXAMPLES[0].parent / "grpo_on_trees.py"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit(200))
+    assert done.returncode == 0, done.stderr
+    assert "32 sequences of 2783 tokens in 36 segments of 864" in done.stdout
+    assert "trees and 32 documents alone differ by at most" in done.stdout
 
 
 def test_there_are_examples():

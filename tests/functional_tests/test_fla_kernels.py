@@ -29,6 +29,10 @@ CASES = {
         {"lengths": ACROSS, "groups": [0, 0, 1], "dk": 16, "dv": 24, "layout": "contiguous", "ranks": 3},
         {"lengths": [140, 1, 5], "groups": [0, 0], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
         {"lengths": [2], "groups": [0], "dk": 16, "dv": 16, "layout": "contiguous", "ranks": 2},
+        {
+            "lengths": [70, 5, 66, 3], "parents": [-1, 0, 0, 2], "groups": [0, 0], "dk": 16, "dv": 16,
+            "layout": "contiguous", "ranks": 2,
+        },
     ],
     "kda": [
         {"lengths": [7, 1, 66], "groups": [0], "dk": 16, "dv": 8},
@@ -36,6 +40,10 @@ CASES = {
         {"lengths": ACROSS, "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
         {"lengths": [3, 40, 1, 9], "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 3},
         {"lengths": [13, 1, 5], "groups": [0, 0, 1], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
+        {
+            "lengths": [30, 5, 9], "parents": [-1, 0, 0], "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous",
+            "ranks": 1,
+        },
     ],
     "conv": [
         {"lengths": RAGGED, "channels": 24, "width": 4, "bias": True, "silu": True},

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.counters import Counters
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
@@ -35,6 +37,7 @@ def observe(group):
         "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ATTENTIVE},
         "work": {what: count_work(what) for what in RECOMPUTED},
         "side by side": side_by_side(),
+        "trees": {kind: trees_and_documents(kind) for kind in TREES},
         "ahead": mtp_of_megatrons_builder(),
         "refusals": {name: refusal(attempt) for name, attempt in ATTEMPTS.items()},
     }
@@ -42,6 +45,48 @@ def observe(group):
 
 def two_of_each(**changes):
     return tiny.build("hybrid", pattern="GG**", **changes)
+
+
+TREES = ("hybrid_both", "mla")
+
+
+def trees_and_documents(kind):
+    """The loss and the worst error of a gradient of sequences with common beginnings, and their loss as documents."""
+    from megatron.core import parallel_state
+
+    from megatron_cp.megatron.batch import shard_batch
+    from megatron_cp.megatron.loss import forward_step
+    from megatron_cp.megatron.modules import slots_of
+
+    group, random = parallel_state.get_context_parallel_group(), torch.Generator().manual_seed(3)
+    prompt, call, *ends = (torch.randint(tiny.VOCABULARY, (size,), generator=random) for size in (40, 21, 9, 30, 4, 17))
+    given = [torch.cat([prompt, ends[0]]), *(torch.cat([prompt, call, end]) for end in ends[1:3]), ends[3], prompt]
+    results = []
+    for packing in (Packing.from_sequences(given), Packing([len(each) for each in given])):
+        model = tiny.build(kind, calculate_per_token_loss=True)
+        tokens = torch.cat(given) if packing.branches is None else torch.from_numpy(packing.tokens.copy())
+        batch = shard_batch(tokens, Layout.balanced(packing, 2), group, slots=slots_of(model))
+        losses, loss_of = forward_step(iter([batch]), model)
+        total, count, _ = loss_of(losses)
+        total.backward()
+        sums = torch.stack([total.detach(), count.float()])
+        dist.all_reduce(sums, group=group)
+        gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        for gradient in gradients.values():
+            dist.all_reduce(gradient, group=group)
+        results.append((sums.tolist(), gradients))
+    (found, of_trees), (expected, of_documents) = results
+    largest = max(float(each.abs().max()) for each in of_documents.values())
+    error = max(float((of_trees[name] - each).abs().max()) for name, each in of_documents.items()) / largest
+    return found, expected, error
+
+
+def test_sequences_with_common_beginnings_train_as_documents_do(ranks):
+    for rank in ranks:
+        for kind, ((loss, count), (expected, expected_count), error) in rank["trees"].items():
+            assert count == expected_count == 257, kind
+            assert abs(loss - expected) < 1e-5 * expected, kind
+            assert error < 1e-5, kind
 
 
 def forward(model, batch):

@@ -122,6 +122,26 @@ def seconds_of_calls(
     band_seconds, row_seconds = hardware.band[direction], hardware.row[direction]
     calls = hardware.call + band_seconds * bands[:, kv_ranks] + row_seconds * rows[:, kv_ranks] * heads
     found: NDArray[np.float64] = (work > 0) * (work / rate * short + calls)
+    if step.latent is not None:  # all calls of a rank together expand the keys that it sees
+        seconds = _expansion_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
+        found = found + seconds * work / np.maximum(work.sum(0), 1)
+    return found
+
+
+def _expansion_seconds(
+    step: Attend, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *, forward: bool
+) -> Seconds:
+    """Returns `[ranks]` the seconds of expanding latents to keys and values, at the rate of attention's products.
+
+    Backward expands them once more, and has two products for the gradients of latents and of the up-projection.
+    """
+    assert step.latent is not None
+    shared, rank = step.latent
+    seen = step.needed.split_counts.counts.sum(axis=0) if step.num_kv_ranks > 1 else np.array([step.keys.packing.total])
+    features = step.head_dim - shared + step.value_head_dim
+    rate = hardware.attention_rate((step.head_dim + step.value_head_dim) // 2, forward=forward)
+    operations = 2 * rank * features * (1 if forward else 3) * hardware.slower(item_size)
+    found: Seconds = np.asarray(seen[kv_ranks] * heads * (operations / rate), dtype=np.float64)
     return found
 
 
@@ -199,7 +219,7 @@ def chunked_tokens(plan: Plan) -> IntArray:
     def found() -> IntArray:
         layout = plan.layout
         if not plan.recurrent_steps:
-            return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
+            return np.full(plan.cp_size, (-(-layout.packing.run_lengths // CHUNK) * CHUNK).sum())
         segments = Segments.from_layout(layout)
         filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
         return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)

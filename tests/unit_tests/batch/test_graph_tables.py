@@ -386,3 +386,67 @@ def test_plans_that_nobody_has_any_more_are_freed():
 def test_rejects_tables_of_blocks_since_filling_would_move_their_blocks(mask, step):
     with pytest.raises(cp.ArgumentError, match=f"mask: got '{mask}'; allowed: causal, full or a window"):
         loaded(cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a"), align_documents=step)
+
+
+def test_a_mask_is_a_name_a_mask_or_a_function_of_the_pack():
+    """All make the same tables, and each pack may have its own `Mask`; a function has the documents without filling."""
+    made = []
+
+    def window(packing):
+        made.append(packing.lengths.tolist())
+        return cp.Mask.window(packing, 3, 0)
+
+    def tables(lengths, mask, slots):
+        spec = cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a")
+        plans = cp.BatchPlan(slots.layout(lengths), [spec])
+        slots.load(plans, 0, CPU)
+        return plans.plans[0].mask, {name: view.tolist() for name, view in slots._memory.views.items()}
+
+    named, own, by_function = (cp.GraphTables(CAPACITY, DOCUMENTS, 2, align_documents=4) for _ in range(3))
+    for lengths in ([30, 10], [5], [7, 1, 9]):
+        mask, expected = tables(lengths, "window:4", named)
+        for given, slots in ((cp.Mask.window(cp.Packing(lengths), 3, 0), own), (window, by_function)):
+            assert tables(lengths, given, slots) == (mask, expected)
+    assert made == [[30, 10], [5], [7, 1, 9]]
+    two = [cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a") for mask in ("window:4", window)]
+    named.load(cp.BatchPlan(named.layout([5]), two[1:]), 0, CPU)  # the same kind, given otherwise
+    both = cp.GraphTables(CAPACITY, DOCUMENTS, 2)
+    both.load(cp.BatchPlan(both.layout([5]), two), 0, CPU)
+    both.load(cp.BatchPlan(both.layout([9, 4]), two), 0, CPU)
+
+
+def test_outside_of_the_graph_any_mask_is_one_of_the_documents_without_filling():
+    slots, lengths = cp.GraphTables(16, 3, 2, align_documents=4), [4, 5]
+    packing = cp.Packing(lengths)
+    layout, slices = slots.layout(lengths), cp.Mask.from_slices(packing, [(0, 4, 0, 2, "full"), (4, 9, 4, 9, "full")])
+    for mask in (slices, lambda packing: slices, cp.Mask.named(packing, "strided")):
+        found = cp.AttentionSpec(2, 2, 4, 4, mask=mask, scheme="a2a").plan(layout).mask
+        own = mask if isinstance(mask, cp.Mask) else slices
+        assert found.packing == layout.packing
+        assert found.seen.tolist() == [*own.seen.tolist(), *[0] * 7]
+
+
+def causal_or_window(packing):
+    return cp.Mask.causal(packing) if packing.num_documents == 1 else cp.Mask.window(packing, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (cp.Mask.causal(cp.Packing([30, 11])), r"mask: got .*a function makes one for each batch\."),
+        (lambda packing: 5, "mask: got 'a function that returns 5'; allowed: a mask over the same packing"),
+        (lambda packing: cp.Mask.from_slices(packing, []), "mask: got 'slices of 40 tokens'; allowed: causal, full or"),
+        (lambda packing: cp.Mask.chunk(packing, 4), "mask: got 'chunk:4'; allowed: causal, full or a window"),
+        (lambda packing: cp.Mask.named(packing, "star"), "mask: got 'star of 40 tokens'; allowed: causal, full or"),
+    ],
+)
+def test_rejects_masks_that_no_graph_serves_however_they_are_given(mask, message):
+    rejects(message, loaded, cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a"))
+
+
+def test_rejects_a_function_whose_masks_differ_from_pack_to_pack():
+    spec = cp.AttentionSpec(4, 2, 16, 16, mask=causal_or_window, scheme="a2a")
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2)
+    slots.load(cp.BatchPlan(slots.layout([5]), [spec]), 0, CPU)
+    plans = cp.BatchPlan(slots.layout([7, 3]), [spec])
+    rejects(r"slots: got .*window:3,0.*mask='causal'.*as were loaded before", slots.load, plans, 0, CPU)

@@ -69,6 +69,10 @@ def test_machines_have_names_in_any_case():
         (["plan", "--mask", "windw:5"], "Did you mean window:N?"), (["plan", "--gpu", "h1000"], "Did you mean h100?"),
         (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
         (["plan", "--cp-layouts", "zigzag"], "Did you mean --cp-layout?"),
+        (["plan", "--layer", "gdn", "--scheme", "ring"], "plan: --scheme: got 'ring'; allowed: headwise or"),
+        (["plan", "--scheme=a2a", "--layer=mamba", "--cp-comm-type=Ring"], "got 'Ring'; allowed: headwise or"),
+        (["check", "--layer", "kda", "--scheme", "usp", "--cp", "2"], "check: --scheme: got 'usp'; allowed: headwise"),
+        (["bench", "linear", "--scheme", "All-Gather"], "bench: --scheme: got 'All-Gather'; allowed: nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

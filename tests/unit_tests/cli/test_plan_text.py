@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp.cli.main import main
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.describe import ownership
+from megatron_cp.plan.describe import describe_ties, ownership, tied
 from megatron_cp.plan.schemes import SCHEMES
 from tests.commands import reported
 
@@ -87,7 +87,7 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         chosen = next(name for name, (_, is_chosen) in table.items() if is_chosen)
         begins = "as asked: p2p" if options[:1] == ["--scheme"] else f"take this: {chosen}"
         assert lines[0].startswith(begins)
-        assert lines[0].endswith(f" in layout zigzag, {table[chosen][0]} ms predicted")
+        assert lines[0].partition(";")[0].endswith(f" in layout zigzag, {table[chosen][0]} ms predicted")
         assert [line.partition(":")[0] for line in lines[1:6]] == ["time", "bytes", "memory", "work", "why"]
         others = {time: name for name, (time, is_chosen) in table.items() if not is_chosen}
         named = re.search(r"([0-9.]+) ms", lines[5])[1]
@@ -97,6 +97,32 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         assert (
             "mask: window:19,0 is a token itself, 19 tokens before it and 0 tokens after it" in "\n".join(lines)
         ) == (options[:1] == ["--mask"])
+
+
+def test_the_verdict_names_the_candidates_that_are_as_fast():
+    """Within half a per cent of the time of the one that is taken."""
+    shape = ["--cp", "2", "--heads", "8", "--kv-heads", "8", "--head-dim", "128", "--mask", "full"]
+    found = {}
+    for lengths in ("300k,200k", "30000,50000", "7,1,130"):
+        text, data = reported(["plan", *shape, "--lengths", lengths])
+        times = {name: sum(row["predicted_ms"].values()) for name, row in data["schemes"].items()}
+        taken = times.pop(data["scheme"])
+        assert {*data["ties"]} == {name for name, time in times.items() if abs(time / taken - 1) <= 0.005}
+        found[lengths] = text.splitlines()[0].partition(" predicted")[2]
+    assert found == {
+        "300k,200k": "; p2p, all_gather and 1 more are within 0.5 %", "30000,50000": "; p2p is within 0.5 %",
+        "7,1,130": "",
+    }  # fmt: skip
+    assert describe_ties(tied({"x": 99.4, "y": 100.5, "z": 99.6}, 100.0)) == "; z and y are within 0.5 %"
+
+
+def test_the_verdict_on_sizes_and_whole_models_names_ties_too():
+    of_sizes = said_by("--cp", "3,4", "--lengths", "300k", "--heads", "2", "--scheme", "a2a")[0]  # one rank has a head
+    assert re.search(r"cp 3 by a2a, [0-9.]+ ms predicted; cp 4 is within 0\.5 %; least GPU time: cp 3", of_sizes)
+    assert "within 0.5 %" not in said_by("--cp", "1")[0]  # nothing is sent, and all are the same
+    whole = said_by("--whole", "--model", "llama3-8b", "--cp", "8", "--lengths", "64k", "--gpu", "h100")
+    why = next(line for line in whole if line.startswith("why: "))
+    assert why.endswith("; cp 8 in layout zigzag and cp 8 in layout balanced are within 0.5 %")
 
 
 def test_sizes_are_compared_in_the_first_line():

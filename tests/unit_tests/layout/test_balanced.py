@@ -206,9 +206,24 @@ def test_even_shares_takes_any_work():
     assert sorted(sum(int(work[[0, 7, 1, 2, 3, 4, 5, 6]][a:b].sum()) for a, b in share) for share in shares) == [9, 9]
 
 
-@pytest.mark.parametrize("mask", ["causal", Mask.causal(Packing([3, 2])), Mask.causal(Packing([2, 3, 0]))])
+def test_a_mask_is_a_name_a_mask_or_a_function_of_the_packing():
+    packing = heavy_tailed(4, scale=300)
+    window = Layout.balanced(packing, 3, mask=Mask.window(packing, 99, 0))
+    assert window == Layout.balanced(packing, 3, mask="window:100")
+    assert window == Layout.balanced(packing, 3, mask=lambda packing: Mask.window(packing, 99, 0))
+    assert window != Layout.balanced(packing, 3)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Mask.causal(Packing([3, 2])), Mask.causal(Packing([2, 3, 0])), lambda _: Mask.causal(Packing([5])), Mask, 5],
+)
 def test_rejects_a_mask_over_another_packing(mask):
     rejects(r"mask: got .* a mask over the same packing", Layout.balanced, Packing([2, 3]), 2, mask=mask)
+
+
+def test_rejects_unknown_names_of_masks():
+    rejects(r"mask: got 'windw:5'.*Did you mean window:N\?", Layout.balanced, Packing([2, 3]), 2, mask="windw:5")
 
 
 @pytest.mark.parametrize(("argument", "value"), [("cp_size", 0), ("cp_size", 1.5), ("align", 0), ("packing", [2, 3])])
