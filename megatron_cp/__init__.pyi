@@ -10,6 +10,7 @@ from .errors import PeerError as PeerError
 from .errors import PlanMismatchError as PlanMismatchError
 from .executor.agreement import check_agreement as check_agreement
 from .executor.agreement import compare_calls as compare_calls
+from .executor.cache import Cache as Cache
 from .executor.gather import gather as gather
 from .executor.hosts import hosts_of as hosts_of
 from .executor.relayout import relayout as relayout

@@ -191,8 +191,8 @@ class _Request:
 
     def schedule_rounds(self, plan: Plan) -> Plan:
         """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
-        if plan.attend is None or plan.attend.tiled is None:
-            return plan
+        if plan.attend is None or plan.attend.tiled is None or not plan.attend.tiled.solutions:
+            return plan  # no tiles, or those of keys that stay, whose queries all come in the first round
         key = ("rounds", *self.key, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
         prediction = (self.on, self.topology, self.search.item_size)
         rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, *prediction))

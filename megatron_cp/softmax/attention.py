@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.autocast import lowered
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
@@ -23,6 +24,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
+    cache: LayerCache | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -31,6 +33,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
+    cache: LayerCache | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -49,6 +52,7 @@ def attention(
     seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
+    cache: LayerCache | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes softmax attention within each document, over the ranks of `group`; differentiable.
 
@@ -73,6 +77,8 @@ def attention(
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or an `AttentionKernel`.
         return_lse: True to return the log-sum-exp too. In a plan with a head exchange this takes one more small
             collective in each direction.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`. k and v are then those of the new tokens, in the
+            layout of q: they are stored behind the keys of earlier calls, and the queries attend to all of them.
 
     Returns:
         The output `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key. With
@@ -81,8 +87,8 @@ def attention(
         pad rows, and without a sink for queries that see no key. It is differentiable; `merge` merges such results.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan, or dropout without a seed. Raised before
-            anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan, or dropout without a seed. Raised
+            before anything is sent.
 
     Example:
         >>> packing = Packing([3, 1])
@@ -96,8 +102,10 @@ def attention(
     q, k, v = lowered(q, k, v)
     lse_gradient = checked_flag("return_lse", return_lse) and torch.is_grad_enabled()
     layer = AttentionOnRank(plan, group, q, sink, kernel, options, lse_gradient=lse_gradient)
-    inputs = layer.checked(q, k, v)
-    layer.agree("attention", q, k, v, return_lse=return_lse)
+    inputs = layer.checked(q, k, v, cache=cache)
+    layer.agree("attention", q, k, v, return_lse=return_lse, **({} if cache is None else {"cache": True}))
+    if cache is not None:
+        inputs[1:] = layer.first_shapes(cache.append(layer.ranks.rank, k, v))
     return layer.run_with_lse(inputs) if return_lse else layer.run(inputs)
 
 

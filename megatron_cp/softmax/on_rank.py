@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_stream, check_tensor, narrow, rows_first
 from megatron_cp.executor.attend import attend, attend_backward
+from megatron_cp.executor.cache import LayerCache, checked_cache, refuse_gradients
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
@@ -93,10 +94,13 @@ class AttentionOnRank:
         name = f"{mark}, seed {call.seed}" if call.dropout else mark
         self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme, self.plan.tables)
 
-    def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """Checks q, k and v, of all heads or of a chunk's, and returns them shaped for the plan's first step."""
+    def checked(self, *tensors: Tensor, chunk: int | None = None, cache: LayerCache | None = None) -> list[Tensor]:
+        """Checks q, k and v, of all heads or of a chunk's, and returns them shaped for the plan's first step.
+
+        With a cache, k and v are those of the new tokens, in the layout of q.
+        """
         rank, blocks = self.ranks.rank, self.plan.sections.blocks
-        rows = int(self.plan.kv_layout.row_counts[rank])
+        rows = int((self.plan.kv_layout if cache is None else self.plan.layout).row_counts[rank])
         row_counts = (int(self.plan.layout.row_counts[rank]), rows, rows)
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
             len(numbers) for numbers in self.plan.chunk_heads(chunk)
@@ -105,6 +109,13 @@ class AttentionOnRank:
             check_dense(block.name, tensor)
             shape, remedy = (row_count, *self.batch, count, block.head_dim), rows_first(tensor, row_count, count)[1]
             check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
+        if cache is not None:
+            checked_cache(cache).check_rows(self.plan, tensors[1:])
+            refuse_gradients((*tensors, self.sink))
+        return self.first_shapes(tensors)
+
+    def first_shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns `[t, (b,) heads, d]` as the plan's first step takes it."""
         return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
 
     def run_with_lse(self, inputs: Inputs) -> tuple[Tensor, Tensor]:

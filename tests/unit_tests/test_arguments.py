@@ -77,6 +77,9 @@ def optional(values):
     return [value for value in values if value is not None]
 
 
+CACHE, BEGUN = cp.Cache(3), cp.Cache(3)
+BEGUN.extend(ALONE)
+NO_CACHE = [5, True, "cache", {}, CACHE, cp.Cache(3).layer(0), cp.Cache]
 SHAPES = {"heads": 2, "head_dim": 4}
 PLANS = {
     "attention": cp.plan_attention(P, ALONE, **SHAPES),
@@ -131,7 +134,7 @@ def linear(kind, operation, given, optional_tensors=(), **more):
     plan = PLANS[kind]
     values = {name: no_tensor(tensor) for name, tensor in given.items()}
     values |= {name: optional(values[name]) for name in optional_tensors}
-    values |= {"plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP, "kernel": NO_NAME}
+    values |= {"plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP, "kernel": NO_NAME, "cache": NO_CACHE}
     return operation, {**given, "plan": plan}, values | more
 
 
@@ -294,7 +297,15 @@ CALLS = {
     "plan_linear, conv1d": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "conv1d", "channels": 4}, {
         "channels": [*NO_INTEGER, 0]}),
     "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX | {
-        "return_lse": NO_FLAG}),
+        "return_lse": NO_FLAG, "cache": NO_CACHE}),
+    "Cache": (cp.Cache, {"num_documents": 2}, {
+        "num_documents": [*NO_INTEGER, 0], "cp_size": [*NO_INTEGER, 0, 1025], "block_size": [*NO_INTEGER, 0]}),
+    "Cache.extend": (CACHE.extend, {"layout": ALONE}, {"layout": [*NO_LAYOUT, LAYOUT]}),
+    "Cache.positions": (BEGUN.positions, {"rank": 0}, {"rank": [*NO_INTEGER, 1]}),
+    "Cache.layer": (CACHE.layer, {"number": 0}, {"number": NO_INTEGER}),
+    "Cache.add": (lambda count: cp.Cache(3).add(count), {"count": 1}, {"count": [*NO_INTEGER, 0]}),
+    "Cache.drop": (lambda documents: cp.Cache(3).drop(documents), {"documents": [0]}, {
+        "documents": [value for value in NO_LIST if not isinstance(value, list) or value] + [[0, 1, 2], [3], [-1]]}),
     "latent_attention": (cp.latent_attention, {**LATENT, "plan": PLANS["latent"]}, tensors(**LATENT) | SOFTMAX),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {

@@ -52,6 +52,7 @@ NAVIGATION = {
         "A mask of your own": "docs/your-own-mask",
         "A kernel of your own": "docs/your-own-kernel",
         "Shared beginnings": "docs/trees",
+        "Generation with a cache": "docs/cache",
         "What will it cost": "docs/planning",
         "What it costs, measured": "docs/costs",
     },

@@ -90,7 +90,11 @@ def summary(packing):
     return Mask.from_slices(packing, slices)
 
 
-@pytest.mark.parametrize("mask", ["causal", "window:4,1", "first:2+window:3,0", "prefix:5", summary], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    ["causal", "window:4,1", "first:2+window:3,0", "prefix:5", summary],
+    ids=lambda mask: mask if isinstance(mask, str) else "summary",
+)
 @pytest.mark.parametrize(("cp_size", "scheme"), [(1, "a2a"), (2, "p2p"), (3, "a2a"), (5, "exact")])
 @pytest.mark.few
 def test_masks_reach_over_both_kinds_of_rows(cp_size, scheme, mask):
