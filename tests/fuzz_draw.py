@@ -84,7 +84,7 @@ def forest(r):
                 levels.append(levels[parent] + 1)
             parents.append(root + parent if number else -1)
             lengths.append(1 if not number and r.random() < 0.2 else _length(r))
-    return tuple(lengths), tuple(parents)
+    return _some_long(r, lengths), tuple(parents)
 
 
 def _without_gradients(r, call):
@@ -97,6 +97,10 @@ def _length(r):
 
 def _lengths(r):
     lengths = [_length(r) for _ in range(r.choice((1, 1, 2, 2, 3, 3, 4)))]
+    return _some_long(r, lengths)
+
+
+def _some_long(r, lengths):
     if r.random() < 0.04:
         lengths[r.randrange(len(lengths))] = r.randint(60, 140)  # more than a chunk of the chunked kernels
     return tuple(lengths)

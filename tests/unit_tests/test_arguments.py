@@ -104,6 +104,7 @@ LATENT = {
     "up": torch.ones(2, 6, 6),
 }
 QKV = {name: ones(2, 4) for name in "qkv"}
+HELD = {f"held_{name}": torch.ones(KEYS.total, 2, 4) for name in "qkv"}
 SOFTMAX = {
     "softmax_scale": optional(NO_NUMBER), "softcap": [*NO_NUMBER, -1.0], "dropout": [*NO_NUMBER, -0.1, 1.0],
     "sink": optional(no_tensor(HEADS)), "seed": optional(NO_INTEGER), "kernel": NO_NAME, "group": NO_GROUP,
@@ -272,6 +273,14 @@ CALLS = {
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
         "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
+    "plan_held_attention": (cp.plan_held_attention, {"layout": LAYOUT, "held": KEYS, **SHAPES}, {
+        "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
+        "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3])}),
+    "held_attention": (cp.held_attention, {
+        **QKV, **HELD, "plan": cp.plan_held_attention(ALONE, KEYS, **SHAPES)},
+        tensors(**QKV, **HELD) | {name: bad for name, bad in SOFTMAX.items() if name not in ("dropout", "seed")}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
         "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
         "mask": [*NO_MASK, cp.Mask.causal(P)]}),

@@ -98,6 +98,13 @@ def test_recipes_of_a_kernel_and_of_partial_results_are_attention(capsys):
 
     ranks = list(zip(*run_ranks(rank, 2, timeout=60), strict=True))
     found = [layout.unshard(list(each)) if n < 4 else sum(each) for n, each in enumerate(ranks)]
+    held = [x[:4] for x in tensors[:3]]
+
+    def with_text(group):
+        local = [cp.Layout.balanced(cp.Packing([7, 9]), group.size).shard(x, group.rank) for x in tensors[:3]]
+        return scope["attend_with_text"](local, held, [7, 9], [3, 1], group)
+
+    assert [x.shape for x in run_ranks(with_text, 1, timeout=60)[0]] == [(16, 2, 8), (4, 2, 8)]
     leaves = [x.clone().requires_grad_() for x in tensors[:5]]
     q, k, v, *memory = leaves
     expected = []
