@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec
+from megatron_cp.transformers.sources import passes
 
 # transformers' names of layers whose attention sees all earlier tokens. A layer that has attention and a state-space
 # mixer side by side is "hybrid".
@@ -53,8 +54,8 @@ def mask_of(module: Any, config: Any) -> str:
 
 def _passes(module: nn.Module, argument: str) -> bool:
     """True if the module's forward passes on an argument of that name, or has no code to read."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is None or any(isinstance(each, tuple) and argument in each for each in code.co_consts)
+    forward = inspect.unwrap(type(module).forward)
+    return not hasattr(forward, "__code__") or passes(forward, argument)
 
 
 def window_mask(window: int | None) -> str:

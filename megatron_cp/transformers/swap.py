@@ -8,7 +8,6 @@ import dis
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron_cp.transformers.calls import check_call
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.mixers import check_activation, family_of
 from megatron_cp.transformers.slots import attention_slot, is_attention
+from megatron_cp.transformers.sources import calls_in
 
 # Class names of modules that mix tokens and are neither softmax attention nor a family of `mixers`.
 _MIXES = re.compile(
@@ -117,14 +117,9 @@ def _drops_arguments(module: nn.Module) -> bool:
     return bool(mixers) and _keeps_from(forward, mixers)
 
 
-@functools.cache
 def _keeps_from(forward: Callable[..., Any], names: frozenset[str]) -> bool:
     """True if a forward calls one of its modules without `**kwargs`, as Qwen3-Next's layers of transformers 5.5 do."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except OSError:  # a class without a file
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [call for call in calls_in(forward) or () if isinstance(call.func, ast.Attribute)]
     return any(all(each.arg for each in call.keywords) for call in calls if ast.unparse(call.func)[5:] in names)
 
 
