@@ -54,18 +54,15 @@ def choose_kernel(kernels: Sequence[K], name: str | K, call: Any) -> K:
     if name == "auto":
         here = [kernel for kernel in kernels if call.device.type in kernel.devices]
         here = [kernel for kernel in here if kernel.serves_graphs] if call.for_graphs else here
-        refusals: dict[str, str | None] = {}
-        for kernel in here:
-            refusals[kernel.name] = kernel.refusal(call)
-            if refusals[kernel.name] is None:
-                break
-        else:
+        refusals = {kernel.name: kernel.refusal(call) for kernel in here}
+        chosen = next((kernel for kernel in here if refusals[kernel.name] is None), None)
+        if chosen is None:
             devices = sorted({device for kernel in kernels for device in kernel.devices})
             raise ArgumentError("device", str(call.device), f"tensors on {' or '.join(devices)}")
-        passed_over = [f"{name} ({refusal})" for name, refusal in refusals.items() if refusal is not None]
+        passed_over = [f"{name} ({refusals[name]})" for name in list(refusals)[: here.index(chosen)]]
         if call.device.type == "cuda" and passed_over:
-            warnings.warn(f"running on kernel {kernel.name}, not on {', '.join(passed_over)}", stacklevel=3)
-        return kernel
+            warnings.warn(f"running on kernel {chosen.name}, not on {', '.join(passed_over)}", stacklevel=3)
+        return chosen
     for kernel in kernels:
         if kernel.name == name:
             refusal = kernel.refusal(call)

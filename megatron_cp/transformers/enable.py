@@ -275,6 +275,11 @@ class ContextParallel:
         if ids.shape[-2:] != (1, layout.packing.total) or ids.ndim > 3:
             allowed = f"[1, {layout.packing.total}], or [axes, 1, {layout.packing.total}]"
             raise ArgumentError("position_ids", list(ids.shape), allowed)
+        if layout.packing.branches is not None and ids.ndim == 2:
+            own = torch.from_numpy(layout.packing.positions())
+            if not torch.equal(ids[0].long(), own):
+                remedy = "Leave them out, or take packing.positions()."
+                raise ArgumentError("position_ids", ids[0].tolist(), "positions along each path", remedy)
         rows = layout.shard(ids.movedim(-1, 0).long(), self.rank)
         return rows.movedim(0, -1).contiguous()
 
