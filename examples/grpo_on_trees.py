@@ -69,7 +69,7 @@ def train_on_trees(group: RankGroup) -> list[Step]:
     optimizer, old, steps = torch.optim.SGD(model.parameters(), 0.1), None, []
     for _ in range(UPDATES):
         own = token_log_probs(model(**batch).logits, batch)
-        log_probs = packing.split(parallel.gather(own, batch, same_loss=True, of_labels=True)[0])
+        log_probs = packing.split(parallel.gather(own, batch, same_loss=True, are_labels=True)[0])
         old = [part.detach() for part in log_probs] if old is None else old
         loss = loss_of(log_probs, old, prompt_lengths, advantages)
         optimizer.zero_grad()

@@ -41,7 +41,8 @@ def token_loss(
         losses: `[t]` loss of each of this rank's rows, not reduced: `cross_entropy(..., reduction="none")`. With a
             tensor of weights they may have any shape that the weights have too. Where documents branch `[p]`, the loss
             of each label, from the logits of `targets.rows`; tokens count as often as documents hold them.
-        weights: the result of `shard_batch`, its `loss_weights`, or other constants.
+        weights: the result of `shard_batch`, its `loss_weights`, or other constants. Where documents branch give the
+            batch, or `num_tokens=batch.num_tokens` too: constants do not say how many documents hold a label.
         group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
             parallelism too, the group of all ranks of both. None for one rank, which is refused in a world of several.
         num_tokens: the divisor, the same on every rank, instead of the number of tokens that count here. For a step of
@@ -136,8 +137,8 @@ def _checked_weights(losses: Tensor, weights: LocalBatch | Tensor, ranks: RankGr
         remedy = "Do not reduce them: cross_entropy(..., reduction='none')."
         raise ArgumentError("losses", given, "one number of a floating type for each row", remedy)
     if isinstance(weights, LocalBatch):
-        of_rows = weights.loss_weights if weights.targets is None else weights.targets.weights
-        cp_size, weights = weights.layout.cp_size, of_rows
+        row_weights = weights.loss_weights if weights.targets is None else weights.targets.weights
+        cp_size, weights = weights.layout.cp_size, row_weights
         if ranks.size % cp_size:
             remedy = "With data parallelism too, it is the group of all ranks of both."
             raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} that the batch is for", remedy)

@@ -151,7 +151,7 @@ def shard_batch(
         compared = {name: stream for name, said, stream in given if said is not None}
         check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
-    of_tree = targets_of(layout, ranks.rank, device, targets, weights, counts)
+    tree_targets = targets_of(layout, ranks.rank, device, targets, weights, counts)
     if into is None:
         prepare_plans(plans, ranks.rank, device)
         rows = {
@@ -159,7 +159,7 @@ def shard_batch(
             for name, (stream, fill) in streams.items()
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
-        if of_tree is not None:  # so that no loss takes them for labels of rows
+        if tree_targets is not None:  # so that no loss takes them for labels of rows
             rows |= {name: rows[name][:0] for name in ("labels", "loss_weights")}
     else:
         host_rows = {
@@ -173,8 +173,8 @@ def shard_batch(
         seed=mixed,
         num_tokens=int(counts.sum()),
         pad_rows=int(layout.pad_rows.sum()),
-        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None and of_tree is None else None,
-        targets=of_tree,
+        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None and not tree_targets else None,
+        targets=tree_targets,
     )
 
 

@@ -241,12 +241,11 @@ class _Backward(RowTransfers):
         dq = returned
         if wide and dq.dtype != self.acc_dtype:
             dq = torch.empty_like(returned, dtype=self.acc_dtype)
-        lse, dlse = lse.squeeze(-1).movedim(0, -1).contiguous(), None
         if self.rows.dlse is None:
-            out = output_with_row_sums(dout, sums, wide=wide)
+            out, dlse = output_with_row_sums(dout, sums, wide=wide), None
         else:  # a sum that no output has where dout is zero
             out, dlse = torch.zeros_like(dout), -sums.squeeze(-1).movedim(0, -1)
-        rows = _QueryGradients(dq, dout, q, out, lse, dlse)
+        rows = _QueryGradients(dq, dout, q, out, lse.squeeze(-1).movedim(0, -1).contiguous(), dlse)
         _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=True)
         if dq is not returned:
             returned.copy_(dq)

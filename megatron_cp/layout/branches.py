@@ -95,7 +95,7 @@ class Branches(Memo):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest path."""
+        """The number of tokens of the longest path."""
         return int((self.runs.positions + self.runs.stops - self.runs.starts).max(initial=0))
 
     def positions_of(self, tokens: IntArray) -> IntArray:
@@ -172,7 +172,13 @@ def trie_of(sequences: Sequence[IntArray], min_shared: int) -> Trie:
         first, last, depth, parent = left.pop()
         stop = min(common[first + 1 : last], default=int(sequences[order[first]].size))
         ending = [place for place in range(first, last) if sequences[order[place]].size == stop]
-        if stop > depth or (ending and parent < 0):
+        if stop == 0:  # sequences without tokens share nothing
+            for place in ending:
+                paths[order[place]].append(len(lengths))
+                lengths.append(0)
+                parents.append(-1)
+                ends.append(1)
+        elif stop > depth:
             lengths.append(stop - depth)
             parents.append(parent)
             ends.append(0)
@@ -180,7 +186,7 @@ def trie_of(sequences: Sequence[IntArray], min_shared: int) -> Trie:
             parent = len(lengths) - 1
             for place in range(first, last):
                 paths[order[place]].append(parent)
-        if ending:
+        if ending and stop:
             ends[parent] += len(ending)
         cuts = [place for place in range(first + 1, last) if common[place] == stop and place > first + len(ending)]
         starts = [first + len(ending), *cuts] if first + len(ending) < last else []

@@ -60,7 +60,7 @@ class Mask(Memo):
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
         """Makes a mask in which a query sees every key of its document, which must not branch."""
-        checked_packing(packing).refuse_branches("mask", "full", _ALONG_PATHS, _LITERAL)
+        checked_packing(packing).refuse_branches("mask", "full", _PATH_MASKS, _LITERAL)
         return cls._document_mask(packing, kv_packing, UNBOUNDED, "full")
 
     @classmethod
@@ -84,8 +84,8 @@ class Mask(Memo):
         kv_packing = _checked_kv_packing(packing, kv_packing)
         if packing.branches is not None:
             if right != 0:
-                packing.refuse_branches("mask", name, _ALONG_PATHS, _LITERAL)
-            return cls._along_paths(packing, lambda path: cls.window(path, left, right, first=first))
+                packing.refuse_branches("mask", name, _PATH_MASKS, _LITERAL)
+            return cls._path_mask(packing, lambda path: cls.window(path, left, right, first=first))
         documents = _documents(packing, kv_packing)
         own = documents[:, 3] - documents[:, 1]  # from a query to the key at its own position
         window, kept = documents.copy(), documents.copy()
@@ -110,7 +110,7 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         numbers = _checked_prefix(packing, n)
-        packing.refuse_branches("mask", "prefix", _ALONG_PATHS, _LITERAL)
+        packing.refuse_branches("mask", "prefix", _PATH_MASKS, _LITERAL)
         name = "prefix" if isinstance(n, Iterable) else f"prefix:{n}"
         documents = _documents(packing, packing)
         numbers = np.where(numbers == 1, 0, numbers)  # one token sees itself either way
@@ -127,7 +127,7 @@ class Mask(Memo):
         """
         size = checked_integer("size", size, 1)
         if checked_packing(packing).branches is not None:
-            return cls._along_paths(packing, lambda path: cls.chunk(path, size))
+            return cls._path_mask(packing, lambda path: cls.chunk(path, size))
         name, size = f"chunk:{size}", min(size, UNBOUNDED)
         count = -(-packing.lengths // size)
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -149,7 +149,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3]
         """
         document, starts, ends, question_ends = _checked_parts(packing, parts)
-        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, "Causal, a tree's segments are such parts.")
+        packing.refuse_branches("mask", "shared_question", _PATH_MASKS, "Causal, a tree's segments are such parts.")
         begins = packing.cu_seqlens[document]
         # The question and the first answer go on from one another as if they were one causal document.
         causal = np.where(starts <= question_ends, begins, starts)
@@ -197,7 +197,7 @@ class Mask(Memo):
             causal: no query sees keys after its own position, regardless of the table.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
-        checked_packing(packing).refuse_branches("mask", "blocks", _ALONG_PATHS, _LITERAL)
+        checked_packing(packing).refuse_branches("mask", "blocks", _PATH_MASKS, _LITERAL)
         rows, first, last = runs_of_blocks(checked_table(packing, table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
         runs = band.range_bands(edges[rows], edges[rows + 1], edges[first], edges[last])
@@ -244,7 +244,7 @@ class Mask(Memo):
                 return cls.prefix(packing, *numbers)
             case "chunk":
                 return cls.chunk(packing, *numbers)
-        packing.refuse_branches("mask", spec, _ALONG_PATHS, _LITERAL)
+        packing.refuse_branches("mask", spec, _PATH_MASKS, _LITERAL)
         table = BLOCK_TABLES[kind].with_blocks(*numbers)
         bands = table.bands_of_documents(packing.cu_seqlens[:-1], packing.lengths)
         return cls(packing, packing, bands, spec)
@@ -287,14 +287,14 @@ class Mask(Memo):
         """Makes one band a document, its bound counted from the corner where the last query meets the last key."""
         kv_packing = _checked_kv_packing(packing, kv_packing)
         if packing.branches is not None:
-            return cls._along_paths(packing, cls.causal)
+            return cls._path_mask(packing, cls.causal)
         bands = _documents(packing, kv_packing)
         if hi < UNBOUNDED:
             bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
         return cls(packing, kv_packing, bands, name)
 
     @classmethod
-    def _along_paths(cls, packing: Packing, mask_of: Callable[[Packing], Mask]) -> Mask:
+    def _path_mask(cls, packing: Packing, mask_of: Callable[[Packing], Mask]) -> Mask:
         """Makes a mask of documents that branch: each sees what `mask_of` lets it see, of a mask without later keys."""
         branches = packing.branches
         assert branches is not None
@@ -343,7 +343,7 @@ class Mask(Memo):
         return f"{self.name} ({digest.hexdigest()}) in each document"
 
 
-_ALONG_PATHS = "causal, window:N, first:N+window:LEFT,0 or chunk:N"  # each keeps later keys out
+_PATH_MASKS = "causal, window:N, first:N+window:LEFT,0 or chunk:N"  # each keeps later keys out
 _LITERAL = "Say which tokens of the stream see which with Mask.from_slices."
 
 

@@ -125,8 +125,9 @@ class Packing(Memo):
 
         Args:
             sequences: the token ids of each sequence, such as a prompt with each of its answers.
-            min_shared: the least number of tokens that sequences share: a few common tokens, such as the one that
-                begins every sequence, are not worth a tree.
+            min_shared: the least number of tokens, counted from the first, that sequences share: a few common tokens,
+                such as the one that begins every sequence, are not worth a tree. Below a shared beginning a segment
+                may be one token.
 
         Returns:
             a packing with the `tokens` to shard, which prints what it saved, and `split`, which returns results in the

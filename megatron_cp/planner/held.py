@@ -48,24 +48,24 @@ class HeldPlan(Memo):
         """True if held queries see keys that are spread over ranks, so that partial results are gathered."""
         return len(self.bands(_HELD, _REST)) > 0
 
-    def to_held(self, rank: int) -> Plan | None:
+    def held_keys_plan(self, rank: int) -> Plan | None:
         """Returns the plan of a rank's own queries and held keys; None if they see none on any rank."""
         bands = self.bands(_REST, _HELD)
         layout = self.plan.layout
-        return self._of_one(("to held", rank), bands, rank, None, bands_of_queries(bands, layout, rank))
+        return self._alone(("to held", rank), bands, rank, None, bands_of_queries(bands, layout, rank))
 
-    def from_held(self, rank: int) -> Plan | None:
+    def held_queries_plan(self, rank: int) -> Plan | None:
         """Returns the plan of held queries and a rank's own keys; None if they see none on any rank."""
         bands = self.bands(_HELD, _REST)
-        return self._of_one(("from held", rank), bands, None, rank, bands_of_held_keys(bands, self.plan.layout, rank))
+        return self._alone(("from held", rank), bands, None, rank, bands_of_held_keys(bands, self.plan.layout, rank))
 
-    def among_held(self) -> Plan:
+    def held_plan(self) -> Plan:
         """Returns the plan of held queries and held keys."""
-        found = self._of_one(("among held",), None, None, None, self.bands(_HELD, _HELD))
+        found = self._alone(("among held",), None, None, None, self.bands(_HELD, _HELD))
         assert found is not None
         return found
 
-    def _of_one(
+    def _alone(
         self, key: tuple[Any, ...], whole: IntArray | None, queries: int | None, keys: int | None, bands: IntArray
     ) -> Plan | None:
         """Returns a plan without other ranks; rows are those of a rank, or held ones if it is None."""
@@ -74,12 +74,13 @@ class HeldPlan(Memo):
 
         def made() -> Plan:
             counts = self.plan.layout.token_counts
-            of_queries, of_keys = (
+            query_packing, key_packing = (
                 Packing([self.held.total if rank is None else int(counts[rank])]) for rank in (queries, keys)
             )
             return plan_attention(
-                of_queries, Layout.contiguous(of_queries, 1), kv_packing=of_keys,
-                kv_layout=Layout.contiguous(of_keys, 1), mask=Mask(of_queries, of_keys, bands, self.mask.name),
+                query_packing, Layout.contiguous(query_packing, 1), kv_packing=key_packing,
+                kv_layout=Layout.contiguous(key_packing, 1),
+                mask=Mask(query_packing, key_packing, bands, self.mask.name),
                 **self._sizes,
             )  # fmt: skip
 

@@ -103,7 +103,7 @@ def attention(
     lse_gradient = checked_flag("return_lse", return_lse) and torch.is_grad_enabled()
     layer = AttentionOnRank(plan, group, q, sink, kernel, options, lse_gradient=lse_gradient)
     inputs = layer.checked(q, k, v, cache=cache)
-    layer.agree("attention", q, k, v, return_lse=return_lse, **({} if cache is None else {"cache": True}))
+    layer.agree("attention", q, k, v, None, return_lse=return_lse, **({} if cache is None else {"cache": True}))
     if cache is not None:
         inputs[1:] = layer.first_shapes(cache.append(layer.ranks.rank, k, v))
     return layer.run_with_lse(inputs) if return_lse else layer.run(inputs)

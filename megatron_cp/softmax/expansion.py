@@ -37,7 +37,7 @@ class Expansion:
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
         """Computes the tiles for a chunk's heads; see `TileWork`. k and v are shared keys and latents."""
-        self.work.forward(out, lse, q, *self._expanded(k, v, chunk), tiles, _of_heads(chunk))
+        self.work.forward(out, lse, q, *self._expanded(k, v, chunk), tiles, _every_head(chunk))
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -46,7 +46,7 @@ class Expansion:
         """Computes the gradients of the tiles for a chunk's heads; see `TileWork`."""
         keys, values = self._expanded(k, v, chunk)
         dkeys, dvalues = torch.empty_like(keys, dtype=dk.dtype), torch.empty_like(values, dtype=dv.dtype)
-        self.work.backward(dq, dkeys, dvalues, dout, q, keys, values, out, lse, dlse, tiles, _of_heads(chunk))
+        self.work.backward(dq, dkeys, dvalues, dout, q, keys, values, out, lse, dlse, tiles, _every_head(chunk))
         dk.copy_(dkeys[..., self.own_size :].sum(-2, keepdim=True))
         up = self._up(chunk).flatten(0, 1)
         dexpanded = torch.cat([dkeys[..., : self.own_size], dvalues], -1).flatten(-2).to(up.dtype)
@@ -54,7 +54,7 @@ class Expansion:
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.up, dtype=accumulation_dtype(self.up.dtype))
         product = dexpanded.flatten(0, -2).T @ v.flatten(0, -2)
-        self._of_chunk(self.gradient, chunk).add_(product.view(-1, *self.up.shape[1:]))
+        self._chunk_rows(self.gradient, chunk).add_(product.view(-1, *self.up.shape[1:]))
 
     def _expanded(self, k: Tensor, v: Tensor, chunk: HeadChunk) -> tuple[Tensor, Tensor]:
         up = self._up(chunk)
@@ -63,14 +63,14 @@ class Expansion:
         return torch.cat([expanded[..., : self.own_size], shared], -1), expanded[..., self.own_size :]
 
     def _up(self, chunk: HeadChunk) -> Tensor:
-        return self._of_chunk(self.up, chunk)
+        return self._chunk_rows(self.up, chunk)
 
     @staticmethod
-    def _of_chunk(weight: Tensor, chunk: HeadChunk) -> Tensor:
+    def _chunk_rows(weight: Tensor, chunk: HeadChunk) -> Tensor:
         return weight.narrow(0, chunk.first_head, chunk.heads.stop - chunk.heads.start)
 
 
-def _of_heads(chunk: HeadChunk) -> HeadChunk:
+def _every_head(chunk: HeadChunk) -> HeadChunk:
     """Returns the chunk with keys and values of each head."""
     every = slice(0, chunk.heads.stop - chunk.heads.start)
     return replace(chunk, groups=every, runs=((every, every),))

@@ -12,7 +12,7 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import accumulation_dtype, check_dense, check_tensor
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.held import HeldPlan
 from megatron_cp.softmax.attention import attention
@@ -67,18 +67,32 @@ def held_attention(
     def part(q: Tensor, k: Tensor, v: Tensor, plan: Plan | None) -> list[Part]:
         return [] if plan is None else [attention(q, k, v, plan, return_lse=True, **options)]
 
-    beside = part(q[:own], held_k, held_v, plan.to_held(rank))
+    beside = part(q[:own], held_k, held_v, plan.held_keys_plan(rank))
     if beside:
         out, lse = attention(q, k, v, plan.plan, group, sink=sink, return_lse=True, **options)
         merged, _ = merge([(out[:own], lse[:own]), *beside])
         out = torch.cat([merged, out[own:]])  # pad rows
     else:
         out = attention(q, k, v, plan.plan, group, sink=sink, **options)
-    parts = [attention(held_q, held_k, held_v, plan.among_held(), sink=sink, return_lse=True, **options)]
-    for partial in part(held_q, k[:own], v[:own], plan.from_held(rank)):
+    parts = [attention(held_q, held_k, held_v, plan.held_plan(), sink=sink, return_lse=True, **options)]
+    for partial in part(held_q, k[:own], v[:own], plan.held_queries_plan(rank)):
         parts += _everyones(partial, plan, group)
     held_out, _ = merge(parts)
-    return out, held_out
+    both: tuple[Tensor, Tensor] = _Together.apply(out, held_out)
+    return both
+
+
+class _Together(torch.autograd.Function):
+    """Returns both results. Their backward runs on every rank, also where a loss reads only one of them."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), held_out.view_as(held_out)
+
+    @staticmethod
+    @no_compile_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients
 
 
 def _everyones(partial: Part, plan: HeldPlan, group: Group | None) -> list[Part]:

@@ -76,7 +76,8 @@ def latent_attention(
     check_tensor("latent", latent, (key_rows, *layer.batch, rank), like=q, same_dtype=True)
     check_tensor("shared_key", shared_key, (key_rows, *layer.batch, shared), like=q, same_dtype=True)
     check_tensor("up", up, (heads, step.head_dim - shared + step.value_head_dim, rank), like=q, same_dtype=True)
-    inputs = layer.checked(q, shared_key.unsqueeze(-2), latent.unsqueeze(-2))
-    layer.agree("latent_attention", *inputs)
+    key, value = shared_key.unsqueeze(-2), latent.unsqueeze(-2)  # as they travel
+    inputs = layer.checked(q, key, value)
+    layer.agree("latent_attention", q, key, value, up)
     layer.up = up
     return layer.run(inputs)

@@ -78,7 +78,7 @@ class AttentionOnRank:
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
         self.up: Tensor | None = None
 
-    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, **more: bool) -> None:
+    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, up: Tensor | None = None, **more: bool) -> None:
         """Raises on every rank if another one calls differently."""
         call, sink = self.call, self.sink
         numbers = {"softmax_scale": call.scale, "softcap": call.softcap, "dropout": call.dropout}
@@ -88,7 +88,7 @@ class AttentionOnRank:
             return {**values, **({"seed": call.seed} if call.dropout else {})}
 
         mark = agree_on_call(
-            self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink},
+            self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink, "up": up},
             {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
         name = f"{mark}, seed {call.seed}" if call.dropout else mark

@@ -71,7 +71,7 @@ def check_kernel(kernel: AttentionKernel, device: str | None = None) -> dict[str
 
 @dataclass(frozen=True)
 class _Problem:
-    """Tensors that all types have exactly, and what the equations make of them in float64."""
+    """A kernel call's inputs, which every type represents exactly, and its results in float64."""
 
     tiles: Tiles
     call: AttentionCall
@@ -118,8 +118,11 @@ class _Case:
 
 def _tiles(bands: IntArray | list[tuple[int, ...]], queries: int, keys: int) -> Tiles:
     found = band.shrink(np.array(bands, dtype=np.int64))
-    # Rows stand at other places of the stream than in their tensors, which dropout has to tell apart.
-    return Tiles(found[np.lexsort((found[:, 2], found[:, 0]))], 100 + np.arange(queries), 100 + np.arange(keys))
+    # Rows stand at other places of the stream than in their tensors, with gaps, which dropout has to tell apart.
+    q_tokens, k_tokens = (
+        100 + np.arange(count) + gap * (np.arange(count) >= count // 2) for count, gap in ((queries, 7), (keys, 5))
+    )
+    return Tiles(found[np.lexsort((found[:, 2], found[:, 0]))], q_tokens, k_tokens)
 
 
 def _masks() -> Iterator[tuple[str, Tiles]]:

@@ -218,22 +218,27 @@ class ContextParallel:
         )
         return ShardedBatch(moved)
 
-    def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False, of_labels: bool = False) -> Tensor:
+    def gather(
+        self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False, are_labels: bool | None = None
+    ) -> Tensor:
         """Gathers rows `[1, t, ...]` of all ranks, such as logits or losses, into `[1, total, ...]`; differentiable.
 
         Args:
             rows: this rank's rows.
             batch: the batch that they are of.
             same_loss: see `megatron_cp.gather`.
-            of_labels: True for values of labels in documents that branch, such as those of `token_log_probs`: they come
-                in the order of the tokens that are predicted.
+            are_labels: where documents branch, True for values of labels, such as those of `token_log_probs`, which
+                come in the order of the tokens that are predicted, and False for values of rows. None elsewhere.
         """
         if rows.ndim < 2 or rows.shape[0] != 1:
             raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
         layout = batch.layout
-        if of_labels:
-            if batch.label_rows is None:
-                raise ArgumentError("of_labels", True, "False where no document branches: each row has one label")
+        if batch.label_rows is None:
+            if are_labels:
+                raise ArgumentError("are_labels", True, "None where no document branches: each row has one label")
+        elif are_labels is None:
+            raise ArgumentError("are_labels", None, "True for values of labels, False for rows, where documents branch")
+        elif are_labels:
             layout = batch.label_rows.layout
         return gather(rows[0], layout, self._ranks, same_loss=same_loss)[None]
 

@@ -14,7 +14,7 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
     """Returns the log-probability of each label, in at least fp32; differentiable.
 
     A rank computes those of its own rows, exactly as one rank does. `parallel.gather(token_log_probs(...), batch)`
-    returns them for the whole batch, in the order of its tokens.
+    returns them for the whole batch, in the order of its tokens; where documents branch with `are_labels=True`.
 
     Args:
         logits: this rank's logits, `[1, t, vocabulary]`.
@@ -24,7 +24,7 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
     Returns:
         `[1, t]`: for each token the log-probability of the token that it predicts; 0 where there is no label. `[1, p]`
         where documents branch: that of each label, in the order of `batch.label_rows`, which
-        `parallel.gather(..., of_labels=True)` returns for every token at its own place.
+        `parallel.gather(..., are_labels=True)` returns for every token at its own place.
     """
     of_labels = batch.label_rows
     labels = batch.get("shift_labels") if of_labels is None else batch["cp_batch"].labels

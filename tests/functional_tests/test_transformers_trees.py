@@ -46,7 +46,7 @@ def test_each_sequence_as_if_it_were_alone(name):
         batch = cp.shard(packing)
         assert batch.num_items == labels
         assert "labels" not in batch
-        log_probs = cp.gather(token_log_probs(own(**batch).logits, batch), batch, same_loss=True, of_labels=True)[0]
+        log_probs = cp.gather(token_log_probs(own(**batch).logits, batch), batch, same_loss=True, are_labels=True)[0]
         loss = -torch.cat(packing.split(log_probs)).sum() / labels
         loss.backward()
         return loss.item(), {name: each.grad for name, each in own.named_parameters()}
@@ -71,8 +71,10 @@ def test_what_has_no_meaning_in_trees_is_refused():
     with pytest.raises(ArgumentError, match="position_ids"):
         cp.shard({"input_ids": ids, "lengths": packing, "position_ids": torch.arange(packing.total)[None]})
     plain = cp.shard({"input_ids": ids, "labels": ids})
-    with pytest.raises(ArgumentError, match="of_labels"):
-        cp.gather(ids, plain, of_labels=True)
+    with pytest.raises(ArgumentError, match="are_labels"):
+        cp.gather(ids, plain, are_labels=True)
     batch = cp.shard({"input_ids": ids, "lengths": packing})
+    with pytest.raises(ArgumentError, match="are_labels"):
+        cp.gather(ids, batch)
     with pytest.raises(ArgumentError, match="labels"):
         token_log_probs(torch.zeros(1, packing.total, 97), batch)

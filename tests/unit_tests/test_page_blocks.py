@@ -51,7 +51,7 @@ ELSEWHERE = [
     ("docs/transformers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/cache.md", "", "unit_tests/test_cache.py"),
-    ("docs/trees.md", "of_labels=True", "functional_tests/test_examples.py"),
+    ("docs/trees.md", "are_labels=True", "functional_tests/test_examples.py"),
     ("docs/transformers-upstream.md", "CP_BACKENDS", "functional_tests/test_transformers_upstream.py"),
     ("docs/megatron-bridge.md", "def ", "functional_tests/test_megatron_bridge.py"),
 ]

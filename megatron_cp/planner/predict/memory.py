@@ -85,7 +85,9 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
             chunk = do.chunk or 0
             local, made = chunks[chunk], chunks[chunk].out + chunks[chunk].lse
             gradients = 0 if forward else message.heads[chunk] if message else local.dq + local.keys
-            moments += [live + gradients + moment for moment in (local.forward() if forward else local.backward())]
+            expansion = local.expansion(forward=forward)
+            of_loop = local.forward() if forward else local.backward()
+            moments += [live + gradients + expansion + moment for moment in of_loop]
             live += made if forward else -made - sum(move.heads[chunk] for move in moves.values())
             live += gradients if message and message.in_order else 0
         elif isinstance(do, Move) and (move := moves.get(id(do.step))):
@@ -260,6 +262,19 @@ class _RankBytes:
 
     def block(self, rows: int, groups: int, item: int) -> int:
         return rows * groups * sum(self.step.key_features) * item
+
+    def expansion(self, *, forward: bool) -> int:
+        """Returns the bytes of the latents of a stage that are expanded, and in backward of their gradients."""
+        if self.step.latent is None:
+            return 0
+        key, value = self.step.head_dim, self.step.value_head_dim
+        own = key - self.step.latent[0] + value  # features that are expanded, and of those that keys are made of
+        seen = max(_size(self.step.tiles(self.kv_rank, stage).key_rows) for stage in self.step.stages)
+        made = seen * self.heads * (own + key) * self.item
+        if forward:
+            return made
+        gradients = seen * self.heads * ((key + value) * self.acc_bytes + own * self.item)
+        return made + gradients + self.heads * own * self.step.latent[1] * self.acc_bytes
 
     def forward(self) -> list[int]:
         """Returns the bytes at each moment of forward's loop, including the output and its lse."""

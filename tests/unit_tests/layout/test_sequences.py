@@ -33,6 +33,13 @@ def test_short_common_beginnings_are_kept_apart():
     assert Packing.from_sequences(given, min_shared=1).total == 21
 
 
+def test_a_sequence_without_tokens_joins_nothing():
+    packing = Packing.from_sequences([[1] * 5, [2] * 6, [], [3] * 7])
+    assert packing.branches is None
+    assert sorted(packing.lengths.tolist()) == [0, 5, 6, 7]
+    assert [part.size for part in packing.split(packing.tokens)] == [5, 6, 0, 7]
+
+
 def test_values_are_split_as_tensors_and_a_packing_can_be_pickled():
     packing = Packing.from_sequences([[5, 6, 7], [5, 6, 8, 9]], min_shared=1)
     parts = packing.split(torch.arange(5.0).requires_grad_())

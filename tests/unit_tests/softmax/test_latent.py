@@ -8,7 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.planner.predict.memory import peak_bytes
 
 LENGTHS = [17, 1, 30, 5]
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
@@ -74,14 +75,20 @@ def test_sinks_windows_batches_and_types_are_those_of_attention():
     for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
         q, latent, shared, up = (x.to(dtype)[:, None].expand(-1, 2, *x.shape[1:]).contiguous() for x in inputs.values())
         up, own_sink = inputs["up"].to(dtype), sink.to(dtype)
-        kv = torch.einsum("tbr,hnr->tbhn", latent, up)
-        k = torch.cat([kv[..., :OWN], shared[:, :, None].expand(-1, -1, HEADS, -1)], -1)
         plan = cp.plan_attention(packing, layout, **options)
-        expected = cp.attention(q, k, kv[..., OWN:].contiguous(), plan, sink=own_sink)
+        given = [x.detach().clone().requires_grad_() for x in (q, latent, shared, up, own_sink)]
+        kv = torch.einsum("tbr,hnr->tbhn", given[1], given[3])
+        k = torch.cat([kv[..., :OWN], given[2][:, :, None].expand(-1, -1, HEADS, -1)], -1)
+        expected = cp.attention(given[0], k, kv[..., OWN:].contiguous(), plan, sink=given[4])
         plan = cp.plan_attention(packing, layout, latent=(SHARED, RANK), **options)
-        found = cp.latent_attention(q, latent, shared, up, plan, sink=own_sink)
+        own = [x.detach().clone().requires_grad_() for x in (q, latent, shared, up, own_sink)]
+        found = cp.latent_attention(*own[:4], plan, sink=own[4])
         assert found.dtype == dtype
-        assert (found - expected).abs().max() <= limit * expected.abs().max()
+        for result in (found, expected):
+            result.float().square().sum().backward()
+        pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(own, given, strict=True))]
+        for one, other in pairs:
+            assert (one - other).abs().max() <= limit * other.abs().max()
 
 
 def test_latents_travel():
@@ -95,6 +102,30 @@ def test_latents_travel():
         assert sent[1] / sent[0] == pytest.approx(128 * 320 / 576, rel=0.01)
     assert "a latent and its key are 576 elements" in latents.explain()
     assert latents.describe() != keys.describe()
+
+
+def frozen_on_others(group):
+    packing = cp.Packing(LENGTHS)
+    inputs, _, _ = drawn(packing)
+    layout = cp.Layout.zigzag(packing, 2)
+    plan = cp.plan_attention(packing, layout, scheme="p2p", latent=(SHARED, RANK), **SIZES)
+    own = {name: x if name == "up" else layout.shard(x, group.rank) for name, x in inputs.items()}
+    own["up"] = own["up"].clone().requires_grad_(group.rank == 0)
+    cp.latent_attention(**own, plan=plan, group=group)
+
+
+def test_ranks_agree_on_the_up_projection():
+    with pytest.raises(RankError, match="up"):
+        run_ranks(frozen_on_others, 2)
+
+
+def test_peaks_count_what_latents_are_expanded_to():
+    packing = cp.Packing([512])
+    layout, sizes = cp.Layout.zigzag(packing, 2), {"heads": 16, "head_dim": 24, "value_head_dim": 16, "scheme": "exact"}
+    keys, latents = (cp.plan_attention(packing, layout, latent=latent, **sizes) for latent in (None, (8, 32)))
+    for forward in (True, False):
+        peaks = [peak_bytes(plan, 1, 4, forward=forward) for plan in (keys, latents)]
+        assert peaks[1] - peaks[0] > 512 * 16 * 24 * 4  # the expanded keys alone, of which forward has no copy
 
 
 @pytest.mark.parametrize(
