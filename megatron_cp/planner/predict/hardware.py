@@ -60,7 +60,7 @@ class Hardware:
         matrix_rows: rows of a product at which half of `matrix` is reached.
         attention: for some head sizes the operations a second of softmax attention's kernel, forward and backward;
             for other sizes, the nearest row counts.
-        tile: queries and keys of one tile of the kernel; a tile that a mask cuts is computed as a whole.
+        tile: queries and keys of one tile of the kernel, which is computed as a whole.
         units: pairs of a head and a tile of queries at which half of that rate is reached.
         rule: for each kind of linear layer and some head sizes the multiply-adds a second of its chunked kernels,
             forward and backward, and the additional seconds of the host in a direction: 0 where a device works behind

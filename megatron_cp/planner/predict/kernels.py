@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.layout.bands import areas, cut_up, tight_boxes
+from megatron_cp.layout.bands import areas, cut_up, sum_of_clipped, tight_boxes
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend
@@ -33,12 +33,16 @@ class StageShapes(NamedTuple):
         cut: invisible pairs in tiles that an edge of the mask cuts; the kernel computes them all the same.
         rows: queries of all bands.
         bands: the number of bands.
+        tiles: tiles of queries, rounded up for each band.
+        padding: pairs of the tiles beyond a band's queries and keys; a device computes them, a core does not.
     """
 
     pairs: IntArray
     cut: IntArray
     rows: IntArray
     bands: IntArray
+    tiles: IntArray
+    padding: IntArray
 
 
 def stage_shapes(step: Attend, tile: int) -> StageShapes:
@@ -59,7 +63,7 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
         whole = np.array([step.area(rank) for rank in range(size)]), *others
         return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in whole))
-    found = np.zeros((4, stages * size), dtype=np.int64)
+    found = np.zeros((len(StageShapes._fields), stages * size), dtype=np.int64)
     before = np.cumsum(met) - met
     blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
     for lo, hi in itertools.pairwise([*blocks, len(bands)]):
@@ -68,7 +72,7 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
         place = (rank - owners[number]) % size * size + rank
         for row, weights in zip(found, _shapes(pieces, tile), strict=True):
             row += _sums(place, weights, row.size)
-    return StageShapes(*found.reshape(4, stages, size))
+    return StageShapes(*found.reshape(-1, stages, size))
 
 
 def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
@@ -76,14 +80,24 @@ def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
     return np.bincount(place, weights.astype(np.float64), minlength=size).astype(np.int64)
 
 
-def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Returns `[n]` each band's fields of `StageShapes`; an edge that runs through a band cuts half of each tile."""
+def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, ...]:
+    """Returns `[n]` each band's fields of `StageShapes`; its tiles begin at its first query and key.
+
+    A tile of queries computes the tiles of keys from its first query's first key to its last query's last key. Both
+    rise by one from tile to tile, within the band's box.
+    """
     pairs = areas(bands)
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
-    rows = q1 - q0
-    late, early = np.clip(k1 - 1 - hi - q0, 0, rows), np.clip(q1 - 1 + lo - k0, 0, rows)
-    wasted = sum(edge * np.minimum(edge, tile) // 2 for edge in (late, early))
-    return pairs, np.minimum(wasted, pairs), rows, (rows > 0).astype(np.int64)
+    rows, last = q1 - q0, (k1 - k0 - 1) // tile
+    tiles = -(-rows // tile)
+    first, end = np.maximum(lo + q0 - k0, -rows), np.minimum(hi + q0 - k0, k1 - k0 - 1)  # the keys of query 0
+    ends = sum_of_clipped((tile - 1 + end) // tile, np.maximum(tiles - 1, 0), last)
+    ends += np.minimum(last, (rows - 1 + end) // tile)  # of the last tile, which may have fewer queries
+    offset = first // tile
+    begins = tiles * offset + tiles * (tiles - 1) // 2 - sum_of_clipped(offset, tiles, np.zeros_like(offset))
+    computed = (ends - begins + tiles) * tile**2 * (rows > 0)
+    inside = np.minimum(computed, rows * (k1 - k0))
+    return pairs, inside - pairs, rows, (rows > 0).astype(np.int64), tiles, computed - inside
 
 
 def attention_seconds(
@@ -113,15 +127,20 @@ def seconds_of_calls(
     forward: bool,
 ) -> NDArray[np.float64]:  # fmt: skip
     """Returns `[calls, ranks]` the seconds of calls of given sizes; see `attention_seconds`."""
-    pairs, wasted, rows, bands = shapes
-    computed, direction = pairs + wasted, 0 if forward else 1
     rate = pair_rate(step, hardware, item_size, forward=forward)
-    tiles = -(-rows // hardware.tile)
-    work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
-    short = 1 + hardware.units / np.maximum(units, 1)
-    band_seconds, row_seconds = hardware.band[direction], hardware.row[direction]
-    calls = hardware.call + band_seconds * bands[:, kv_ranks] + row_seconds * rows[:, kv_ranks] * heads
-    found: NDArray[np.float64] = (work > 0) * (work / rate * short + calls)
+    of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
+    return seconds_of_shapes(of_ranks, rate, hardware, heads, forward=forward)
+
+
+def seconds_of_shapes(
+    shapes: StageShapes, rate: float | NDArray[np.float64], hardware: Hardware, heads: IntArray, *, forward: bool
+) -> NDArray[np.float64]:
+    """Returns the seconds of calls whose sizes and heads have the same shape, at so many pairs a second."""
+    direction = 0 if forward else 1
+    work = (shapes.pairs + shapes.cut + (0 if hardware.cores else shapes.padding)) * heads
+    rows, bands = hardware.row[direction] * shapes.rows * heads, hardware.band[direction] * shapes.bands
+    short = 1 + hardware.units / np.maximum(shapes.tiles * heads, 1)
+    found: NDArray[np.float64] = (work > 0) * (work / rate * short + hardware.call + bands + rows)
     return found
 
 

@@ -1,7 +1,7 @@
 """`program_of`: turns a plan into a `Program`: the executor's operations on all ranks, from the same data.
 
 Transfers have the bytes and the order of the executor. Times of local work come from `Hardware`'s rates:
-attention by visible pairs and by the tiles that a mask cuts, linear layers by products, all else by the bytes that are
+attention by the tiles with a visible pair, linear layers by products, all else by the bytes that are
 written. No torch in here.
 """
 
