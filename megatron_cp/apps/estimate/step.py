@@ -262,7 +262,7 @@ def _modules(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> float:
-    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over the bandwidth of all its cards.
+    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over its ranks' cards.
 
     Gradients are summed in fp32 and scattered, and weights gathered in bf16: once with a sharded optimizer, in forward
     and in backward with sharded weights. Without sharding every rank sums all gradients.
@@ -275,7 +275,8 @@ def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> 
     nbytes = model.parameters * float(sums * _GRADIENT + gathers * _PARAMETER)
     if hosts == 1:
         return nbytes * (1 - 1 / ranks) / topology.within.bandwidth
-    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * topology.rails)
+    cards = min(topology.rails, -(-topology.size // topology.num_hosts))
+    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * cards)
 
 
 def _attention_operations(plan: Plan) -> float:

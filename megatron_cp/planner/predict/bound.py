@@ -67,9 +67,12 @@ class _Load(NamedTuple):
 
     def seconds(self, topology: Topology) -> Seconds:
         """Returns `[ranks]` the time of each rank's busiest port; ranks that share a card wait for one another."""
-        near = np.maximum(self.sent_near, self.got_near) / topology.within.bandwidth
+        near = np.maximum(self.sent_near, self.got_near)
         cards = [np.bincount(topology.rail, each)[topology.rail] * (each > 0) for each in (self.sent_far, self.got_far)]
-        found: Seconds = np.maximum(near, np.maximum(*cards) / topology.between.bandwidth)
+        ports = ((topology.within, near), (topology.between, np.maximum(*cards)))
+        # In several transfers bytes take longer than in one: the sum of their roots is no less than that of the sum.
+        times = [moved / link.bandwidth + link.ramp * np.sqrt(moved) for link, moved in ports]
+        found: Seconds = np.maximum(*times)
         return found
 
     def times(self, size: IntArray) -> _Load:

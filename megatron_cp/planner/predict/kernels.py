@@ -128,19 +128,29 @@ def seconds_of_calls(
 ) -> NDArray[np.float64]:  # fmt: skip
     """Returns `[calls, ranks]` the seconds of calls of given sizes; see `attention_seconds`."""
     rate = pair_rate(step, hardware, item_size, forward=forward)
+    row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
     of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
-    return seconds_of_shapes(of_ranks, rate, hardware, heads, forward=forward)
+    return seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
 
 
 def seconds_of_shapes(
-    shapes: StageShapes, rate: float | NDArray[np.float64], hardware: Hardware, heads: IntArray, *, forward: bool
+    shapes: StageShapes, rate: float, row: float, hardware: Hardware, heads: IntArray, *, forward: bool
 ) -> NDArray[np.float64]:
-    """Returns the seconds of calls whose sizes and heads have the same shape, at so many pairs a second."""
-    direction = 0 if forward else 1
-    work = (shapes.pairs + shapes.cut + (0 if hardware.cores else shapes.padding)) * heads
-    rows, bands = hardware.row[direction] * shapes.rows * heads, hardware.band[direction] * shapes.bands
+    """Returns the seconds of calls whose sizes and heads have the same shape.
+
+    Args:
+        shapes: the sizes.
+        rate: pairs of a query and a key that are computed in a second.
+        row: seconds of a query and head in addition.
+        hardware: the other rates.
+        heads: query heads.
+        forward: the direction.
+    """
+    computed = (shapes.pairs + shapes.cut + (0 if hardware.cores else shapes.padding)) * heads
+    work = computed / rate + row * shapes.rows * heads
     short = 1 + hardware.units / np.maximum(shapes.tiles * heads, 1)
-    found: NDArray[np.float64] = (work > 0) * (work / rate * short + hardware.call + bands + rows)
+    bands = hardware.band[0 if forward else 1] * shapes.bands
+    found: NDArray[np.float64] = (computed > 0) * (work * short + hardware.call + bands)
     return found
 
 
@@ -227,6 +237,21 @@ def chunked_tokens(plan: Plan) -> IntArray:
     return tokens
 
 
+def longest_chains(plan: Plan) -> IntArray:
+    """Returns `[ranks]` the tokens of the longest piece of a document on each rank, in whole chunks."""
+
+    def found() -> IntArray:
+        layout = plan.layout
+        if not plan.recurrent_steps:
+            return np.full(plan.cp_size, -(-layout.packing.lengths.max(initial=0) // CHUNK) * CHUNK)
+        segments, longest = Segments.from_layout(layout), np.zeros(plan.cp_size, dtype=np.int64)
+        np.maximum.at(longest, segments.rank, -(-(segments.end - segments.start) // CHUNK) * CHUNK)
+        return longest
+
+    tokens: IntArray = plan.memo(("longest chains",), found)
+    return tokens
+
+
 def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, chunks: int = 1) -> Seconds:
     """Returns `[ranks]` the seconds of the chunked rule for a rank's tokens and heads, or one of several head chunks.
 
@@ -235,9 +260,11 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
-    taken = products / rule_rate(plan, hardware, item_size, forward=forward)
+    kind, size = KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2
+    chain = hardware.chain_seconds(kind, size, forward=forward) * hardware.slower(item_size)
+    taken = products / rule_rate(plan, hardware, item_size, forward=forward) + longest_chains(plan) * chain
     floor = hardware.rule_floor * (1 if forward else 2)
-    host_seconds = hardware.rule_host_seconds(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
+    host_seconds = hardware.rule_host_seconds(kind, size)
     found: Seconds = (products > 0) * (np.maximum(taken, floor) + host_seconds)
     return found
 

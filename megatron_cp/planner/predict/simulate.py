@@ -108,9 +108,11 @@ class _Ports:
         """Writes to `out` the times at which each rank's last message has left, and the last one to it has arrived."""
         link, count = self.link, self.count
         outgoing, incoming = route.send_ports, route.receive_ports
-        took = (nbytes if route.chosen is None else nbytes[route.chosen]) / link.bandwidth + link.message
+        size = nbytes if route.chosen is None else nbytes[route.chosen]
+        took = size / link.bandwidth + link.message
         sender_ready, receiver_ready = ready[route.senders], ready[route.receivers]
         if route.disjoint:
+            took = took + link.ramp * np.sqrt(size)
             begins = np.maximum(sender_ready, self.free_out[outgoing])
             left = begins + took
             opens = np.maximum(np.maximum(begins, self.free_in[incoming]), receiver_ready)
@@ -119,17 +121,24 @@ class _Ports:
         else:
             # Ports without a message stay free as they were.
             begins = np.maximum(_latest(outgoing, sender_ready, count), self.free_out)
-            self.free_out = begins + np.bincount(outgoing, took, minlength=count)
+            self.free_out = begins + self._busy(outgoing, took, size)
             left = self.free_out[outgoing]
             first = np.full(count, np.inf)
             np.minimum.at(first, incoming, begins[outgoing])
             opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free_in)
             opens = np.maximum(opens, _latest(incoming, receiver_ready, count))
-            busy_until = opens + np.bincount(incoming, took, minlength=count)
+            busy_until = opens + self._busy(incoming, took, size)
             self.free_in = np.maximum(busy_until, _latest(incoming, left, count))
             came = self.free_in[incoming]
         np.maximum.at(out.left, route.senders, left)
         np.maximum.at(out.arrived, route.receivers, came + latency)
+
+    def _busy(self, port: IntArray, took: Seconds, nbytes: IntArray) -> Seconds:
+        """Returns `[ports]` the seconds of each port's messages of a transfer."""
+        found: Seconds = np.bincount(port, took, minlength=self.count)
+        if self.link.ramp:
+            found += self.link.ramp * np.sqrt(np.bincount(port, nbytes, minlength=self.count))
+        return found
 
 
 class _Ends(NamedTuple):
@@ -299,6 +308,8 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                 both = []
                 for end, ranks in enumerate((operation.edges.senders, operation.edges.receivers)):
                     port_seconds = np.bincount(port[ranks], took, minlength=load[kind, end].size)
+                    moved = np.bincount(port[ranks], operation.edges.nbytes * chosen, minlength=port_seconds.size)
+                    port_seconds = port_seconds + link.ramp * np.sqrt(moved)
                     load[kind, end] += port_seconds
                     both.append(float(port_seconds.max(initial=0.0)))
                 if chosen.any():

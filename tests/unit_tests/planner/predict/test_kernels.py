@@ -79,7 +79,7 @@ def test_a_device_computes_the_padding_of_tiles_and_a_core_does_not():
     layout = Layout.contiguous(Packing([10] * 3), 1)
     step = plan_attention(layout.packing, layout, heads=2, head_dim=16).attend
     flat = dataclasses.replace(
-        machine("cpu").hardware, attention=((16, 64.0, 1.0),), tile=32, call=0.0, band=(0.0, 0.0), row=(0.0, 0.0)
+        machine("cpu").hardware, attention=((16, 64.0, 1.0),), tile=32, call=0.0, band=(0.0, 0.0), row=()
     )
     for cores, pairs in ((2, 100), (0, 32**2)):
         hardware = dataclasses.replace(flat, cores=cores)
@@ -90,7 +90,11 @@ def test_a_device_computes_the_padding_of_tiles_and_a_core_does_not():
 def test_attention_adds_up():
     """Work, one call, two bands, and the queries of all heads, at two times the price backward."""
     hardware = dataclasses.replace(
-        machine("cpu").hardware, attention=((16, 1e30, 1e30),), call=1.0, band=(10.0, 20.0), row=(100.0, 200.0)
+        machine("cpu").hardware,
+        attention=((16, 1e30, 1e30),),
+        call=1.0,
+        band=(10.0, 20.0),
+        row=((16, 100.0, 200.0), (64, 1.0, 1.0)),
     )
     layout = Layout.contiguous(Packing([5, 3]), 1)
     step = plan_attention(layout.packing, layout, heads=4, head_dim=16).attend
