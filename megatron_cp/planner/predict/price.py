@@ -31,9 +31,12 @@ def timelines(
     """
     topology = on.topology(plan.cp_size) if topology is None else topology
     forward, backward = (
-        simulate(program_of(plan, on.hardware, item_size, forward=is_forward), topology, cores=on.hardware.cores)
+        simulate(
+            program_of(plan, on.hardware, item_size, forward=is_forward, hosts=topology.hosts),
+            topology, cores=on.hardware.cores,
+        )
         for is_forward in (True, False)
-    )
+    )  # fmt: skip
     return forward, backward
 
 

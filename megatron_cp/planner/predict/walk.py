@@ -22,7 +22,9 @@ from megatron_cp.planner.predict.program import Edges, Program
 from megatron_cp.planner.predict.walk_attention import AttentionWalk
 
 
-def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> Program:
+def program_of(
+    plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, hosts: tuple[int, ...] = ()
+) -> Program:
     """Returns the program of one direction of a layer, without its projections.
 
     Args:
@@ -30,8 +32,9 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
         hardware: rates of a rank.
         item_size: bytes of an element.
         forward: the direction; backward recomputes nothing beyond what kernels do themselves.
+        hosts: the host of each rank; one host if there are none.
     """
-    return _Walk(plan, hardware, item_size, forward=forward).layer()
+    return _Walk(plan, hardware, item_size, forward=forward, hosts=hosts).layer()
 
 
 class _Walk(AttentionWalk):
