@@ -55,6 +55,7 @@ def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_si
         backward=1e3 * (backward.seconds + seconds),
         bytes_sent=max(plan.bytes_sent(item_size, forward=True)) + moved,
         exposed=1e3 * (forward.exposed + backward.exposed + 2 * seconds),
+        imbalance=1e3 * (forward.imbalance + backward.imbalance),
         hardware=described(on, topology),
     )
 

@@ -62,9 +62,19 @@ class Timeline:
         return float(self.end.max(initial=0.0))
 
     @property
+    def busy(self) -> Seconds:
+        """`[ranks]` seconds in which each rank computed."""
+        return self.end - self.waited
+
+    @property
     def exposed(self) -> float:
-        """The seconds in which the rank that finished last computed nothing."""
-        return float(self.waited[int(self.end.argmax())]) if self.end.size else 0.0
+        """The seconds by which transfers, and waits for each other in between, exceed the busiest rank's work."""
+        return self.seconds - float(self.busy.max(initial=0.0))
+
+    @property
+    def imbalance(self) -> float:
+        """The seconds by which the busiest rank's work exceeds that of the mean rank."""
+        return float(self.busy.max() - self.busy.mean()) if self.busy.size else 0.0
 
 
 @dataclass(frozen=True, eq=False)

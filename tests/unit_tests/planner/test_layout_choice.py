@@ -42,7 +42,7 @@ def test_it_is_the_layout_of_the_cheapest_step(name, packing):
     assert set(prices) == set(CHOICES)
     assert steps[choice.name].step <= 1.001 * min(step.step for step in steps.values())
     for each, step in steps.items():
-        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed, rel=0.005)
+        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed + step.imbalance, rel=0.005)
 
 
 def test_what_the_layers_are_decides():

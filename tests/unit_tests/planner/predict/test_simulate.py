@@ -28,6 +28,8 @@ def test_a_transfer_waits_for_its_sender_or_hides_behind_work():
     assert timeline.end.tolist() == [5.0, 5.5, 0.0, 0.0]  # 3 + 200 / 100, and half a second later there
     assert timeline.waited.tolist() == [2.0, 5.5, 0.0, 0.0]
     assert timeline.seconds == 5.5
+    assert timeline.busy.tolist() == [3.0, 0.0, 0.0, 0.0]
+    assert (timeline.exposed, timeline.imbalance) == (2.5, 2.25)  # beyond rank 0's work, and that beyond the mean
     program = Program(2)
     key = program.start("x", edges((0, 1, 200), (1, 0, 200)))
     program.work("kernel", "kernel", 10.0)
