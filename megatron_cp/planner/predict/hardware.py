@@ -82,6 +82,7 @@ class Hardware:
         row: for some head sizes the seconds for each query and head in addition to its pairs, forward and backward.
         collective: seconds of the host to start a transfer and to wait for it; no work overlaps with them.
         transfer: bytes a second that a rank's core receives or sends; 0 where a device does so by itself.
+        ring: the part of a hop's time that kernels hide, forward and backward; the rest is added to theirs.
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
         sources: the source of each number.
     """
@@ -107,6 +108,7 @@ class Hardware:
     chain: tuple[tuple[str, int, float, float], ...] = ()
     collective: float = 0.0
     transfer: float = 0.0
+    ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
@@ -122,11 +124,13 @@ class Hardware:
             if any(len(row) != width or not all(_is_number(x) and x >= 0 for x in row[width - 3 :]) for row in rows):
                 wanted = f"rows of {'a kind, ' * (width == 4)}a head size and two numbers of at least 0"
                 raise ArgumentError(name, rows, wanted)
-        for name in ("convolution", "wider", "band"):
-            pair, zero_too = getattr(self, name), name == "band"
+        for name in ("convolution", "wider", "band", "ring"):
+            pair, zero_too = getattr(self, name), name in ("band", "ring")
             is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))
             if not is_pair or min(pair) < 0 or (min(pair) == 0 and not zero_too):
                 raise ArgumentError(name, pair, f"two numbers {'of at least' if zero_too else 'above'} 0")
+        if max(self.ring) > 1:
+            raise ArgumentError("ring", self.ring, "two numbers of at least 0 and at most 1")
         for name, least in (("tile", 1), ("cores", 0)):
             checked_integer(name, getattr(self, name), least)
         for name in ("name", "about"):
@@ -330,7 +334,7 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        numbers, rows = ("convolution", "wider", "band"), ("attention", "rule", "row", "chain")
+        numbers, rows = ("convolution", "wider", "band", "ring"), ("attention", "rule", "row", "chain")
         tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
         tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}

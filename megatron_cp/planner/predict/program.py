@@ -71,6 +71,7 @@ class Start:
         edges: the messages.
         starts: transfers that the backend starts one after another for this one, each with a latency.
         handling: `[ranks]` seconds of a rank's core to send and receive the bytes, while it computes or waits.
+        overlap: the part of the transfer's time that work can hide.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Start:
     edges: Edges
     starts: int
     handling: Seconds
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +112,7 @@ class Program:
         if times.any():
             self.operations.append(Work(name, kind, times))
 
-    def start(self, name: str, edges: Edges, starts: int = 1) -> int:
+    def start(self, name: str, edges: Edges, starts: int = 1, *, overlap: float = 1.0) -> int:
         """Adds the start of a transfer; returns the key to wait for it."""
         self._keys += 1
         moved: Seconds = np.zeros(self.ranks)
@@ -120,7 +122,7 @@ class Program:
             host: Seconds = (moved > 0) * np.float64(self.collective)
             self.work("start a transfer", "copy", host)
         handling = moved / self.transfer if self.transfer else np.zeros(self.ranks)
-        self.operations.append(Start(name, self._keys, edges, starts, handling))
+        self.operations.append(Start(name, self._keys, edges, starts, handling, overlap))
         return self._keys
 
     def wait(self, key: int) -> None:

@@ -173,6 +173,16 @@ class _Network:
             ports.send(route, edges.nbytes, now, ports.link.latency * starts, out)
         return out
 
+    def alone(self, edges: Edges) -> Seconds:
+        """Returns `[ranks]` the seconds of the longest message to each rank, if nothing else were on its way."""
+        found = np.zeros(self.hosts.size)
+        near = self.hosts[edges.senders] == self.hosts[edges.receivers]
+        for ports, chosen in zip(self.kinds, (near, ~near), strict=True):
+            link, nbytes = ports.link, edges.nbytes[chosen]
+            taken = link.latency + link.message + nbytes / link.bandwidth + link.ramp * np.sqrt(nbytes)
+            np.maximum.at(found, edges.receivers[chosen], taken)
+        return found
+
     def _routes(self, edges: Edges) -> list[tuple[_Ports, _Route]]:
         if self.last is not None:
             before, routes = self.last
@@ -272,23 +282,27 @@ def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    pending: dict[int, tuple[Seconds, Seconds, Start]] = {}
+    pending: dict[int, tuple[Seconds, Seconds, Start, Seconds]] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
                 begun, now = now, cores.finish(now, seconds)
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
+                reached = now
                 left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
-                pending[key] = left, arrived, operation
+                pending[key] = left, arrived, operation, reached
             case Wait(key):
-                left, arrived, start = pending.pop(key)
+                left, arrived, start, reached = pending.pop(key)
                 if start.handling.any():
                     begun, now = now, cores.finish(now, start.handling * cores.handles)
                     spans.append(Span(f"handle {start.name}", "copy", begun, now))
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
+                if start.overlap < 1:  # what work would hide and does not
+                    hidden = np.minimum(network.alone(start.edges), begun - reached)
+                    now = now + (1 - start.overlap) * hidden
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
     return Timeline(spans, now, waited)

@@ -39,6 +39,25 @@ def test_a_transfer_waits_for_its_sender_or_hides_behind_work():
     assert timeline.exposed == 0.0
 
 
+@pytest.mark.parametrize(("overlap", "end"), [(1.0, 10.0), (0.5, 11.25), (0.0, 12.5)])
+def test_a_transfer_overlaps_in_part(overlap, end):
+    """A message takes 2.5 seconds; the part that does not overlap with 10 seconds of work is added to them."""
+    program = Program(2)
+    key = program.start("x", edges((0, 1, 200), (1, 0, 200)), overlap=overlap)
+    program.work("kernel", "kernel", 10.0)
+    program.wait(key)
+    timeline = simulate(program, Topology((0, 0), FAST, SLOW))
+    assert timeline.end.tolist() == [end, end]
+    assert timeline.exposed == end - 10.0
+
+
+def test_a_ring_overlaps_as_its_machine_does_and_an_exchange_in_full():
+    layout, hardware = Layout.zigzag(Packing([600]), 3), machine("h100").hardware
+    for scheme, forward, overlap in (("p2p", True, 0.0), ("p2p", False, 1.0), ("a2a", True, 1.0)):
+        plan = plan_attention(layout.packing, layout, heads=6, kv_heads=3, head_dim=64, scheme=scheme)
+        assert {each.overlap for each in program_of(plan, hardware, 2, forward=forward).transfers} == {overlap}
+
+
 def test_ranks_share_cards_ports_and_cores():
     program = Program(4)
     program.wait(program.start("x", edges((0, 2, 100), (1, 3, 100))))
