@@ -11,6 +11,6 @@ FIXED = dataclasses.replace(
         machine("h100").hardware, name="fixed", matrix=6.5e14, matrix_rows=512.0, copy=1.3e12, tile=128, units=28.0,
         attention=((128, 4.1e14, 3.4e14),), row=(), call=1e-5, launch=4e-6, convolution=(6.5e11, 2.2e11), chain=(),
         rule=tuple((kind, 128, 3.6e13, 3.2e13, 0.0) for kind in ("gdn", "kda", "mamba")), rule_floor=4e-4,
-        ring=(1.0, 1.0),
+        ring=(1.0, 1.0), host=(0.0, 0.0, 0.0),
     ),
 )  # fmt: skip

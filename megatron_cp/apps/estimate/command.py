@@ -232,8 +232,8 @@ def _text(
         "Times are milliseconds of one forward and backward on the slowest rank. attention, linear: kernels "
         "of the mean rank; products: of weights; exposed: transfers of context parallelism that no kernel overlaps; "
         "imbalance: kernels of the busiest rank beyond the mean; traffic: norms and activations; shards: "
-        "gathers and sums of sharded weights and gradients that nothing overlaps. Pipelines, tensor parallelism, "
-        "experts' exchanges and the host's own time are left out. Memory counts parameters, gradients, optimizer, "
+        "gathers and sums of sharded weights and gradients that nothing overlaps. Pipelines, tensor parallelism "
+        "and experts' exchanges are left out. Memory counts parameters, gradients, optimizer, "
         "activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
 

@@ -82,6 +82,8 @@ class Hardware:
         row: for some head sizes the seconds for each query and head in addition to its pairs, forward and backward.
         collective: seconds of the host to start a transfer and to wait for it; no work overlaps with them.
         transfer: bytes a second that a rank's core receives or sends; 0 where a device does so by itself.
+        host: seconds of a device's host to issue an operation, a hop of a ring, and a linear layer's rule (forward;
+            twice backward). The device computes meanwhile, so they count where their sum is longer.
         ring: the part of a hop's time that kernels hide, forward and backward; the rest is added to theirs.
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
         sources: the source of each number.
@@ -108,6 +110,7 @@ class Hardware:
     chain: tuple[tuple[str, int, float, float], ...] = ()
     collective: float = 0.0
     transfer: float = 0.0
+    host: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
@@ -129,6 +132,8 @@ class Hardware:
             is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))
             if not is_pair or min(pair) < 0 or (min(pair) == 0 and not zero_too):
                 raise ArgumentError(name, pair, f"two numbers {'of at least' if zero_too else 'above'} 0")
+        if len(self.host) != 3 or not all(_is_number(each) and each >= 0 for each in self.host):
+            raise ArgumentError("host", self.host, "three numbers of at least 0")
         if max(self.ring) > 1:
             raise ArgumentError("ring", self.ring, "two numbers of at least 0 and at most 1")
         for name, least in (("tile", 1), ("cores", 0)):
@@ -334,7 +339,7 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        numbers, rows = ("convolution", "wider", "band", "ring"), ("attention", "rule", "row", "chain")
+        numbers, rows = ("convolution", "wider", "band", "ring", "host"), ("attention", "rule", "row", "chain")
         tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
         tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}

@@ -69,7 +69,7 @@ def described(on: Machine, topology: Topology) -> str:
 def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
     """Returns the program that moves hidden states to a plan's layout, and back after a run of layers."""
     assert plan.redistribution is not None
-    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
+    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer, issue=hardware.host[0])
     ranks = plan.cp_size
     before, after, sizes = pieces_between(plan.redistribution.hidden_layout, plan.layout)
     counts = np.zeros((ranks, ranks), dtype=np.int64)

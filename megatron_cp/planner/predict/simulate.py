@@ -50,16 +50,18 @@ class Timeline:
         spans: the operations, in the order of the program.
         end: `[ranks]` seconds at which each rank finished.
         waited: `[ranks]` seconds in which a rank computed nothing.
+        host: seconds of a device's host to issue the operations.
     """
 
     spans: list[Span]
     end: Seconds
     waited: Seconds
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The time at which the last rank finished."""
-        return float(self.end.max(initial=0.0))
+        """The time at which the last rank finished, or the host's if it is longer: then each layer waits for it."""
+        return max(float(self.end.max(initial=0.0)), self.host)
 
     @property
     def busy(self) -> Seconds:
@@ -68,7 +70,7 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """The seconds by which transfers, and waits for each other in between, exceed the busiest rank's work."""
+        """The seconds by which transfers, waits for each other, and the host exceed the busiest rank's work."""
         return self.seconds - float(self.busy.max(initial=0.0))
 
     @property
@@ -305,7 +307,7 @@ def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
                     now = now + (1 - start.overlap) * hidden
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
-    return Timeline(spans, now, waited)
+    return Timeline(spans, now, waited, program.host)
 
 
 def bounds(program: Program, topology: Topology) -> tuple[float, float]:
@@ -339,4 +341,4 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                 if chosen.any():
                     longest = max(longest, sum(both) + link.latency * operation.starts)
             most += longest + float(operation.handling.max(initial=0.0))
-    return max(busiest, *(float(each.max()) for each in load.values())), most
+    return max(busiest, *(float(each.max()) for each in load.values())), max(most, program.host)

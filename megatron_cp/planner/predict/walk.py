@@ -114,11 +114,16 @@ class _Walk(AttentionWalk):
             [sum(block.heads_on(rank) * block.head_dim for block in blocks) for rank in range(self.degree)]
         )[self.head_ranks]
 
+    @property
+    def _rule_host(self) -> float:
+        """The seconds of a device's host to issue the kernels of the rule."""
+        return self.hardware.host[2] * (1 if self.is_forward else 2)
+
     def _linear_work(self, name: str) -> None:
         plan = self.plan
         if name == "rule":
             seconds = rule_seconds(plan, self.hardware, self.item, forward=self.is_forward, chunks=plan.head_chunks)
-            self.program.work("rule", "kernel", seconds)
+            self.program.work("rule", "kernel", seconds, host=self._rule_host)
             return
         if name == "conv":
             seconds = convolution_seconds(
@@ -147,12 +152,12 @@ class _Walk(AttentionWalk):
         if step.crosses:
             counts = step.split_counts(forward=self.is_forward).counts
             key = self._start("states of segments", self._count_edges(counts * max(self.item, 4)))
-            self.program.work("rule, before states", "kernel", local / 2)
+            self.program.work("rule, before states", "kernel", local / 2, host=self._rule_host)
             self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
             self.program.work("rule, after states", "kernel", local / 2)
         else:
-            self.program.work("rule", "kernel", local)
+            self.program.work("rule", "kernel", local, host=self._rule_host)
 
     def _count_edges(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))

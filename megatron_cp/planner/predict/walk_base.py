@@ -33,7 +33,9 @@ class WalkBase:
         self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, hosts: tuple[int, ...] = ()
     ) -> None:
         self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
-        self.program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
+        self.program = Program(
+            plan.cp_size, collective=hardware.collective, transfer=hardware.transfer, issue=hardware.host[0]
+        )
         self.gathers_over = gathers_over_hosts(plan, hardware, hosts)
         self.second_hops: dict[int, tuple[str, Edges]] = {}
         self.degree = plan.ulysses_degree

@@ -89,10 +89,13 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         assert lines[0].startswith(begins)
         assert lines[0].endswith(f" in layout zigzag, {table[chosen][0]} ms predicted")
         assert [line.partition(":")[0] for line in lines[1:6]] == ["time", "bytes", "memory", "work", "why"]
-        others = {time: name for name, (time, is_chosen) in table.items() if not is_chosen}
+        others = {name: time for name, (time, is_chosen) in table.items() if not is_chosen}
+        fewest = min(others.values(), key=float)  # of several candidates where their host takes longest
         named = re.search(r"([0-9.]+) ms", lines[5])[1]
-        assert others[min(others, key=float)] in lines[5]
-        assert float(named) == min(map(float, others))
+        assert any(
+            f"{name}, {fewest} ms" in lines[5] or name in lines[5].split() for name in others if others[name] == fewest
+        )
+        assert named == fewest
         assert not any("at least" in line for line in lines)
         assert (
             "mask: window:19,0 is a token itself, 19 tokens before it and 0 tokens after it" in "\n".join(lines)

@@ -73,6 +73,7 @@ def test_rejects_unknown_machines(name, says):
         (("row = []", "row = [[128, 1.0]]"), "row: got ((128, 1.0),); allowed: rows of a head size and two"),
         (("row = []", "row = [[128, 1.0, -1.0]]"), "rows of a head size and two numbers of at least 0"),
         (("chain = []", "chain = [[128, 1.0, 1.0]]"), "rows of a kind, a head size and two numbers of at least 0"),
+        (("host = [0, 0, 0]", "host = [0, 0]"), "host: got (0, 0); allowed: three numbers of at least 0"),
         (("ring = [1, 1]", "ring = [1, 1.5]"), "ring: got (1, 1.5); allowed: two numbers of at least 0 and at most 1"),
         (("ramp = 0", "ramp = -1"), "ramp: got -1"),
         (("collective = 0", "collective = -1"), "collective: got -1"),

@@ -1,5 +1,7 @@
 """Programs whose end can be worked out by hand, and bounds that hold for any."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,30 @@ def test_a_transfer_overlaps_in_part(overlap, end):
     timeline = simulate(program, Topology((0, 0), FAST, SLOW))
     assert timeline.end.tolist() == [end, end]
     assert timeline.exposed == end - 10.0
+
+
+def test_a_device_waits_for_its_host_where_that_takes_longer():
+    """Three operations of 2 seconds each for the host, and a message; an operation that no rank has is not issued."""
+    for seconds, end in ((1.0, 8.0), (5.0, 17.5)):
+        program = Program(2, issue=2.0)
+        for work in (seconds, seconds, seconds, 0.0):
+            program.work("kernel", "kernel", work)
+        program.wait(program.start("x", edges((0, 1, 200), (1, 0, 200))))
+        timeline = simulate(program, Topology((0, 0), FAST, SLOW))
+        assert program.host == 8.0
+        assert timeline.seconds == end
+        assert timeline.exposed == end - 3 * seconds
+
+
+def test_a_ring_of_little_work_takes_its_hops():
+    """Each of seven hops takes a host 0.29 ms: its start, attention and a merge."""
+    layout, on = Layout.zigzag(Packing([800]), 8), machine("h100")
+    plan = plan_attention(layout.packing, layout, heads=8, kv_heads=8, head_dim=64, scheme="p2p")
+    operation, hop, _ = on.hardware.host
+    found = simulate(program_of(plan, on.hardware, 2, forward=True), on.topology(8))
+    assert found.seconds == found.host >= 7 * (hop + 2 * operation)
+    graph = dataclasses.replace(on.hardware, host=(0.0, 0.0, 0.0))
+    assert simulate(program_of(plan, graph, 2, forward=True), on.topology(8)).seconds < found.seconds / 3
 
 
 def test_a_ring_overlaps_as_its_machine_does_and_an_exchange_in_full():
