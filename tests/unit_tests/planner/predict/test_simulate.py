@@ -67,7 +67,7 @@ def test_a_device_waits_for_its_host_where_that_takes_longer():
 
 
 def test_a_ring_of_little_work_takes_its_hops():
-    """Each of seven hops takes a host 0.29 ms: its start, attention and a merge."""
+    """A hop takes a host 0.29 ms, for its start, attention and a merge, and there are seven."""
     layout, on = Layout.zigzag(Packing([800]), 8), machine("h100")
     plan = plan_attention(layout.packing, layout, heads=8, kv_heads=8, head_dim=64, scheme="p2p")
     operation, hop, _ = on.hardware.host
