@@ -10,6 +10,7 @@ from .errors import PeerError as PeerError
 from .errors import PlanMismatchError as PlanMismatchError
 from .executor.agreement import check_agreement as check_agreement
 from .executor.agreement import compare_calls as compare_calls
+from .executor.cache import Cache as Cache
 from .executor.gather import gather as gather
 from .executor.hosts import hosts_of as hosts_of
 from .executor.relayout import relayout as relayout
@@ -30,9 +31,14 @@ from .planner.attention import plan_attention as plan_attention
 from .planner.batch import AttentionSpec as AttentionSpec
 from .planner.batch import BatchPlan as BatchPlan
 from .planner.batch import LinearSpec as LinearSpec
+from .planner.held import plan_held_attention as plan_held_attention
 from .planner.layouts import choose_layout as choose_layout
 from .planner.linear import plan_linear as plan_linear
 from .softmax.attention import attention as attention
 from .softmax.attention import projected_attention as projected_attention
+from .softmax.held import held_attention as held_attention
+from .softmax.kernels import register_kernel as register_kernel
+from .softmax.latent import latent_attention as latent_attention
+from .softmax.merge import merge as merge
 
 __version__: str

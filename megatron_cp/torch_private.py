@@ -154,7 +154,7 @@ _VARLEN_BACKWARD = (
 def varlen_operators() -> tuple[Any, Any] | None:
     """Returns the operators behind `torch.nn.attention.varlen`, forward and backward.
 
-    None where this torch has none, as before 2.10, or where they take other arguments: kernel "varlen" then refuses.
+    None where this torch has none, as 2.9, or they take other arguments, as in 2.10: kernel "varlen" then refuses.
     """
     try:
         import_module("torch.nn.attention.varlen")  # registers the operators; absent on builds without it

@@ -27,6 +27,7 @@ class Call:
     Attributes:
         operation: one of `OPERATIONS`.
         lengths: of the documents.
+        parents: the segment that each length continues, if documents branch; see `Packing.tree`.
         layout, align: who holds which tokens; see `layout_named`. Or the fragments of every rank themselves.
         scheme: of attention, or the mode of a linear layer. Of gather: "same_loss" or "own_loss".
         ulysses_degree, head_chunks, codec: as the planning functions take them.
@@ -56,6 +57,7 @@ class Call:
 
     operation: str
     lengths: tuple = (7,)
+    parents: tuple = ()
     layout: str = "contiguous"
     align: int = 1
     scheme: str = "auto"
@@ -91,7 +93,20 @@ class Call:
 
     @property
     def packing(self):
-        return Packing(self.lengths)
+        return Packing.tree(self.lengths, self.parents) if self.parents else Packing(self.lengths)
+
+    def paths(self):
+        """The places in the stream of each document's tokens, of those that branch: from a root to each leaf."""
+        ends = list(itertools.accumulate(self.lengths))
+        own = [list(range(end - length, end)) for end, length in zip(ends, self.lengths, strict=True)]
+        whole = []
+        for parent, tokens in zip(self.parents, own, strict=True):
+            whole.append((whole[parent] if parent >= 0 else []) + tokens)
+        return [tokens for segment, tokens in enumerate(whole) if segment not in self.parents and tokens]
+
+    def alone(self, tokens):
+        """The call of one of these documents by itself."""
+        return dataclasses.replace(self, lengths=(len(tokens),), parents=())
 
     @property
     def kv_packing(self):
@@ -206,7 +221,8 @@ def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
         fragments = [[block] for block in itertools.pairwise(edges)]
         fragments = [fragments[block] for block in random.permutation(cp_size).tolist()]
     else:
-        near = (packing.cu_seqlens[:, None] + np.arange(-1, 2)).clip(0, total).ravel()
+        begins = packing.cu_seqlens if packing.branches is None else packing.branches.starts
+        near = (begins[:, None] + np.arange(-1, 2)).clip(0, total).ravel()
         cuts = np.unique([0, total, *random.choice(near, size=2 * cp_size)])
         fragments = [[] for _ in range(cp_size)]
         for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
@@ -253,9 +269,16 @@ def _simpler_calls(call):
     for number, length in enumerate(call.lengths):
         rest = [(*lengths[:number], *lengths[number + 1 :]) for lengths in (call.lengths, call.kv_lengths)]
         if len(call.lengths) > 1:
-            yield dataclasses.replace(call, lengths=rest[0], kv_lengths=rest[1])
+            parents = _parents_without(call.parents, number) if call.parents else ()
+            yield dataclasses.replace(call, lengths=rest[0], kv_lengths=rest[1], parents=parents)
         for smaller in {length // 2, length - 1} - {length, -1}:
             yield dataclasses.replace(call, lengths=(*call.lengths[:number], smaller, *call.lengths[number + 1 :]))
+
+
+def _parents_without(parents, number):
+    """Parents of the segments that are left without one, whose children its parent gets."""
+    left = [parents[number] if parent == number else parent for parent in parents]
+    return tuple(parent - (parent > number) for segment, parent in enumerate(left) if segment != number)
 
 
 def _hosts(hosts):

@@ -409,7 +409,7 @@ def is_exact(call, name, cp_size):
     # A key head of several heads may come from several ranks, or from a kernel, that round each share; not in a ring.
     # torch's kernel for CPUs rounds what each 32 queries of a document leave at a key.
     is_ring = call.scheme == "p2p" and cp_size > 1
-    at_once = call.heads == call.groups and (call.kernel == "reference" or max(call.lengths) <= 32)
+    at_once = call.heads == call.groups and (call.kernel == "reference" or max(call.lengths) <= 32) and not call.parents
     return call.operation == "gather" or (call.operation == "attention" and (is_ring or at_once))
 
 

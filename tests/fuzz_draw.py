@@ -17,6 +17,8 @@ MASKS = (
     "causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
     "table",
 )  # fmt: skip
+FOREST_MASKS = ("causal", "causal", "window", "first", "chunk")  # those that have a meaning along a path
+FORESTS = 0.27  # of the calls that can have one; a quarter of these turn out to be documents alone
 CROSS_MASKS = ("causal", "causal", "full", "window", "first", "slices")
 SPECIAL = {"sink": 0.2, "softcap": 0.12, "dropout": 0.12, "scale": 0.12}
 RANKS = (1, *[2] * 6, *[3] * 6, *[4] * 5, 5, 6, 8)
@@ -31,6 +33,8 @@ def case_of(seed, number, operations=OPERATIONS):
     calls = [_call(r, cp_size, *r.choices(operations, weights))]
     for _ in range(r.choice((0, 0, 0, 0, 0, 0, 0, 0, 1, 2))):
         calls.append(_next(r, calls[0]) if r.random() < 0.5 else _call(r, cp_size, *r.choices(operations, weights)))
+    r_of_forests = random.Random(f"{seed}/{number}/forests")
+    calls = [_branched(r_of_forests, call) for call in calls]
     if r.random() < 0.03:
         calls = [_without_gradients(r, call) for call in calls]
     return Case(cp_size, tuple(calls), _schedule(r, len(calls)), poison=r.random() < 0.04, own_plans=r.random() < 0.1)
@@ -54,6 +58,35 @@ def _next(r, call):
     return dataclasses.replace(call, lengths=lengths, seed=fresh)
 
 
+def _branched(r, call):
+    """Returns the call, or a part of the calls with documents that branch."""
+    if r.random() >= FORESTS or call.kv_lengths or call.operation in ("gather", "relayout"):
+        return call
+    lengths, parents = forest(r)
+    if call.operation not in ATTENTIONS:
+        return dataclasses.replace(call, lengths=lengths, parents=parents)
+    kind, left = r.choice(FOREST_MASKS), r.randint(-1, 9)
+    options = {"window": (left, 0), "first": (left, 0, r.randint(1, 5)), "chunk": (r.randint(1, 12),)}
+    layout = "random" if call.layout == "stripes" and sum(lengths) > 24 else call.layout
+    mask = (kind, *options.get(kind, ()))
+    return dataclasses.replace(call, lengths=lengths, parents=parents, mask=mask, layout=layout)
+
+
+def forest(r):
+    """Returns lengths and parents of trees: chains, stars, and any of up to six levels."""
+    lengths, parents = [], []
+    for _ in range(r.choice((1, 1, 2, 3))):
+        root, shape, levels = len(parents), r.choice(("chain", "star", "any", "any", "any")), [1]
+        for number in range(r.randint(1, 8)):
+            if number:
+                shallow = [segment for segment in range(number) if levels[segment] < 6]
+                parent = {"chain": shallow[-1], "star": 0}.get(shape, r.choice(shallow))
+                levels.append(levels[parent] + 1)
+            parents.append(root + parent if number else -1)
+            lengths.append(1 if not number and r.random() < 0.2 else _length(r))
+    return _some_long(r, lengths), tuple(parents)
+
+
 def _without_gradients(r, call):
     return dataclasses.replace(call, frozen=names_of(call), checkpoint="", twice="")
 
@@ -64,6 +97,10 @@ def _length(r):
 
 def _lengths(r):
     lengths = [_length(r) for _ in range(r.choice((1, 1, 2, 2, 3, 3, 4)))]
+    return _some_long(r, lengths)
+
+
+def _some_long(r, lengths):
     if r.random() < 0.04:
         lengths[r.randrange(len(lengths))] = r.randint(60, 140)  # more than a chunk of the chunked kernels
     return tuple(lengths)

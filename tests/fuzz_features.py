@@ -27,6 +27,8 @@ def features_of(case, call):
     found |= {"cp_size": case.cp_size, "layout": call.layout, "pads": call.align > 1, **orders_of(case, call)}
     found |= {"calls": len(case.calls), "poison": case.poison, "own_plans": case.own_plans, "frozen": bool(call.frozen)}
     found |= {"documents": _documents(call)}
+    if family != "moved":
+        found |= {"forest": call.packing.branches is not None, "levels": _levels(call)}
     if family == "attention":
         found |= {"mask": call.mask[0], "cross": bool(call.kv_lengths), "dropout": bool(call.dropout)}
         found |= {"softcap": bool(call.softcap), "head chunks": (call.head_chunks or 1) > 1}
@@ -56,6 +58,14 @@ def orders_of(case, call):
 def _documents(call):
     total = call.packing.total
     return "no token" if not total else "one token" if total == 1 else "one" if len(call.lengths) == 1 else "several"
+
+
+def _levels(call):
+    """The segments of the longest path, of documents that branch."""
+    levels = []
+    for parent in call.parents:
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return max(levels, default=None)
 
 
 class Seen:

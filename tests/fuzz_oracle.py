@@ -3,7 +3,10 @@
 Nothing of the library computes here. Attention is one softmax over all keys of the stream, linear layers go token by
 token (`linear_oracle`), a convolution is torch's own of each document. A codec is written a second time, and applied to
 the heads that the plan says each rank has, since each rank's share of a shared head's gradient is coded apart.
+Documents that branch are computed one by one, each by itself, whenever tokens meet (`_along_paths`).
 """
+
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -26,6 +29,23 @@ def evaluate(call, plan, leaves):
     if call.operation in KINDS:
         return _recurrence(call, plan, tensors)
     return tensors["x"] * 1
+
+
+def _along_paths(call, compute):
+    """Returns `compute(call, tokens)` of the stream; of documents that branch, of each by itself.
+
+    A token that documents share has the first one's output, on which all must agree: its gradient counts once, and the
+    gradients of inputs are sums over documents.
+    """
+    if not call.parents:
+        return compute(call, slice(None))
+    paths = call.paths() or [[]]
+    held = [token for tokens in paths for token in tokens]
+    row = {token: place for place, token in reversed([*enumerate(held)])}
+    results = torch.cat([compute(call.alone(tokens), tokens) for tokens in paths])
+    out = results[[row[token] for token in range(call.packing.total)]]
+    assert not held or results.dtype != torch.float64 or float((out[held] - results).detach().abs().max()) < 1e-9
+    return out
 
 
 class _Coded(torch.autograd.Function):
@@ -85,21 +105,31 @@ def _attention(call, plan, tensors):
         q, k, v = (tensors[name] for name in "qkv")
     if not call.batch:
         q, k, v = (x[:, None] for x in (q, k, v))
-    pairs = torch.from_numpy(np.asarray(call.mask_and_pairs()[1]))
     ratio, outputs = call.heads // call.groups, []
     for (first, last), (first_group, last_group) in _shares(call, plan):
         own = _sent(call, plan, q[:, :, first:last])
         keys, values = (_sent(call, plan, x[:, :, first_group:last_group]) for x in (k, v))
         groups = torch.tensor([head // ratio - first_group for head in range(first, last)])
         sink = tensors["sink"][first:last] if call.sink else None
-        out = _softmax(call, own, keys[:, :, groups], values[:, :, groups], pairs, sink, first)
+        of_heads = own, keys[:, :, groups], values[:, :, groups]
+        out = _along_paths(call, partial(_attended, of_heads, sink, first))
         outputs.append(_sent(call, plan, out))
     out = torch.cat(outputs, 2)
     return out if call.batch else out[:, 0]
 
 
-def _softmax(call, q, k, v, pairs, sink, first_head):
-    """`[t, b, h, v]`; query head i reads key head i."""
+def _attended(of_heads, sink, first_head, call, tokens):
+    places = np.arange(len(of_heads[0]))[tokens]
+    return _softmax(call, *(x[tokens] for x in of_heads), torch.from_numpy(_pairs(call)), sink, first_head, places)
+
+
+@lru_cache(maxsize=64)
+def _pairs(call):
+    return np.asarray(call.mask_and_pairs()[1])
+
+
+def _softmax(call, q, k, v, pairs, sink, first_head, places):
+    """`[t, b, h, v]`; query head i reads key head i. `places` are those of the queries in the stream."""
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (256.0 if call.whole else scale)
     if call.softcap:
@@ -114,7 +144,7 @@ def _softmax(call, q, k, v, pairs, sink, first_head):
     if call.dropout:
         kept = [
             [
-                _kept(pairs.shape, first_head + head, call.seed + entry * NEXT_ENTRY, call.dropout)
+                _kept(places, len(k), first_head + head, call.seed + entry * NEXT_ENTRY, call.dropout)
                 for head in range(q.shape[2])
             ]
             for entry in range(q.shape[1])
@@ -123,9 +153,10 @@ def _softmax(call, q, k, v, pairs, sink, first_head):
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
 
 
-def _kept(shape, head, seed, dropout):
+def _kept(places, num_keys, head, seed, dropout):
     """`[t, s]` the weights that stay: SplitMix64 of the seed, then of the head, of the query and of the key."""
-    queries, keys = (np.arange(size, dtype=np.uint64) for size in shape)
+    queries = places.astype(np.uint64)
+    keys = queries if len(queries) == num_keys else np.arange(num_keys, dtype=np.uint64)  # cross-attention's are all
     with np.errstate(over="ignore"):
         stream = np.uint64(seed)
         for counter in (np.uint64(head), queries[:, None], keys):
@@ -153,7 +184,13 @@ def _recurrence(call, plan, tensors):
             own.append(x)
         groups = [head // ratio - first_group for head in range(first, last)]
         of_heads = {name: x[..., first:last] if name == "dt" else x[:, first:last] for name, x in decay.items()}
-        out = _ruled(call, own, of_heads, tensors, groups, slice(first, last))
+        heads = slice(first, last)
+
+        def ruled(call, tokens, own=own, of_heads=of_heads, groups=groups, heads=heads):
+            of_tokens = {name: x[tokens] for name, x in of_heads.items()}
+            return _ruled(call, [x[tokens] for x in own], of_tokens, tensors, groups, heads)
+
+        out = _along_paths(call, ruled)
         outputs.append(_sent(call, plan, out))
     return torch.cat(outputs, 1)
 
@@ -218,4 +255,5 @@ def _ruled(call, sections, decay, tensors, groups, heads):
 def _convolved(call, x, weight, bias, *, silu):
     if not len(x):
         return x * 1
-    return linear_oracle.convolution(x, weight.flatten(1) if weight.ndim == 3 else weight, bias, call.lengths, silu)
+    taps = weight.flatten(1) if weight.ndim == 3 else weight
+    return _along_paths(call, lambda call, tokens: linear_oracle.convolution(x[tokens], taps, bias, call.lengths, silu))

@@ -29,7 +29,8 @@ class Problem:
 
 def names_of(call):
     """The leaves of a call."""
-    return tuple(_leaves(dataclasses.replace(call, lengths=(1,), kv_lengths=(1,) if call.kv_lengths else ()))[0])
+    one = dataclasses.replace(call, lengths=(1,), parents=(), kv_lengths=(1,) if call.kv_lengths else ())
+    return tuple(_leaves(one)[0])
 
 
 def problem_of(call, cp_size):

@@ -3,6 +3,7 @@
     make fuzz SECONDS=600            for so long, from a new seed, which is printed
     make fuzz CASES=20000 SEED=1     the same cases always
     python tools/fuzz.py --case '{"cp_size":2,...}'     one case, as a failure prints it
+    python tools/fuzz.py --only forest --cases 2000     those alone that have a feature of `tests/fuzz_features.py`
     python tools/fuzz.py --features --cases 10000 --seed 1     what these draws have, without running them
 
 What is drawn: `tests/fuzz_draw.py`. What it is compared with: `tests/fuzz_oracle.py`. A failing case is made smaller
@@ -29,7 +30,7 @@ import torch
 from tests.fuzz_cases import OPERATIONS, Case, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
-from tests.fuzz_features import Seen
+from tests.fuzz_features import Seen, features_of
 
 SAY_EVERY = 30.0  # seconds
 HUNG = ("did not finish in", "waited", "not finished")  # in the messages of what took too long
@@ -49,9 +50,13 @@ def main() -> int:
     started = said = time.monotonic()
     drawn: collections.Counter[tuple[str, str]] = collections.Counter()
     failed: collections.Counter[str] = collections.Counter()
-    number = args.first
-    while (number - args.first < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
+    number, ran = args.first, 0
+    while (ran < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
         case = case_of(args.seed, number, args.operations)
+        if args.only and not any(features_of(case, call).get(args.only) for call in case.calls):
+            number += 1
+            continue
+        ran += 1
         drawn.update((call.operation, call.scheme) for call in case.calls)
         error = _failure(case, args.limit)
         number += 1
@@ -61,8 +66,8 @@ def main() -> int:
                 break
         if time.monotonic() - said > SAY_EVERY:
             said = time.monotonic()
-            print(f"{number - args.first} cases in {said - started:.0f} s, {failed.total()} failed", flush=True)
-    _summary(drawn, failed, number - args.first, time.monotonic() - started, args.seed)
+            print(f"{ran} cases in {said - started:.0f} s, {failed.total()} failed", flush=True)
+    _summary(drawn, failed, ran, time.monotonic() - started, args.seed)
     return int(bool(failed))
 
 
@@ -74,6 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case: draws can be shared out")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OPERATION",
                         help=f"draw these alone, of {', '.join(OPERATIONS)}")  # fmt: skip
+    parser.add_argument("--only", metavar="FEATURE", help="pass over cases without it: forest, cross, sink, ...")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a case counts as hung")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")

@@ -88,8 +88,8 @@ ENVIRONMENTS = (
     Environment("older", "3.11", ("torch==2.10.0", "transformers==5.6.2", "numpy==2.0.2", *FLA, SOLVER)),
     Environment("pinned", "3.12", ("megatron_cp[dev]",)),
     Environment("newer", "3.12", ("torch==2.13.0", "transformers==5.18.0", "numpy==2.3.5", MEGATRON, *FLA, SOLVER)),
-    Environment("newest", "3.13", ("torch==2.14.1", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
-    Environment("next", "3.14", ("torch==2.14.1", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
+    Environment("newest", "3.13", ("torch==2.15.0", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
+    Environment("next", "3.14", ("torch==2.15.0", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.device import moved, on_device
 from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 
@@ -31,6 +31,21 @@ class LabelRows:
     layout: Layout
 
 
+@dataclass(frozen=True, eq=False)
+class Targets(LabelRows):
+    """The labels of one rank in documents that branch, in place of one label for each row.
+
+    Attributes:
+        labels: `[p]` int64; `ignore_index` where the weight is 0.
+        weights: `[p]` float32 weight of each label's loss, times the number of documents that hold it.
+        copies: `[p]` int64 the number of documents that hold each label whose weight is not 0.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    copies: Tensor
+
+
 def label_rows(layout: Layout, rank: int, device: torch.device) -> LabelRows | None:
     """Returns the labels of one rank; None if no document branches, where each row has one label."""
     if layout.packing.branches is None:
@@ -38,6 +53,17 @@ def label_rows(layout: Layout, rank: int, device: torch.device) -> LabelRows | N
     labels = label_layout(layout)
     _, rows = layout.located(sources(layout)[labels.tokens(rank)])
     return LabelRows(on_device(rows, device, torch.int64), labels)
+
+
+def targets_of(
+    layout: Layout, rank: int, device: torch.device, labels: Tensor, weights: Tensor, copies: Tensor
+) -> Targets | None:
+    """Returns the labels of one rank, from `[total]` each at a label's own place; None if no document branches."""
+    at = label_rows(layout, rank, device)
+    if at is None:
+        return None
+    own = (moved(at.layout.shard(stream, rank), device) for stream in (labels, weights, copies))
+    return Targets(at.rows, at.layout, *own)
 
 
 def sources(layout: Layout) -> IntArray:

@@ -6,7 +6,7 @@ the same addresses, by one copy from pinned memory:
 
     slots = GraphTables(capacity_tokens=32768, capacity_documents=64, cp_size=4)
     for pack in packs:
-        layout = slots.layout(pack.packing.lengths)
+        layout = slots.layout(pack.packing)
         batch = shard_batch(pack.tokens, layout, group, slots=kinds, device="cuda", into=slots)
         graph.replay()                                   # or, the first time, run eagerly and then capture
 
@@ -100,16 +100,18 @@ class GraphTables:
         self._place: tuple[int, torch.device] | None = None
         self._loaded: Callable[[], BatchPlan | None] = lambda: None
 
-    def layout(self, lengths: Iterable[int]) -> Layout:
+    def layout(self, lengths: Packing | Iterable[int]) -> Layout:
         """Returns the layout of a padded pack, with `capacity_tokens / cp_size` tokens on every rank.
 
         Args:
-            lengths: lengths of the pack's documents.
+            lengths: the pack's documents, or their lengths.
 
         Raises:
-            ArgumentError: more tokens or documents than there is room for.
+            ArgumentError: more tokens or documents than there is room for, or documents that branch.
         """
-        given, step = Packing(lengths), self.align_documents
+        given = lengths if isinstance(lengths, Packing) else Packing(lengths)
+        given.refuse_branches("lengths", given, "no GraphTables")
+        step = self.align_documents
         sizes = -(-given.lengths // step) * step
         remedy = "Make larger GraphTables, and capture the step again."
         if given.num_documents > self.capacity_documents:

@@ -40,7 +40,7 @@ def token_loss(
     Args:
         losses: `[t]` loss of each of this rank's rows, not reduced: `cross_entropy(..., reduction="none")`. With a
             tensor of weights they may have any shape that the weights have too. Where documents branch `[p]`, the loss
-            of each label, from the logits of `label_rows.rows`; tokens count as often as documents hold them.
+            of each label, from the logits of `targets.rows`; tokens count as often as documents hold them.
         weights: the result of `shard_batch`, its `loss_weights`, or other constants.
         group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
             parallelism too, the group of all ranks of both. None for one rank, which is refused in a world of several.
@@ -66,7 +66,8 @@ def token_loss(
         (1.75, [0.5, 0.25, 0.0, 0.0])
     """
     ranks = ranks_of(group)
-    copies = weights.label_copies if isinstance(weights, LocalBatch) else None
+    targets = weights.targets if isinstance(weights, LocalBatch) else None
+    copies = None if targets is None else targets.copies
     weights = _checked_weights(losses, weights, ranks)
     if num_tokens is not None:
         num_tokens = checked_integer("num_tokens", num_tokens, 0)
@@ -135,7 +136,8 @@ def _checked_weights(losses: Tensor, weights: LocalBatch | Tensor, ranks: RankGr
         remedy = "Do not reduce them: cross_entropy(..., reduction='none')."
         raise ArgumentError("losses", given, "one number of a floating type for each row", remedy)
     if isinstance(weights, LocalBatch):
-        cp_size, weights = weights.layout.cp_size, weights.loss_weights
+        of_rows = weights.loss_weights if weights.targets is None else weights.targets.weights
+        cp_size, weights = weights.layout.cp_size, of_rows
         if ranks.size % cp_size:
             remedy = "With data parallelism too, it is the group of all ranks of both."
             raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} that the batch is for", remedy)

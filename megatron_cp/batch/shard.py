@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.ahead import RowsAhead, Stream
-from megatron_cp.batch.branched import LabelRows, label_rows
+from megatron_cp.batch.branched import Targets, targets_of
 from megatron_cp.batch.graph_tables import GraphTables, documents_of, is_padded_to_capacity, pad_to_capacity
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
@@ -35,10 +35,10 @@ class LocalBatch:
 
     Attributes:
         tokens: `[t]` int64 token ids; 0 in pad rows.
-        labels: `[t]` int64 target of each token; `ignore_index` where the weight is 0. `[p]` if documents branch: see
-            `label_rows`.
-        loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows. `[p]` if
-            documents branch: the weight times the number of documents that hold the label.
+        labels: `[t]` int64 target of each token; `ignore_index` where the weight is 0. `[0]` if documents branch: see
+            `targets`.
+        loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows. `[0]` if
+            documents branch.
         position_ids: `[t]` int64 position of each row in its document, for rotary phases; 0 in pad rows.
         plans: the plans of every kind of layer.
         seed: seed of dropout in attention: the same on every rank, different in every batch and step.
@@ -46,8 +46,7 @@ class LocalBatch:
             documents hold them.
         pad_rows: pad rows of all ranks.
         stream: the whole batch, on the host; None if it was sharded into `GraphTables`, or documents branch.
-        label_rows: where documents branch, the row of each label; None else, where each row has one label.
-        label_copies: `[p]` int64 the documents that hold each label; None where no document branches.
+        targets: where documents branch, the labels and their rows; None else, where each row has one label.
     """
 
     tokens: Tensor
@@ -59,8 +58,7 @@ class LocalBatch:
     num_tokens: int
     pad_rows: int
     stream: Stream | None = field(default=None, repr=False)
-    label_rows: LabelRows | None = field(default=None, repr=False)
-    label_copies: Tensor | None = field(default=None, repr=False)
+    targets: Targets | None = field(default=None, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -153,17 +151,16 @@ def shard_batch(
         compared = {name: stream for name, said, stream in given if said is not None}
         check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
-    labelled = label_rows(layout, ranks.rank, device)
-    if labelled is not None:
-        streams["label_copies"] = (counts, 0)
+    of_tree = targets_of(layout, ranks.rank, device, targets, weights, counts)
     if into is None:
         prepare_plans(plans, ranks.rank, device)
-        layouts = dict.fromkeys(streams, layout if labelled is None else labelled.layout) | {"tokens": layout}
         rows = {
-            name: moved(layouts[name].shard(stream, ranks.rank, pad_value=fill), device)
+            name: moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
             for name, (stream, fill) in streams.items()
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
+        if of_tree is not None:  # so that no loss takes them for labels of rows
+            rows |= {name: rows[name][:0] for name in ("labels", "loss_weights")}
     else:
         host_rows = {
             name: layout.shard(pad_to_capacity(stream, into, layout, fill), ranks.rank).numpy()
@@ -176,8 +173,8 @@ def shard_batch(
         seed=mixed,
         num_tokens=int(counts.sum()),
         pad_rows=int(layout.pad_rows.sum()),
-        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None and not labelled else None,
-        label_rows=labelled,
+        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None and of_tree is None else None,
+        targets=of_tree,
     )
 
 

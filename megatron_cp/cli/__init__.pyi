@@ -25,3 +25,4 @@ from .parser import tokens as tokens
 from .parser import whole as whole
 from .paths import check_paths as check_paths
 from .report import Report as Report
+from .terminal import Progress as Progress

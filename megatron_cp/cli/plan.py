@@ -26,7 +26,7 @@ from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask
-from megatron_cp.plan.describe import counted, size
+from megatron_cp.plan.describe import counted, describe_ties, size, tied
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> Report:
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
-        _refuse(args, ("plot",), "without --whole")
+        _refuse(args, ("plot", "parents"), "without --whole")
         report: Report = application("estimate").run_whole(args)
         return report
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
@@ -121,6 +121,8 @@ def _compared(args: argparse.Namespace) -> Report:
     total = {cp: sum(report.data["predicted_ms"].values()) for cp, report in reports.items()}
     fastest, cheapest = min(total, key=lambda cp: total[cp]), min(total, key=lambda cp: total[cp] * cp)
     said = f"fastest: cp {fastest} by {reports[fastest].data['scheme']}, {total[fastest]:.3f} ms predicted"
+    others = {f"cp {cp}": milliseconds for cp, milliseconds in total.items() if cp != fastest}
+    said += describe_ties([*reports[fastest].data["ties"], *tied(others, total[fastest])])
     lines.insert(0, f"{said}; least GPU time: cp {cheapest}, {total[cheapest] * cheapest:.3f} GPU-ms")
     for cp, report in reports.items():
         found, sent = report.data, report.data["bytes_sent_per_rank"]
@@ -168,6 +170,7 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
     found = {**as_json(plan, item_size, milliseconds), "faster_layout": faster, "schemes": schemes}
+    found["ties"] = _ties(plan, schemes)
     return Report("\n".join(text), found)
 
 
@@ -184,7 +187,8 @@ def _verdict(
     memory = schemes.get(plan.scheme, {})
     needs = max(memory["peak_bytes_of_rank_0"].values()) + memory["buffer_bytes_of_rank_0"] if memory else None
     lines = [
-        f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted",
+        f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted"
+        + describe_ties(_ties(plan, schemes)),
         f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
         f"exposed transfers and {price.imbalance:.3f} ms imbalance, on {price.hardware}",
         f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}",
@@ -199,10 +203,7 @@ def _verdict(
 
 def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
     """Says which other candidate is fastest, in the numbers of the table, and why it was not taken."""
-    price = plan.prices[0]
-    times = {scheme: sum(row["predicted_ms"].values()) for scheme, row in schemes.items() if scheme != plan.scheme}
-    if not schemes:
-        times = {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if not other.is_bound}
+    price, times = plan.prices[0], _other_times(plan, schemes)
     if not times:
         return f"{name} is the only candidate that was priced"
     other = min(times, key=lambda scheme: times[scheme])
@@ -213,6 +214,18 @@ def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
     if len(plan.prices) == 1:
         return f"it was asked for; {gain}, {times[other]:.3f} ms"
     return f"{gain}, {times[other]:.3f} ms, but {price.reason or 'auto leaves such gains alone'}: see docs/planning.md"
+
+
+def _ties(plan: Plan, schemes: dict[str, Any]) -> list[str]:
+    """Returns the candidates that are as fast as the plan; none on one rank, where all are the same."""
+    return tied(_other_times(plan, schemes), plan.prices[0].total) if plan.cp_size > 1 else []
+
+
+def _other_times(plan: Plan, schemes: dict[str, Any]) -> dict[str, float]:
+    """Returns the predicted milliseconds of the other candidates: the table's, or else those that were priced."""
+    if schemes:
+        return {scheme: sum(row["predicted_ms"].values()) for scheme, row in schemes.items() if scheme != plan.scheme}
+    return {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if not other.is_bound}
 
 
 def _window(mask: Mask | None) -> str:

@@ -37,7 +37,9 @@ def parse_line(line: bytes) -> list[Part]:
     """
     try:
         entry = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:  # not UTF-8 or not JSON
         raise ValueError(getattr(error, "msg", str(error))) from None
     entry = entry if isinstance(entry, dict) else {}
     answers = [key for key in ("answer", "completion") if "prompt" in entry and key in entry]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any, Protocol
 
 import numpy as np
@@ -177,8 +177,9 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
     allowed = "a folder, a .jsonl file or a text file that can be read"
     try:
         # To pathlib an empty path, such as an unset shell variable, is the current folder.
-        is_folder = source.is_dir() and str(path) != ""
-        if not is_folder and not source.is_file():
+        mode = _mode(source)
+        is_folder = S_ISDIR(mode) and str(path) != ""
+        if not is_folder and not S_ISREG(mode):
             raise ArgumentError("data_path", str(path), allowed, "No file or folder is there.")
         documents: Iterable[list[Part] | None]
         if is_folder:
@@ -190,6 +191,14 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
         return _tokenized(str(path), documents, tokenizer)
     except OSError as error:
         raise ArgumentError("data_path", str(path), allowed, f"Cannot read it: {error.strerror}.") from None
+
+
+def _mode(path: Path) -> int:
+    """Returns a file's type and permissions; 0 for a path that leads nowhere. Python 3.14's `is_file` hides errors."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _files(root: Path, skipped_names: Set[str] = frozenset()) -> list[Path]:

@@ -41,7 +41,7 @@ class TileWork(Protocol):
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, tiles: Tiles, chunk: HeadChunk,
+        lse: Tensor, dlse: Tensor | None, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
         """Writes all of `dq`, `dk` and `dv`."""
 
@@ -62,7 +62,7 @@ def attend(
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
     acc_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=acc_dtype if step.num_stages > 1 else q.dtype)
+    out = q.new_empty(*q.shape[:-1], step.value_head_dim, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     own, own_keys = _own_rows(step, kv_rank)
     if own.stop < len(q):
@@ -74,11 +74,16 @@ def attend(
 
 def attend_backward(
     step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork,
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v, each with its own type and shape, zero in pad rows.
 
     Keys are sent again, as in forward; only the arguments and results of `attend` are kept in between.
+
+    Args:
+        dout: the gradient of `out`.
+        dlse: the gradient of `lse`, finite, or None for zero. Where tiles are assigned it is a tensor on every rank or
+            on none.
     """
     dq, dk, dv = like_rows(q, k, v)
     own, own_keys = _own_rows(step, kv_rank)
@@ -89,7 +94,10 @@ def attend_backward(
     in_place = len(step.backward_stages) == 1 or dq.dtype == acc_dtype
     total = narrow(dq, 0, own)
     total = total if in_place else torch.empty_like(total, dtype=acc_dtype)
-    rows = _QueryGradients(total, narrow(dout, 0, own), narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
+    dlse = dlse if dlse is None else narrow(dlse, -1, own)
+    rows = _QueryGradients(
+        total, narrow(dout, 0, own), narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own), dlse
+    )
     keys, gradients = ((narrow(x, 0, own_keys), narrow(y, 0, own_keys)) for x, y in ((k, v), (dk, dv)))
     _Backward(step, kv_rank, head_rank, comm, work, rows, keys, gradients).run()
     if total.dtype != dq.dtype:
@@ -121,16 +129,21 @@ class _QueryGradients(NamedTuple):
     q: Tensor
     out: Tensor
     lse: Tensor
+    dlse: Tensor | None
 
     def heads(self, chunk: HeadChunk) -> _QueryGradients:
         if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
             return self
-        return _QueryGradients(*(narrow(x, -2, chunk.heads) for x in self))
+        tensors = self.dq, self.dout, self.q, self.out, self.lse
+        dq, dout, q, out, lse = (narrow(x, -2, chunk.heads) for x in tensors)
+        dlse = self.dlse if self.dlse is None else narrow(self.dlse, -2, chunk.heads)
+        return _QueryGradients(dq, dout, q, out, lse, dlse)
 
     def part(self, rows: slice) -> _QueryGradients:
         """Selects `rows`; allocates an uninitialised gradient buffer for them."""
         dq = torch.empty_like(self.dq[rows])
-        return _QueryGradients(dq, self.dout[rows], self.q[rows], self.out[rows], self.lse[..., rows])
+        dlse = self.dlse if self.dlse is None else self.dlse[..., rows]
+        return _QueryGradients(dq, self.dout[rows], self.q[rows], self.out[rows], self.lse[..., rows], dlse)
 
 
 class _Forward(RowTransfers):
@@ -152,7 +165,7 @@ class _Forward(RowTransfers):
     def compute_remote(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
         (q,), keys = self.queries(do.queries, chunk), self.keys(do.keys, chunk)
-        message, heads, size = self.buffers[do.results], q.shape[-2], self.v.shape[-1]
+        message, heads, size = self.buffers[do.results], q.shape[-2], self.step.value_head_dim
         out, sent_lse = message.narrow(-1, 0, heads * size), message.narrow(-1, heads * size, heads)
         out = out.view(*q.shape[:-1], size)
         lse = out.new_empty(*q.shape[1:-1], q.shape[0])
@@ -176,7 +189,10 @@ class _Backward(RowTransfers):
     ) -> None:  # fmt: skip
         leaving: list[Tensor] = []
         if step.tiled is not None and step.moves_queries(forward=False):
-            leaving = [rows.lse.movedim(-1, 0).unsqueeze(-1), row_sums(rows.dout, rows.out), rows.q, rows.dout]
+            sums = row_sums(rows.dout, rows.out)
+            if rows.dlse is not None:
+                sums -= rows.dlse.movedim(-1, 0).unsqueeze(-1)
+            leaving = [rows.lse.movedim(-1, 0).unsqueeze(-1), sums, rows.q, rows.dout]
         super().__init__(step, kv_rank, head_rank, comm, *keys, leaving, forward=False)
         self.work, self.rows, self.own_gradients = work, rows, gradients
         self._remote_sums: Keys | None = None  # remote queries' part of the current keys' gradients
@@ -225,8 +241,12 @@ class _Backward(RowTransfers):
         dq = returned
         if wide and dq.dtype != self.acc_dtype:
             dq = torch.empty_like(returned, dtype=self.acc_dtype)
-        out = output_with_row_sums(dout, sums, wide=wide)
-        rows = _QueryGradients(dq, dout, q, out, lse.squeeze(-1).movedim(0, -1).contiguous())
+        lse, dlse = lse.squeeze(-1).movedim(0, -1).contiguous(), None
+        if self.rows.dlse is None:
+            out = output_with_row_sums(dout, sums, wide=wide)
+        else:  # a sum that no output has where dout is zero
+            out, dlse = torch.zeros_like(dout), -sums.squeeze(-1).movedim(0, -1)
+        rows = _QueryGradients(dq, dout, q, out, lse, dlse)
         _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=True)
         if dq is not returned:
             returned.copy_(dq)
@@ -325,7 +345,7 @@ def _attend_seen_backward(
     some = rows if is_first else rows.part(tiles.query_rows)
     dk, dv = gradients
     cropped = tiles.cropped_keys if is_first else tiles.cropped
-    work.backward(some.dq, dk, dv, some.dout, some.q, k, v, some.out, some.lse, cropped, chunk)
+    work.backward(some.dq, dk, dv, some.dout, some.q, k, v, some.out, some.lse, some.dlse, cropped, chunk)
     if not is_first:
         rows.dq[tiles.query_rows].add_(some.dq)
 

@@ -144,7 +144,7 @@ class _Wait(torch.autograd.Function):
 
 def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:
     return step.layout.memo(
-        ("halo", step.reach, rank, name, device),
+        ("halo", step.reach, rank, step.continued, name, device),
         lambda: on_device(getattr(step.tables(rank), name), device, torch.int64),
     )
 
@@ -162,7 +162,7 @@ def _rounds(step: Halo, rank: int, name: str, device: torch.device) -> list[tupl
             return [(_index(step, rank, name, device), None)]
         return [(on_device(rows[of], device, torch.int64), on_device(of, device, torch.int64)) for of in rounds]
 
-    return step.layout.memo(("halo rounds", step.reach, rank, name, device), make)
+    return step.layout.memo(("halo rounds", step.reach, rank, step.continued, name, device), make)
 
 
 def rounds_without_repeats(rows: IntArray) -> list[IntArray]:

@@ -76,17 +76,42 @@ def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors:
     return _Scan.apply(step, over(comm), local, *tensors)
 
 
+def continued_scan(
+    step: Scan, comm: RankGroup | Communicator, local: LocalScan, initial: Tensor, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Runs a recurrence from given states, without gradients.
+
+    Args:
+        step: the segments of all ranks, which are `continued`.
+        comm, local, tensors: as for `scan`.
+        initial: `[documents, h, K, V]` the states before the documents, the same on every rank.
+
+    Returns:
+        The outputs, and `[documents, h, K, V]` the states after the documents.
+    """
+    out, _, _, final = _forward(step, over(comm), local, tensors, initial)
+    assert final is not None
+    return out, final
+
+
+def _forward(
+    step: Scan, comm: Communicator, local: LocalScan, tensors: Sequence[Tensor], initial: Tensor | None
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor | None]:
+    with comm.traced("scan leave", forward=True) if profiling() else NO_RANGE:
+        empty, transitions, begun = local.leave(tensors)
+    maps = _Maps(step, comm, empty, transitions, forward=True, initial=initial)
+    with comm.traced("scan meanwhile", forward=True) if profiling() else NO_RANGE:
+        begun = local.meanwhile(tensors, begun)
+    states = maps.fold()
+    with comm.traced("scan finish", forward=True) if profiling() else NO_RANGE:
+        out, kept = local.finish(tensors, begun, states)
+    return out, kept, transitions, maps.final
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Scan, comm: Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
-        with comm.traced("scan leave", forward=True) if profiling() else NO_RANGE:
-            empty, transitions, begun = local.leave(tensors)
-        maps = _Maps(step, comm, empty, transitions, forward=True)
-        with comm.traced("scan meanwhile", forward=True) if profiling() else NO_RANGE:
-            begun = local.meanwhile(tensors, begun)
-        states = maps.fold()
-        with comm.traced("scan finish", forward=True) if profiling() else NO_RANGE:
-            out, kept = local.finish(tensors, begun, states)
+        out, kept, transitions, _ = _forward(step, comm, local, tensors, None)
         ctx.scan = (step, comm, local, len(tensors))
         ctx.save_for_backward(*tensors, *kept, transitions)
         return out
@@ -113,12 +138,18 @@ class _Maps:
     Args:
         constants: E or R of own segments that leave a map, in the order of the rows.
         transitions: M of own segments that both wait and leave, in the order of the rows; transposed in backward.
+        initial: `[documents, h, K, V]` the states before the documents; None for zero.
+
+    Attributes:
+        final: the states after the documents, after `fold`, if there are initial ones.
     """
 
     def __init__(
-        self, step: Scan, comm: Communicator, constants: Tensor, transitions: Tensor, *, forward: bool
-    ) -> None:
+        self, step: Scan, comm: Communicator, constants: Tensor, transitions: Tensor, *, forward: bool,
+        initial: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.step, self.comm, self.forward = step, comm, forward
+        self.final = None if initial is None else initial.clone()  # that of a document without tokens stays
         self.segments = step.segments
         self.local = self.segments.local(comm.rank)
         leaving, waiting = (ids(forward=forward) for ids in (self.local.leaving, self.local.waiting))
@@ -185,10 +216,15 @@ class _Maps:
             children.setdefault(int(parents[number]), []).append(number)
         last_use = {int(parents[number]): number for number in order}
         after: dict[int, Tensor] = {}
+        if self.final is not None:
+            after = {-1 - document: state for document, state in enumerate(self.final.clone())}
+            for parent in children.keys() & after.keys():
+                for child in children[parent]:
+                    states[self.slots[child]] = after[parent]
         for number in order:
             constant, transition = self.maps[number]
             parent = int(parents[number])
-            if transition is not None:  # a document's first segment has none
+            if transition is not None:  # a document's first segment has none, unless documents are continued
                 constant = _applied(transition, after[parent], transpose=False) + constant
                 if last_use[parent] == number:
                     del after[parent]
@@ -196,6 +232,8 @@ class _Maps:
                 states[self.slots[child]] = constant
             if number in last_use:
                 after[number] = constant
+            elif self.final is not None:
+                self.final[self.segments.document[number]] = constant
 
     def _fold_gradients(self, states: Tensor, order: list[int], parents: IntArray) -> None:
         after: dict[int, Tensor] = {}  # the gradient of the state after a segment: a sum over those that continue it

@@ -102,13 +102,13 @@ def bound_program(
 
 
 def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device) -> Bound:
-    heads, groups, (d, v) = chunk.heads.stop - chunk.heads.start, chunk.num_groups, (step.head_dim, step.value_head_dim)
+    heads, groups, (key, value) = chunk.heads.stop - chunk.heads.start, chunk.num_groups, step.key_features
     bound = Bound(do, chunk)
     if isinstance(do, Pack | Start | Order | Allocate | Merge):
         columns = {
-            Payload.PARTIALS: ((heads, v), (heads, 1)), Payload.QUERY_GRADIENTS: ((heads, d),), Payload.QUERIES: (),
-            Payload.QUERIES_AND_GRADIENTS: (),
-        }.get(do.payload, ((groups, d), (groups, v)))  # fmt: skip
+            Payload.PARTIALS: ((heads, step.value_head_dim), (heads, 1)),
+            Payload.QUERY_GRADIENTS: ((heads, step.head_dim),), Payload.QUERIES: (), Payload.QUERIES_AND_GRADIENTS: (),
+        }.get(do.payload, ((groups, key), (groups, value)))  # fmt: skip
         dtype = "sums" if do.payload.is_summed else "own" if columns else "bytes"
         bound = bound._replace(columns=columns, dtype=dtype, name=_ERROR_NAMES.get(do.payload, ""))
     match do:

@@ -315,7 +315,13 @@ class Layout(Memo):
         return self._padded(tokens - self.packing.cu_seqlens[self.packing.documents_of(tokens)], rank, 0)
 
     def document_ids(self, rank: int) -> IntArray:
-        """`[row_counts[rank]]` document of each row; -1 in pad rows."""
+        """`[row_counts[rank]]` document of each row; -1 in pad rows.
+
+        Raises:
+            ArgumentError: documents that branch, where a token may be in several.
+        """
+        remedy = "packing.documents_of(layout.tokens(rank)) gives the tree of each token."
+        self.packing.refuse_branches("layout", self, "no numbers of documents", remedy)
         return self._padded(self.packing.documents_of(self.tokens(rank)), rank, -1)
 
     def labels(

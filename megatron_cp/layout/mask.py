@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +16,8 @@ from megatron_cp.layout.block_masks import BLOCK_TABLES, checked_table, runs_of_
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 from megatron_cp.layout.paths import bands_along_paths
+from megatron_cp.layout.slices import Slice, checked_slices
 from megatron_cp.layout.spellings import checked_spelling, parsed_mask
-
-Slice: TypeAlias = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
-# The bounds of a query's keys besides the slice's box: a lower bound, an upper bound.
-_SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
 
 
 class Mask(Memo):
@@ -153,6 +149,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3]
         """
         document, starts, ends, question_ends = _checked_parts(packing, parts)
+        packing.refuse_branches("mask", "shared_question", _ALONG_PATHS, "Causal, a tree's segments are such parts.")
         begins = packing.cu_seqlens[document]
         # The question and the first answer go on from one another as if they were one causal document.
         causal = np.where(starts <= question_ends, begins, starts)
@@ -167,7 +164,7 @@ class Mask(Memo):
 
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
-        """Makes the union of slices of the packed streams; pairs across documents are left out.
+        """Makes the union of slices of the packed streams; pairs across documents, or whole trees, are left out.
 
         Args:
             packing: the documents of the queries.
@@ -184,7 +181,7 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         kv_packing = _checked_kv_packing(packing, kv_packing)
-        bands = _checked_slices(slices, packing.total, kv_packing.total)
+        bands = checked_slices(slices, packing.total, kv_packing.total)
         bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.cu_seqlens)
         return cls(packing, kv_packing, bands, "slices")
 
@@ -200,7 +197,8 @@ class Mask(Memo):
             causal: no query sees keys after its own position, regardless of the table.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
-        rows, first, last = runs_of_blocks(checked_table(checked_packing(packing), table, block_size))
+        checked_packing(packing).refuse_branches("mask", "blocks", _ALONG_PATHS, _LITERAL)
+        rows, first, last = runs_of_blocks(checked_table(packing, table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
         runs = band.range_bands(edges[rows], edges[rows + 1], edges[first], edges[last])
         bands = _clip_to_documents(band.joined(_drop_far_bands(runs, packing)), packing, packing)
@@ -423,26 +421,3 @@ def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[In
     firsts = np.cumsum(counts) - counts
     question_ends = ends[np.repeat(firsts, counts)]
     return document, ends - sizes, ends, question_ends
-
-
-def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
-    allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
-    if not isinstance(slices, Iterable) or isinstance(slices, Mapping):
-        raise ArgumentError("slices", slices, f"several of {allowed}")
-    rows = []
-    for number, given in enumerate(slices):
-        try:
-            *ends, kind = given
-            q0, q1, k0, k1 = (checked_integer("end", end, -(2**63)) for end in ends)
-            bounds = _SLICE_KINDS[kind]
-        except (TypeError, ValueError, KeyError):
-            raise ArgumentError(f"slices[{number}]", given, allowed) from None
-        if not (0 <= q0 <= q1 <= queries and 0 <= k0 <= k1 <= keys):
-            inside = f"rising ranges within {queries} queries and {keys} keys"
-            raise ArgumentError(f"slices[{number}]", given, inside)
-        rows.append((q0, q1, k0, k1, *bounds))
-    bands = np.array(rows, dtype=np.int64).reshape(-1, 6)
-    from_first, to_last = bands[:, 4:].T.astype(bool)
-    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -UNBOUNDED)
-    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], UNBOUNDED)
-    return bands

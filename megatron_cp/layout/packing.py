@@ -142,6 +142,8 @@ class Packing(Memo):
             >>> [part.tolist() for part in packing.split(packing.tokens)]
             [[5, 6, 7], [5, 6, 8, 9], [4]]
         """
+        if not isinstance(sequences, Iterable):
+            raise ArgumentError("sequences", sequences, "several lists of token ids")
         given = [host_array(f"sequences[{number}]", sequence) for number, sequence in enumerate(sequences)]
         for number, ids in enumerate(given):
             if ids.ndim != 1 or (ids.size and not is_integral(ids)):
@@ -182,7 +184,7 @@ class Packing(Memo):
         return ((start, end) for start, end in itertools.pairwise(offsets) if end > start)
 
     def documents_of(self, tokens: IntArray) -> IntArray:
-        """Returns the document of each given token of the packed stream, in the shape of `tokens`.
+        """Returns the document, or the tree, of each given token of the packed stream, in the shape of `tokens`.
 
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
@@ -209,6 +211,13 @@ class Packing(Memo):
         if self.branches is not None:
             return self.branches.positions_of(np.arange(self.total))
         return np.arange(self.total) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+
+    @property
+    def run_lengths(self) -> IntArray:
+        """`[n]` tokens of each document, or in trees of each part of them between two places where they branch."""
+        if self.branches is None:
+            return self.lengths
+        return self.branches.runs.stops - self.branches.runs.starts
 
     def copies(self) -> IntArray:
         """Returns `[total]` the number of documents that hold every token: 1, and more where documents share it."""

@@ -56,12 +56,14 @@ class Segments(Memo):
         parent: `[n]` the segment that each one continues; -1 where a document begins.
         past, future: `[n]` True if its document begins before it, and if it continues after it.
         branches: True if several segments continue the same one.
+        continued: True if all documents continue a state from before their first token, and their last states are kept:
+            every segment then has a past and a future. The parent of a document's first segment is -1 - document.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, continued: bool = False) -> None:
         # Without the layout itself, which remembers these: a cycle would keep both until garbage collection.
         self.cp_size, packing = layout.cp_size, layout.packing
-        self.branches = packing.branches is not None
+        self.branches, self.continued = packing.branches is not None, continued
         trees = packing.branches
         begins = packing.cu_seqlens[:-1][packing.lengths > 0] if trees is None else trees.runs.starts
         self.start = np.union1d(layout.starts, begins)
@@ -72,6 +74,9 @@ class Segments(Memo):
             self.past = self.start > packing.cu_seqlens[self.document]
             self.future = self.end < packing.cu_seqlens[self.document + 1]
             self.parent = np.where(self.past, np.arange(self.start.size) - 1, -1)
+            if continued:
+                self.parent = np.where(self.past, self.parent, -1 - self.document)
+                self.past = self.future = np.ones(self.start.size, dtype=bool)
             return
         before = trees.predecessors[self.start]
         self.past = before >= 0
@@ -79,9 +84,9 @@ class Segments(Memo):
         self.future = np.bincount(self.parent[self.past], minlength=self.start.size) > 0
 
     @classmethod
-    def from_layout(cls, layout: Layout) -> Segments:
+    def from_layout(cls, layout: Layout, *, continued: bool = False) -> Segments:
         """Returns the segments of a layout, made once."""
-        found: Segments = layout.memo(("segments",), lambda: cls(layout))
+        found: Segments = layout.memo(("segments", continued), lambda: cls(layout, continued=continued))
         return found
 
     def local(self, rank: int) -> LocalSegments:
@@ -122,6 +127,9 @@ class Segments(Memo):
         return self.memo(("needed ranges", forward), lambda: self._needed_ranges(forward))
 
     def _needed_ranges(self, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
+        if self.continued:  # every rank keeps the last states of all documents
+            ranks = np.arange(self.cp_size)
+            return 0 * ranks, 0 * ranks + self.start.size, np.arange(self.cp_size + 1)
         if self.branches:
             needed = [self._related(np.flatnonzero(self.rank == rank), forward) for rank in range(self.cp_size)]
             ids = np.concatenate(needed)
@@ -162,6 +170,8 @@ class Segments(Memo):
     @cached_property
     def crosses(self) -> bool:
         """True if any document has tokens on more than one rank."""
+        if self.continued:
+            return self.cp_size > 1
         return bool((self.rank[self.parent] != self.rank)[self.past].any())
 
     def receivers(self, *, forward: bool) -> IntArray:
@@ -169,6 +179,8 @@ class Segments(Memo):
         return self.memo(("receivers", forward), lambda: self._receivers(forward))
 
     def _receivers(self, forward: bool) -> IntArray:
+        if self.continued:
+            return np.full(self.start.size, self.cp_size - 1)
         if self.branches:
             ids, _, offsets = self.needed_ranges(forward=forward)
             others = ids[self.rank[ids] != np.repeat(np.arange(self.cp_size), np.diff(offsets))]

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.kernels import LinearKernel
@@ -24,6 +25,7 @@ def causal_conv1d(
     *,
     activation: str | None = None,
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes the causal depthwise convolution of each document, over the ranks of `group`; differentiable.
 
@@ -37,17 +39,19 @@ def causal_conv1d(
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         activation: "silu" (or "swish"), or None.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, channels]` in the type of x, zero in pad rows. A parameter's gradient is this rank's share, which must be
         summed over the group, as data parallelism over the group does.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "conv1d", 'plan_linear(kind="conv1d")')
     (x,) = lowered(x)
-    layer = LinearOnRank(plan, group, kernel, "x", x)
+    layer = LinearOnRank(plan, group, kernel, "x", x, cache, convolves=True)
     (block,) = plan.sections.blocks
     check_tensor("x", x, (layer.rows, block.width), like=x)
     taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_cp.errors import checked_flag, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
@@ -28,6 +29,7 @@ def gated_delta_rule(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes the gated delta rule within each document, over the ranks of `group`; differentiable.
 
@@ -45,28 +47,30 @@ def gated_delta_rule(
         scale: queries are multiplied by it; `head_dim ** -0.5` if None.
         use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     return delta_rule(
-        "gdn", "gated_delta_rule", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel,
+        "gdn", "gated_delta_rule", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, cache,
         per_feature=False,
     )  # fmt: skip
 
 
 def delta_rule(
     kind: str, operation: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Plan,
-    group: Group | None, scale: float | None, use_qk_l2norm_in_kernel: bool, kernel: str | LinearKernel, *,
-    per_feature: bool,
+    group: Group | None, scale: float | None, use_qk_l2norm_in_kernel: bool, kernel: str | LinearKernel,
+    cache: LayerCache | None, *, per_feature: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `gated_delta_rule`, or `kda`, whose g has a number `per_feature` and travels before beta."""
     check_plan(plan, kind, f'plan_linear(kind="{kind}")')
     q, k, v = widened(q, k, v)
-    layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
     # v is first, since the others are compared with it.
     for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
@@ -109,6 +113,7 @@ def gated_delta_net(
     dt_bias: Tensor,
     scale: float | None = None,
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes a Gated DeltaNet layer between its projections: convolution, gates and rule; differentiable.
 
@@ -130,17 +135,20 @@ def gated_delta_net(
         A_log, dt_bias: `[heads]`, whole on every rank.
         scale: queries are multiplied by it; `head_dim ** -0.5` if None.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
         which must be summed over the group, as data parallelism over the group does.
 
     Raises:
-        ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, parameters, group, kernel or cache that do not fit the plan. Raised before anything is
+            sent.
     """
     check_plan(plan, "gdn", 'plan_linear(kind="gdn")')
     (qkv,) = lowered(qkv)
-    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
     check_tensor("beta", beta, (layer.rows, heads), like=qkv)

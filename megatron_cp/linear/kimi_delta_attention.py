@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, as_number, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gated_delta_net import delta_rule
@@ -30,6 +31,7 @@ def kda(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes Kimi Delta Attention's rule within each document, over the ranks of `group`; differentiable.
 
@@ -47,16 +49,18 @@ def kda(
         scale: queries are multiplied by it; `head_dim ** -0.5` if None.
         use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     return delta_rule(
-        "kda", "kda", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, per_feature=True
-    )
+        "kda", "kda", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, cache, per_feature=True,
+    )  # fmt: skip
 
 
 @no_compile
@@ -74,6 +78,7 @@ def kda_mixer(
     lower_bound: float | None = None,
     scale: float | None = None,
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes a Kimi Delta Attention layer between its projections; differentiable.
 
@@ -97,17 +102,20 @@ def kda_mixer(
         lower_bound: limit of the log decay, below 0; None for no limit.
         scale: queries are multiplied by it; `head_dim ** -0.5` if None.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
         which must be summed over the group, as data parallelism over the group does.
 
     Raises:
-        ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, parameters, group, kernel or cache that do not fit the plan. Raised before anything is
+            sent.
     """
     check_plan(plan, "kda", 'plan_linear(kind="kda")')
     (qkv,) = lowered(qkv)
-    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
     check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
     check_tensor("g", g, (layer.rows, decay.width), like=qkv)

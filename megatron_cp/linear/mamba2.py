@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.steps import step_gates
@@ -38,6 +39,7 @@ def mamba2(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes Mamba-2's recurrence within each document, over the ranks of `group`; differentiable.
 
@@ -56,16 +58,18 @@ def mamba2(
         dt_softplus: True to apply softplus to dt.
         dt_limit: lower and upper limit to which dt is clamped.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, head_dim]`, zero in pad rows.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
     x, B, C = widened(x, B, C)  # noqa: N806
-    layer, blocks = LinearOnRank(plan, group, kernel, "x", x), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "x", x, cache), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
     heads = blocks[0].num_heads
@@ -111,6 +115,7 @@ def mamba2_mixer(
     dt_bias: Tensor,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     kernel: str | LinearKernel = "auto",
+    cache: LayerCache | None = None,
 ) -> Tensor:
     """Computes a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
 
@@ -130,17 +135,20 @@ def mamba2_mixer(
         D: `[heads]`, or with a number for each feature `[heads, head_dim]`; whole on every rank.
         dt_limit: lower and upper limit to which the step sizes are clamped.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share, which
         must be summed over the group, as data parallelism over the group does.
 
     Raises:
-        ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, parameters, group, kernel or cache that do not fit the plan. Raised before anything is
+            sent.
     """
     check_plan(plan, "mamba", _MAKER)
     (xBC,) = lowered(xBC)  # noqa: N806
-    layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC, cache, convolves=True), plan.sections.blocks
     heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("xBC", xBC, (layer.rows, channels), like=xBC)
     check_tensor("dt", dt, (layer.rows, heads), like=xBC)

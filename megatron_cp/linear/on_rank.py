@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,24 +18,27 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
+from megatron_cp.executor.cache import LayerCache, StateShape, checked_cache, refuse_gradients
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.kernels import Kernel, kernel_name
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.run import LocalWork, run
-from megatron_cp.executor.scan import LocalScan, scan
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.executor.scan import LocalScan, continued_scan, scan
+from megatron_cp.layout import Layout
 from megatron_cp.layout.segments import LocalSegments, Segments
-from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, choose_conv, choose_rule
+from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, ScanWork, choose_conv, choose_rule
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 
 Stage = Callable[..., list[Tensor]]
+_STATE = "state"  # the name of the recurrence's state in a cache, beside those of sections
 
 
 class LinearOnRank:
@@ -45,6 +49,8 @@ class LinearOnRank:
         group: the plan's ranks.
         kernel: the kernel of the recurrence, and of the convolution if one has the same name.
         name, values: name and tensor of the argument that sets the type and the device of the layer's values.
+        cache: the states of earlier calls, which the layer continues and replaces; None to begin with zero.
+        convolves: True if the layer has a convolution, whose last inputs belong to the cached states.
 
     Attributes:
         ranks: the plan's ranks.
@@ -57,7 +63,7 @@ class LinearOnRank:
 
     def __init__(
         self, plan: Plan, group: Group | None, kernel: str | LinearKernel, name: str,
-        values: Tensor,
+        values: Tensor, cache: LayerCache | None = None, *, convolves: bool = False,
     ) -> None:  # fmt: skip
         check_dense(name, values)
         check_stream(name, values.device, plan)
@@ -65,12 +71,16 @@ class LinearOnRank:
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
         self.comm = Communicator(self.ranks, plan.transport, plan.kind, plan.scheme)
+        self.cache, self.states = cache, dict[str, StateShape]()
+        if cache is not None:
+            self.states = _state_shapes(plan, values.dtype, convolves=convolves)
+            checked_cache(cache).check_states(plan, self.states, values)
         self._set_chunk(0, values.dtype, values.device)
 
     def _set_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
         partition, head_rank = self.plan.chunk_partition(chunk), self.rank % self.plan.ulysses_degree
         self.blocks = self.plan.sections.chunk(self.plan.partition, chunk, self.plan.head_chunks).blocks
-        self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
+        self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device, continued=self.cache is not None)
         (first, last), (first_group, _) = partition.heads[head_rank], partition.groups[head_rank]
         self.heads = slice(first, last)
         self.groups = [head // partition.heads_per_group - first_group for head in range(first, last)]
@@ -98,8 +108,13 @@ class LinearOnRank:
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""
         options["kernel"] = kernel_name(self.kernel)
+        if self.cache is not None:
+            refuse_gradients(tensors.values())
+            options["cache"] = True
         mark = agree_on_call(self.ranks, [self.plan], operation, tensors, options)
         self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme, self.plan.tables)
+        if self.cache is not None:
+            self.cache.begin_states(self.rank, self.states, next(x for x in tensors.values() if x is not None))
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
@@ -119,6 +134,8 @@ class LinearOnRank:
             `[rows, h, dv]`, zero in pad rows.
         """
         (out,) = run(self.plan, self.comm, tensors, self.work(conv=conv, gates=gates, rule=rule))
+        if self.cache is not None:
+            self.cache.end_step()
         if self.is_chunkwise and self.rows > self.tokens:
             out = F.pad(out, (0, 0) * (out.ndim - 1) + (0, self.rows - self.tokens))
         last = self.plan.out
@@ -147,34 +164,71 @@ class LinearOnRank:
         blocks = list(self.blocks)
         if self.is_chunkwise:
             x, *rest = arrived
-            y = self._convolved_segments(x[: self.tokens], weight, bias, silu=silu)
+            y = self._convolved_segments(x[: self.tokens], weight, bias, blocks[:count], silu=silu)
             return [*self._split([y], blocks[:count], cut=False), *self._split(rest, blocks[count:])]
         kernel = choose_conv(self.kernel, self.call)
         weights = self.local_channels(weight, blocks[:count])
         biases: Sequence[Tensor | None] = [None] * count if bias is None else self.local_channels(bias, blocks[:count])
         done = []
-        for x, local_weight, local_bias in zip(arrived[:count], weights, biases, strict=True):
+        for x, block, local_weight, local_bias in zip(arrived[:count], blocks[:count], weights, biases, strict=True):
             if not x.numel():
                 done.append(connected(x, local_weight, *([] if local_bias is None else [local_bias])))
                 continue
             flat, history = x.flatten(1), None
             if self.call.segments is not None and self.plan.conv_width > 1:
-                halo = Halo(whole(self.plan.packing), self.plan.conv_width, flat.shape[1])
+                continued = self.cache is not None
+                halo = Halo(whole(self.plan), self.plan.conv_width, flat.shape[1], continued)
                 flat, history = start_halo(halo, as_rank_group(None, 1), flat)
+                history = self._continued_history(halo, 0, history, [block]) if continued else history
             y = kernel.conv(flat, local_weight, local_bias, self.call, silu=silu, history=history)
             done.append(y.to(x.dtype).view(x.shape))
         return [*done, *arrived[count:]]
 
-    def _convolved_segments(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    def _convolved_segments(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Sequence[Section], *, silu: bool
+    ) -> Tensor:
         halo = next(step for step in self.plan.steps if isinstance(step, Halo))
         history = None
         if halo.reach:
+            halo = halo if self.cache is None else replace(halo, continued=True)
             x, history = start_halo(halo, self.comm, x)
+            history = history if self.cache is None else self._continued_history(halo, self.rank, history, blocks)
         if not len(x):
             others = [weight, *([] if bias is None else [bias]), *([] if history is None else [history()])]
             return connected(x, *others)
         kernel = choose_conv(self.kernel, self.call)
         return kernel.conv(x, weight, bias, self.call, silu=silu, history=history).to(x.dtype)
+
+    def _continued_history(
+        self, halo: Halo, rank: int, wait: Callable[[], Tensor], blocks: Sequence[Section]
+    ) -> Callable[[], Tensor]:
+        """Returns a function that adds the cached inputs of the convolution to those that arrive, and replaces them.
+
+        Args:
+            halo: the halo, which is `continued`, of the channels of `blocks`.
+            rank: this rank's number in the halo's layout.
+            wait: the second result of `start_halo`.
+            blocks: the sections that are convolved together.
+        """
+        assert self.cache is not None
+        held = [self.cache.state(block.name, *self._channels(block)) for block in blocks]  # [documents, c, reach]
+
+        def history() -> Tensor:
+            found, before = wait(), torch.cat(held, 1).transpose(1, 2).flatten(0, 1)
+            places, rows = (on_device(table, found.device, torch.int64) for table in halo.earlier(rank))
+            found.flatten(0, 1).index_copy_(0, places, before.index_select(0, rows))
+            segments = len(found) - self.plan.packing.num_documents
+            last = found[segments:].transpose(1, 2)
+            for state, part in zip(held, last.split([state.shape[1] for state in held], 1), strict=True):
+                state.copy_(part)
+            return found[:segments]
+
+        return history
+
+    def _channels(self, block: Section) -> tuple[int, int]:
+        """Returns the first of this rank's channels of a section, and one past the last."""
+        lo, hi = block.ranges[self.rank % self.plan.ulysses_degree]
+        return lo * block.head_dim, hi * block.head_dim
 
     def _split(self, tensors: Sequence[Tensor], blocks: list[Section], *, cut: bool = True) -> list[Tensor]:
         """Splits tensors `[rows, f]` into views `[T, h, d]`, one for each section."""
@@ -201,35 +255,46 @@ class LinearOnRank:
         else:  # documents that branch, all of them here: states go from segment to segment without travelling
             _, heads, value_dim = values.shape
             dense = KINDS[self.plan.kind].is_dense
-            step = Scan(whole(self.plan.packing), heads, inputs.keys.shape[2], value_dim, dense)
+            step = Scan(whole(self.plan), heads, inputs.keys.shape[2], value_dim, dense)
             comm = over(as_rank_group(None, 1))
-        if not values.numel():
-            return scan(step, comm, _NoTokens(step, values), *inputs)
-        work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
-        return work.finish(scan(step, comm, work.local, *work.tensors))
+        if values.numel():
+            work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
+        else:
+            work = ScanWork(list(inputs), _NoTokens(step, values), lambda out: out)
+        if self.cache is None:
+            return work.finish(scan(step, comm, work.local, *work.tensors))
+        state = self.cache.state(_STATE, self.heads.start, self.heads.stop)
+        step = step.memo("continued", lambda: replace(step, continued=True))
+        out, final = continued_scan(step, comm, work.local, state, *work.tensors)
+        state.copy_(final)
+        return work.finish(out)
 
     def local_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
         """Selects the channels of this rank's heads in each block of a parameter `[channels, ...]`."""
         local, start = [], 0
         for block in blocks:
-            lo, hi = block.ranges[self.rank % self.plan.ulysses_degree]
-            local.append(parameter[start + lo * block.head_dim : start + hi * block.head_dim])
+            first, last = self._channels(block)
+            local.append(parameter[start + first : start + last])
             start += block.width
         return local
 
 
 def linear_call(
-    plan: Plan, blocks: Sequence[Section], rank: int, dtype: torch.dtype, device: torch.device
-) -> LinearCall:
-    """Returns the arguments that all kernel calls of a layer on one rank share, given the sections of its heads."""
+    plan: Plan, blocks: Sequence[Section], rank: int, dtype: torch.dtype, device: torch.device, *,
+    continued: bool = False,
+) -> LinearCall:  # fmt: skip
+    """Returns the arguments that all kernel calls of a layer on one rank share, given the sections of its heads.
+
+    With `continued`, documents continue the states of earlier calls.
+    """
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
     segments: LocalSegments | None = None
     if plan.recurrent_steps:
-        segments = Segments.from_layout(plan.layout).local(rank)
-    elif plan.packing.branches is not None:
-        segments = Segments.from_layout(whole(plan.packing)).local(0)
+        segments = Segments.from_layout(plan.layout, continued=continued).local(rank)
+    elif continued or plan.packing.branches is not None:
+        segments = Segments.from_layout(whole(plan), continued=continued).local(0)
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if not plan.recurrent_steps:
         head_ranks = range(plan.ulysses_degree)
@@ -244,9 +309,25 @@ def linear_call(
     )  # fmt: skip
 
 
-def whole(packing: Packing) -> Layout:
+def _state_shapes(plan: Plan, dtype: torch.dtype, *, convolves: bool) -> dict[str, StateShape]:
+    """Returns the states of a plan's layer: that of the recurrence, and the last inputs of each convolved section."""
+    kind, blocks, ranks = KINDS[plan.kind], {block.name: block for block in plan.sections.blocks}, plan.cp_size
+    found = {}
+    if kind.has_state:
+        ranges = plan.partition.heads * (ranks // len(plan.partition.heads))
+        sizes = (blocks[kind.keys].head_dim, blocks[kind.values].head_dim)
+        found[_STATE] = StateShape(ranges, sizes, torch.promote_types(dtype, torch.float32))
+    for block in plan.sections.blocks[: kind.convolved] if convolves and plan.conv_width > 1 else ():
+        ranges = tuple((lo * block.head_dim, hi * block.head_dim) for lo, hi in block.ranges)
+        found[block.name] = StateShape(ranges * (ranks // len(ranges)), (plan.conv_width - 1,), dtype)
+    return found
+
+
+def whole(plan: Plan) -> Layout:
     """Returns the layout in which one rank holds all tokens."""
-    return packing.memo(("whole",), lambda: Layout.contiguous(packing, 1))
+    # The plan's layout remembers it, not the packing: a cycle would keep a batch's tables until garbage collection.
+    found: Layout = plan.layout.memo(("whole",), lambda: Layout.contiguous(plan.packing, 1))
+    return found
 
 
 class _NoTokens(LocalScan):

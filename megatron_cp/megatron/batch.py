@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.batch.branched import Targets
 from megatron_cp.batch.shard import shard_batch as local_batch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import moved
@@ -34,8 +35,8 @@ class ShardedBatch:
         packed_seq_params: the plans and Megatron's own fields.
         num_tokens: number of tokens of the whole batch with a label and a nonzero loss mask.
         pad_rows: number of rows on all ranks that are not tokens.
-        label_rows, label_copies: where documents branch, the row of each label and the documents that hold it, and
-            labels and loss mask are `[1, p]`: see `LocalBatch`, and `forward_step`. None else.
+        targets: where documents branch, the labels and their rows, and `labels` and `loss_mask` are `[1, 0]`: see
+            `LocalBatch`, and `forward_step`. None else.
     """
 
     tokens: Tensor
@@ -45,8 +46,7 @@ class ShardedBatch:
     packed_seq_params: PlannedSeqParams
     num_tokens: int
     pad_rows: int
-    label_rows: Tensor | None = None
-    label_copies: Tensor | None = None
+    targets: Targets | None = None
 
 
 def layout_options(config: Any) -> dict[str, Any]:
@@ -119,8 +119,7 @@ def shard_batch(
         packed_seq_params=params,
         num_tokens=batch.num_tokens,
         pad_rows=batch.pad_rows,
-        label_rows=None if batch.label_rows is None else batch.label_rows.rows,
-        label_copies=batch.label_copies,
+        targets=batch.targets,
     )
 
 

@@ -23,17 +23,18 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], A
     """
     batch: ShardedBatch = next(batches)
     loss = loss_of(batch, get_model_config(model))
-    branched = getattr(batch, "label_rows", None)
+    targets = getattr(batch, "targets", None)
     losses = model(
         batch.tokens,
         batch.position_ids,
         None,
-        labels=batch.labels if branched is None else None,
+        labels=batch.labels if targets is None else None,
         loss_mask=batch.loss_mask,  # for multi-token prediction
         packed_seq_params=batch.packed_seq_params,
     )
-    if branched is not None and unwrap_model(model).post_process:  # logits [1, t, vocabulary]
-        losses = unwrap_model(model).compute_language_model_loss(batch.labels, losses[0, branched][:, None])
+    if targets is not None and unwrap_model(model).post_process:  # logits [1, t, vocabulary]
+        logits = losses[0].index_select(0, targets.rows)
+        losses = unwrap_model(model).compute_language_model_loss(targets.labels[None], logits[:, None])
     return losses, loss
 
 
@@ -65,7 +66,10 @@ def _loss_of_all_ranks(
     batch: ShardedBatch, is_per_token: bool, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     params: Any = batch.packed_seq_params
-    total, tokens, logged = token_loss(batch.loss_mask, losses, batch.label_copies)
+    if batch.targets is None:
+        total, tokens, logged = token_loss(batch.loss_mask, losses)
+    else:
+        total, tokens, logged = token_loss(batch.targets.weights[None], losses, batch.targets.copies[None])
     whole, everyones = total * params.plans.layout.cp_size, torch.full_like(tokens, batch.num_tokens)
     if params.ranks is None:
         # Megatron's evaluation takes the mean of the ranks' quotients with --sft, else the quotient of their sums. Both
@@ -82,7 +86,7 @@ def token_loss(
     Args:
         loss_mask: `[b, t]`, weight of each token's loss.
         losses: `[b, t]`, the model's output.
-        copies: how often each loss counts, where documents branch: `ShardedBatch.label_copies`; None for once.
+        copies: how often each loss counts, where documents branch: `ShardedBatch.targets.copies`; None for once.
 
     Returns:
         The sum of weighted losses; the number of tokens whose weight is not 0; and both, detached, `[2]` in float32,

@@ -53,12 +53,8 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     if host_group.size() == 1:
         assert pack is not None
         return pack
-    fields = (
-        []
-        if pack is None
-        else [torch.from_numpy(pack.packing.lengths.copy()), pack.tokens, pack.labels, pack.loss_mask]
-    )
-    header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 4)
+    fields = [] if pack is None else [*_documents(pack.packing), pack.tokens, pack.labels, pack.loss_mask]
+    header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 6)
     dist.broadcast(header, source, group=host_group)
     sizes = header.tolist()
     # One message of 8-byte words, in which weights are float64, which represents float32 exactly.
@@ -71,11 +67,19 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     dist.broadcast(message, source, group=host_group)
     if pack is not None and dist.get_rank() == source:
         return pack
-    lengths, tokens, labels, weights = (
+    lengths, parents, ends, tokens, labels, weights = (
         None if size < 0 else part
         for size, part in zip(sizes, message.split([max(size, 0) for size in sizes]), strict=True)
     )
     assert lengths is not None
     assert tokens is not None
     loss_mask = None if weights is None else weights.view(torch.float64).float()
-    return Pack(Packing(lengths.numpy()), tokens, labels, loss_mask)
+    packing = Packing(lengths.numpy()) if parents is None else Packing.tree(lengths, parents, ends)
+    return Pack(packing, tokens, labels, loss_mask)
+
+
+def _documents(packing: Packing) -> list[Tensor | None]:
+    """Returns the arguments of `Packing.tree`; the documents' lengths alone where none branches."""
+    tree = packing.branches
+    arrays = (packing.lengths, None, None) if tree is None else (tree.lengths, tree.parents, tree.ends)
+    return [None if array is None else torch.from_numpy(array.copy()) for array in arrays]

@@ -1,6 +1,8 @@
 from .describe import counted as counted
+from .describe import describe_ties as describe_ties
 from .describe import plural as plural
 from .describe import size as size
+from .describe import tied as tied
 from .kinds import CONV1D as CONV1D
 from .kinds import GDN as GDN
 from .kinds import KINDS as KINDS

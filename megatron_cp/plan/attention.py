@@ -50,6 +50,8 @@ class Attend(Memo):
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
+        latent: features of the shared rotary key and of the latent that travel in place of keys and values, in one
+            group; None if keys and values travel.
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
     """
@@ -63,6 +65,12 @@ class Attend(Memo):
     value_head_dim: int
     head_chunks: int = 1
     tiled: TiledWork | None = None
+    latent: tuple[int, int] | None = None
+
+    @property
+    def key_features(self) -> tuple[int, int]:
+        """Features of a key and of a value head as they travel."""
+        return self.latent or (self.head_dim, self.value_head_dim)
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -219,7 +227,7 @@ class Attend(Memo):
     def row_bytes(self, payload: Payload, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
         """Returns the bytes of a row in a message, of one of a rank's head chunks or of all together."""
         chunks = self.chunks(head_rank) if chunk is None else [chunk]
-        sizes = RowSizes(self.head_dim, self.value_head_dim, item_size)
+        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size)
         return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
     def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
@@ -255,6 +263,8 @@ class Attend(Memo):
             tiles.append(f"tiles assigned by {digests}, in {forward} and {backward} rounds")
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
+        if self.latent is not None:
+            shape += f", latents of {self.latent[0]} and {self.latent[1]}"
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from typing_extensions import assert_never
@@ -84,11 +84,12 @@ def _attend(step: Attend) -> list[str]:
     if step.num_kv_ranks == 1:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
-    row = step.head_dim + step.value_head_dim
+    row = sum(step.key_features)
     if step.tiled is not None:
         return _tiled(step, among)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
-    return [f"attention: {way}{among}; a key and its value are {row} elements a head"]
+    what, each = ("a key and its value are", " a head") if step.latent is None else ("a latent and its key are", "")
+    return [f"attention: {way}{among}; {what} {row} elements{each}"]
 
 
 def _tiled(step: Attend, among: str) -> list[str]:
@@ -142,6 +143,24 @@ def plural(noun: str, count: int = 2) -> str:
         return noun
     first, _, rest = noun.partition(" of ")
     return f"{first}s of {rest}" if rest else f"{first}s"
+
+
+_TIE = 0.005  # relative difference of predictions below which neither of two candidates is faster
+
+
+def tied(values: Mapping[str, float], taken: float) -> list[str]:
+    """Returns the names of the candidates whose values are within 0.5 % of the taken one's, the nearest first."""
+    apart = {name: abs(value / taken - 1) for name, value in values.items()} if taken else {}
+    return sorted((name for name, share in apart.items() if share <= _TIE), key=lambda name: apart[name])
+
+
+def describe_ties(names: Sequence[str]) -> str:
+    """Returns a clause that names candidates that are as fast as the one before it; nothing without names."""
+    if not names:
+        return ""
+    shown = [*names[:2], *([f"{len(names) - 2} more"] if len(names) > 2 else [])]
+    first, last = ", ".join(shown[:-1]), shown[-1]
+    return f"; {f'{first} and {last} are' if first else f'{last} is'} within {100 * _TIE:g} %"
 
 
 def counted(count: int, noun: str) -> str:

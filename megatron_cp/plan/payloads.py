@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 
 class RowSizes(NamedTuple):
-    """Features of a key and of a value head, and bytes of an element."""
+    """Features of a query and of an output head, of a key and its value as they travel, and bytes of an element."""
 
     head_dim: int
     value_head_dim: int
+    key_and_value: int
     item: int
 
     @property
@@ -37,16 +38,15 @@ class Payload(Enum):
 
     def row_bytes(self, sizes: RowSizes, heads: int, groups: int) -> int:
         """Returns the bytes of a row of some query heads and key/value heads."""
-        key_and_value = sizes.head_dim + sizes.value_head_dim
         match self:
             case Payload.KEYS | Payload.KEY_GRADIENTS:
-                return groups * key_and_value * sizes.item
+                return groups * sizes.key_and_value * sizes.item
             case Payload.KEY_GRADIENT_SUMS:
-                return groups * key_and_value * sizes.wide
+                return groups * sizes.key_and_value * sizes.wide
             case Payload.QUERIES | Payload.QUERY_GRADIENTS:
                 return heads * sizes.head_dim * sizes.item
             case Payload.PARTIALS:
                 return heads * (sizes.value_head_dim + 1) * sizes.wide
         # Log-sum-exps and row sums, then queries and output gradients, filled up to whole elements of the wider type.
-        row = heads * (key_and_value * sizes.item + 2 * sizes.wide)
+        row = heads * ((sizes.head_dim + sizes.value_head_dim) * sizes.item + 2 * sizes.wide)
         return -(-row // sizes.wide) * sizes.wide

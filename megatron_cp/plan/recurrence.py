@@ -52,11 +52,14 @@ class Halo(Memo):
         layout: the ranks that hold each token.
         width: taps of the convolution.
         channels: features of a token.
+        continued: True if the tokens before a document's first one are those of earlier calls: all segments wait, and
+            every rank also gets the last tokens that each document then has, behind the rows of its segments.
     """
 
     layout: Layout
     width: int
     channels: int
+    continued: bool = False
 
     @property
     def reach(self) -> int:
@@ -70,32 +73,44 @@ class Halo(Memo):
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         """Five arrays over the tokens that segments need: rank in need, owner, row there, segment, distance to it."""
-        return self.layout.memo(("halo needs", self.reach), self._make_needs)
+        return self.layout.memo(("halo needs", self.reach, self.continued), self._make_needs)
+
+    @property
+    def segments(self) -> Segments:
+        return Segments.from_layout(self.layout, continued=self.continued)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        segments, layout = Segments.from_layout(self.layout), self.layout
-        ids = np.flatnonzero(segments.past)
+        segments, layout = self.segments, self.layout
+        ids = np.flatnonzero(segments.parent >= 0)
+        needer, piece = segments.rank[ids], segments.parent[ids]
+        if self.continued:  # the end of a document is one more segment, without tokens, on every rank
+            _, last = np.unique(segments.document[::-1], return_index=True)
+            last = segments.start.size - 1 - last
+            ends = np.tile(segments.start.size + segments.document[last], layout.cp_size)
+            needer = np.concatenate([needer, np.repeat(np.arange(layout.cp_size), last.size)])
+            ids, piece = np.concatenate([ids, ends]), np.concatenate([piece, np.tile(last, layout.cp_size)])
         found = []
-        piece, distance = segments.parent[ids], np.zeros(ids.size, dtype=np.int64)
+        distance = np.zeros(ids.size, dtype=np.int64)
         while ids.size:  # from piece to piece along the document
             taken = np.minimum(self.reach - distance, segments.end[piece] - segments.start[piece])
             ends = segments.end[piece]
             tokens, segment = arange_ranges(ends - taken, ends), np.repeat(ids, taken)
-            found.append((segment, tokens, np.repeat(ends + distance, taken) - tokens))
+            found.append((segment, tokens, np.repeat(ends + distance, taken) - tokens, np.repeat(needer, taken)))
             distance = distance + taken
-            goes_on = (distance < self.reach) & segments.past[piece]
+            goes_on = (distance < self.reach) & (segments.parent[piece] >= 0)
             ids, piece, distance = ids[goes_on], segments.parent[piece[goes_on]], distance[goes_on]
-        columns = zip(*found, strict=True) if found else [[np.empty(0, dtype=np.int64)]] * 3
-        segment, tokens, before = map(np.concatenate, columns)
+            needer = needer[goes_on]
+        columns = zip(*found, strict=True) if found else [[np.empty(0, dtype=np.int64)]] * 4
+        segment, tokens, before, needer = map(np.concatenate, columns)
         order = np.lexsort((-before, segment))
         segment, tokens, before = segment[order], tokens[order], before[order]
         owner, row = layout.located(tokens)
-        return segments.rank[segment], owner, row, segment, before
+        return needer[order], owner, row, segment, before
 
     @property
     def split_counts(self) -> SplitCounts:
         """Rows from each rank to each rank, forward."""
-        return self.layout.memo(("halo split counts", self.reach), self._make_split_counts)
+        return self.layout.memo(("halo split counts", self.reach, self.continued), self._make_split_counts)
 
     def _make_split_counts(self) -> SplitCounts:
         needer, owner, *_ = self._needs
@@ -106,14 +121,33 @@ class Halo(Memo):
 
     def tables(self, rank: int) -> HaloTables:
         """Returns the index tables of one rank."""
-        key = ("halo", self.reach, rank)
+        key = ("halo", self.reach, rank, self.continued)
         return self.layout.memo(key, lambda: self._tables(rank))
+
+    def _waiting(self, rank: int) -> IntArray:
+        """Returns the segments of a rank that wait, in the order of its rows, and then the ends of documents."""
+        segments, local = self.segments, self.segments.local(rank)
+        documents = np.arange(self.layout.packing.num_documents if self.continued else 0)
+        return np.concatenate([local.ids[local.past], segments.start.size + documents])
+
+    def earlier(self, rank: int) -> tuple[IntArray, IntArray]:
+        """Returns the places of rows of earlier calls, and which these are among `[documents * reach]`, the last
+        `reach` rows of each document before its first token here.
+        """
+        return self.layout.memo(("halo earlier", self.reach, rank), lambda: self._earlier(rank))
+
+    def _earlier(self, rank: int) -> tuple[IntArray, IntArray]:
+        segments, packing, waiting = self.segments, self.layout.packing, self._waiting(rank)
+        begins = packing.cu_seqlens
+        document = np.concatenate([segments.document, np.arange(packing.num_documents)])[waiting]
+        distance = np.concatenate([segments.start, begins[1:]])[waiting] - begins[document]
+        slot, row = np.nonzero(np.arange(self.reach) < (self.reach - distance)[:, None])
+        return slot * self.reach + row, document[slot] * self.reach + row + distance[slot]
 
     def _tables(self, rank: int) -> HaloTables:
         needer, owner, row, segment, before = self._needs
-        local, segments = Segments.from_layout(self.layout).local(rank), Segments.from_layout(self.layout)
-        waiting = local.ids[local.past]
-        number = np.zeros(segments.start.size, dtype=np.int64)
+        waiting = self._waiting(rank)
+        number = np.zeros(self.segments.start.size + self.layout.packing.num_documents, dtype=np.int64)
         number[waiting] = np.arange(waiting.size)
         sent = np.flatnonzero((owner == rank) & (needer != rank))
         sent = sent[np.argsort(needer[sent], kind="stable")]
@@ -150,6 +184,7 @@ class Scan(Memo):
         heads: the number of heads, each with a state `[key_dim, value_dim]`.
         key_dim, value_dim: sizes of the state.
         dense: True if M is a matrix `[key_dim, key_dim]` for each head, as in a delta rule; else it is one number.
+        continued: True if documents continue the states of earlier calls, forward only; see `Segments`.
     """
 
     layout: Layout
@@ -157,10 +192,11 @@ class Scan(Memo):
     key_dim: int
     value_dim: int
     dense: bool
+    continued: bool = False
 
     @property
     def segments(self) -> Segments:
-        return Segments.from_layout(self.layout)
+        return Segments.from_layout(self.layout, continued=self.continued)
 
     @property
     def crosses(self) -> bool:

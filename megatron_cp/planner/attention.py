@@ -49,6 +49,7 @@ def plan_attention(
     kv_heads: int | None = None,
     head_dim: int,
     value_head_dim: int | None = None,
+    latent: tuple[int, int] | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
@@ -83,6 +84,8 @@ def plan_attention(
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
+        latent: for `latent_attention`, features of the shared rotary key and of the latent of a token, such as
+            (64, 512), which travel in place of keys and values; None where keys and values travel.
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -130,9 +133,11 @@ def plan_attention(
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, transport)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
+    if latent is not None:
+        latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
-        search, on,
+        search, on, latent,
     )  # fmt: skip
     if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
         return request.plan(scheme_named(scheme), ulysses_degree)
@@ -174,19 +179,20 @@ class _Request:
     topology: Topology
     search: TileSearch
     on: Machine
+    latent: tuple[int, int] | None
 
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim)
+        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
 
     def schedule_rounds(self, plan: Plan) -> Plan:
         """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
-        if plan.attend is None or plan.attend.tiled is None:
-            return plan
+        if plan.attend is None or plan.attend.tiled is None or not plan.attend.tiled.solutions:
+            return plan  # no tiles, or those of keys that stay, whose queries all come in the first round
         key = ("rounds", *self.key, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
         prediction = (self.on, self.topology, self.search.item_size)
         rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, *prediction))
@@ -196,7 +202,7 @@ class _Request:
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent)
         options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
         return (keys, self.mask, *sizes, *options)
 
@@ -205,8 +211,8 @@ class _Request:
         degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        k = Section("k", self.kv_heads, self.head_dim, partition.groups)
-        v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
+        key, value = self.latent or (self.head_dim, self.value_head_dim)
+        k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
         for other in others:
@@ -235,7 +241,10 @@ class _Request:
             for each in (layout, kv_layout)
         )
         parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
-        attend = Attend(self.mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, key_chunks)
+        attend = Attend(
+            self.mask, queries, keys, partition, scheme.kv_schedule, self.head_dim, self.value_head_dim, key_chunks,
+            latent=self.latent,
+        )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
         if not exchanged:
@@ -249,7 +258,7 @@ class _Request:
             if kv_layout != layout
             else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
         )
-        out = Section("out", q.num_heads, v.head_dim, partition.heads)
+        out = Section("out", q.num_heads, self.value_head_dim, partition.heads)
         return (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
@@ -367,6 +376,22 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
     if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
     return ulysses_degree
+
+
+def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Returns the features of a shared key and of a latent after checking them.
+
+    Raises:
+        ArgumentError: other than two numbers of features, or heads that share keys.
+    """
+    if not isinstance(latent, tuple | list) or len(latent) != 2:
+        raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
+    shared, rank = checked_integer("latent[0]", latent[0], 1), checked_integer("latent[1]", latent[1], 1)
+    if shared >= head_dim:
+        raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
+    if kv_heads != heads:
+        raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
+    return shared, rank
 
 
 def _codec_remedy() -> str:

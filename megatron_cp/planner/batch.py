@@ -23,7 +23,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.attention import checked_latent, plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
@@ -39,7 +39,7 @@ class AttentionSpec:
 
     Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
     is not given. `mask` is a spelling of `Mask.named`, or for a mask of your own a function that makes it from a
-    batch's packing; a `Mask` serves the one packing that it is over.
+    batch's packing; a `Mask` serves the one packing that it is over. With `latent`, `kv_heads` is `heads`.
 
     Example:
         >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
@@ -61,6 +61,7 @@ class AttentionSpec:
     item_size: int = 2
     search_seconds: float = 0.0
     search_cache: str | None = None
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -68,6 +69,8 @@ class AttentionSpec:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
+        if self.latent is not None:
+            object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.extras import install
 from megatron_cp.layout import Layout
+from megatron_cp.layout.bands import cut
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
@@ -40,6 +41,8 @@ _TILES_OF_TABLES, _MOVES_OF_TABLES, _LEAST_MOVES = 2048, 1 << 17, 200
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # below, sums of work are exact
 _PAIRS_A_STEP = 1000  # visible pairs for each random move; 4,000 causal tokens get all moves
+# With so many keys a query, as where tokens are generated, queries travel to all keys: nothing is left to search for.
+_FEW_QUERIES = 16
 _MOST_HOST_COST = 64  # the highest cost of a byte between hosts, in bytes within a host
 
 
@@ -119,6 +122,8 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
+    if not search.seconds and step.queries.packing.total * _FEW_QUERIES <= step.keys.packing.total:
+        return _at_keys(step)
     directions, most_steps = _directions(step, topology, search.item_size)
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
@@ -137,6 +142,17 @@ def notes_of_search(plan: Plan) -> tuple[str, ...]:
     """Returns notes on the limits of the search for a plan's tiles; none for a plan without assigned tiles."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     return tuple(dict.fromkeys(found.note for found in solutions if found.note))
+
+
+def _at_keys(step: Attend) -> TiledWork:
+    """Assigns every tile to the rank that holds its keys, which is found at once."""
+    found = []
+    for rank in range(step.keys.cp_size):
+        own = slice(*step.keys.fragment_offsets[rank : rank + 2])
+        order = np.argsort(step.keys.starts[own])
+        found.append(cut(step.mask.bands, step.keys.starts[own][order], step.keys.ends[own][order], queries=False)[0])
+    assignment = TileAssignment(np.concatenate(found), np.cumsum([0, *map(len, found)]))
+    return TiledWork(assignment, assignment)
 
 
 class _Direction(NamedTuple):
@@ -170,11 +186,11 @@ def _directions(step: Attend, topology: Topology | None, item_size: int) -> tupl
     if runs > _FEW_RUNS:
         most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
     both = [_weights_of_head_ranks(step, item_size, forward=forward) for forward in (True, False)]
-    cut = tiles_of(
+    tiles = tiles_of(
         step.mask, step.queries, step.keys, weights=both[0][0], hosts=hosts, host_cost=host_cost,
         usual_tiles=most_tiles,
     )  # fmt: skip
-    return [_Direction(cut.with_weights(_largest(weights)), weights) for weights in both], most_steps
+    return [_Direction(tiles.with_weights(_largest(weights)), weights) for weights in both], most_steps
 
 
 def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:

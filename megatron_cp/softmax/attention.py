@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.autocast import lowered
+from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
@@ -22,6 +24,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
+    cache: LayerCache | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -30,6 +33,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
+    cache: LayerCache | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -48,6 +52,7 @@ def attention(
     seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
+    cache: LayerCache | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes softmax attention within each document, over the ranks of `group`; differentiable.
 
@@ -71,17 +76,19 @@ def attention(
             `step * num_layers + layer`. None is allowed without dropout only.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or an `AttentionKernel`.
         return_lse: True to return the log-sum-exp too. In a plan with a head exchange this takes one more small
-            collective.
+            collective in each direction.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`. k and v are then those of the new tokens, in the
+            layout of q: they are stored behind the keys of earlier calls, and the queries attend to all of them.
 
     Returns:
         The output `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key. With
         `return_lse` also `[t, heads]` (or with `b`), in at least fp32: the natural logarithm of each softmax's
         denominator, whose scores are scaled, capped, and include the sink; dropout has no effect on it. It is -inf in
-        pad rows, and without a sink for queries that see no key. No gradient flows through it.
+        pad rows, and without a sink for queries that see no key. It is differentiable; `merge` merges such results.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan, or dropout without a seed. Raised before
-            anything is sent.
+        ArgumentError: tensors, group, kernel or cache that do not fit the plan, or dropout without a seed. Raised
+            before anything is sent.
 
     Example:
         >>> packing = Packing([3, 1])
@@ -91,11 +98,15 @@ def attention(
         torch.Size([4, 2, 4])
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    _check_keys(plan)
     q, k, v = lowered(q, k, v)
-    layer = AttentionOnRank(plan, group, q, sink, kernel, options)
-    inputs, with_lse = layer.checked(q, k, v), checked_flag("return_lse", return_lse)
-    layer.agree("attention", q, k, v, return_lse=with_lse)
-    return layer.run_with_lse(inputs) if with_lse else layer.run(inputs)
+    lse_gradient = checked_flag("return_lse", return_lse) and torch.is_grad_enabled()
+    layer = AttentionOnRank(plan, group, q, sink, kernel, options, lse_gradient=lse_gradient)
+    inputs = layer.checked(q, k, v, cache=cache)
+    layer.agree("attention", q, k, v, return_lse=return_lse, **({} if cache is None else {"cache": True}))
+    if cache is not None:
+        inputs[1:] = layer.first_shapes(cache.append(layer.ranks.rank, k, v))
+    return layer.run_with_lse(inputs) if return_lse else layer.run(inputs)
 
 
 @no_compile
@@ -139,7 +150,7 @@ def projected_attention(
         >>> projected_attention(project, plan).shape
         torch.Size([4, 2, 4])
     """
-    check_plan(plan, "attention", "plan_attention")
+    _check_keys(plan)
     if not callable(project):
         raise ArgumentError("project", project, "a function that returns q, k and v")
 
@@ -160,3 +171,9 @@ def projected_attention(
         return layer.checked(*projected(chunk), chunk=chunk) if chunk else made
 
     return layer.run(inputs)
+
+
+def _check_keys(plan: Plan) -> None:
+    check_plan(plan, "attention", "plan_attention")
+    if plan.attend is not None and plan.attend.latent is not None:
+        raise ArgumentError("plan", "a plan of latents", "one of keys and values", "Call latent_attention.")

@@ -17,8 +17,10 @@ def leaks(case: Case, document: int, *, kind: str = "threads") -> dict[str, list
     An empty list for every tensor means isolation. The changed document itself must change, or nothing was tested.
 
     Raises:
+        ArgumentError: documents that branch, of which a change may change others.
         AssertionError: the changed document's own output did not change.
     """
+    case.packing.refuse_branches("case", case, "documents that share no tokens")
     before, after = (
         whole(case, run_ranks(run_layer, case.cp, case, problem, kind=kind))
         for problem in (draw(case), _changed(draw(case), case, document))

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from megatron_cp.layout import Packing
 
+_ALONE = "Give it the tokens of each path from a root to a leaf, end to end."
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, is_causal: bool, scale: float | None) -> Tensor:
     """Runs each document through torch's `scaled_dot_product_attention`. q `[T, h, d]`, k and v `[T, g, d]`."""
+    packing.refuse_branches("packing", packing, "documents that share no tokens", _ALONE)
     ratio = q.shape[1] // k.shape[1]
     outputs = []
     for start, end in packing.spans():
@@ -47,6 +50,7 @@ def gated_delta_net(
             scales queries by `head_dim ** -0.5` itself.
         qkv, beta, alpha, conv, A_log, dt_bias: see `megatron_cp.gated_delta_net`; over all tokens.
     """
+    packing.refuse_branches("packing", packing, "documents that share no tokens", _ALONE)
     key_width, width = key_heads * head_dim, conv.shape[-1]
     outputs = []
     for start, end in packing.spans():

@@ -17,6 +17,7 @@ from megatron_cp.testing.parity import Case
 MASKS = (
     "causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0", *BLOCK_TABLES,
 )  # fmt: skip
+ALONG_PATHS = ("causal", "window:5,0", "chunk:6", "first:2+window:4,0")  # those of documents that branch
 HEADS: tuple[dict[str, Any], ...] = (
     {"heads": 6, "groups": 2},
     {"heads": 7, "groups": 7},
@@ -51,7 +52,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if not SCHEMES[scheme].is_product]
     checked_search(case.search_seconds, case.search_cache, schemes)
-    masks = [case.mask] if "mask" in fixed else MASKS
+    masks = [case.mask] if "mask" in fixed else [mask for mask in MASKS if case.parents is None or mask in ALONG_PATHS]
     heads = [{}] if "heads" in fixed else HEADS
     cases = [
         # Shifted by one in every round of the masks, so that each mask meets each kind of heads.

@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.latent import latent_attention
 from megatron_cp.transformers.batch import PlannedBatch
 from megatron_cp.transformers.slots import is_mask_of
 
@@ -67,14 +68,31 @@ def planned_attention(
         raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
     _check_call(module, slot, attention_mask, sliding_window, others)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    options: dict[str, Any] = {
+        "softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, "dropout": dropout,
+        "seed": _seed(batch, module.layer_idx) if dropout else 0, "kernel": batch.kernel,
+    }  # fmt: skip
+    if slot.latent is not None:
+        up = _up_projection(module).unflatten(0, (slot.heads, -1))
+        return latent_attention(q, v[:, 0], k[:, 0], up, batch.plans.plan(slot), batch.group, **options)[None], None
     (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
     if (heads, kv_heads, head_dim, value_dim) != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
         slot = replace(slot, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim)
-    out = attention(
-        q, k, v, batch.plans.plan(slot), batch.group, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
-        dropout=dropout, seed=_seed(batch, module.layer_idx) if dropout else 0, kernel=batch.kernel,
-    )  # fmt: skip
-    return out[None], None
+    return attention(q, k, v, batch.plans.plan(slot), batch.group, **options)[None], None
+
+
+def _up_projection(module: Any) -> Tensor:
+    """Returns the weight of the projection from latents to keys and values, which is not called.
+
+    Raises:
+        ArgumentError: a projection that does more than multiply, such as one with LoRA.
+    """
+    project = module.kv_b_proj
+    if type(project) is not nn.Linear or project.bias is not None:
+        remedy = "Its weight alone is used where latents arrive. Leave latents=True out."
+        raise ArgumentError("model.kv_b_proj", type(project).__name__, "nn.Linear without bias, with latents", remedy)
+    weight: Tensor = project.weight
+    return weight
 
 
 def _check_call(

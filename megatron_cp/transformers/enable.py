@@ -18,7 +18,7 @@ from transformers import __version__ as transformers_version
 from megatron_cp.batch.branched import label_rows
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.batch.shard import batch_seed, prepare_plans
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group, RankGroup
@@ -80,6 +80,7 @@ def enable_context_parallel(
     head_chunks: int | None = None,
     transport: Transport | str = COLLECTIVE,
     codec: str = "none",
+    latents: bool = False,
     align: int = 1,
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
@@ -98,6 +99,8 @@ def enable_context_parallel(
         scheme: the scheme of softmax attention, as in `plan_attention`.
         linear_mode: the mode of linear layers, as in `plan_linear`.
         ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
+        latents: True to send latents in place of keys and values in multi-latent attention, and to expand them on every
+            rank that uses them; see `latent_attention`.
         align: every rank's rows are filled up to a multiple of it.
         kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
 
@@ -106,12 +109,13 @@ def enable_context_parallel(
     """
     warn_if_untested(transformers=transformers_version)
     _check_model(model)
+    checked_flag("latents", latents)
     ranks = ranks_of(group)
     options = {
         "transport": transport, "codec": codec, "head_chunks": head_chunks, "hardware": hardware, "topology": topology,
         "item_size": model.dtype.itemsize,
     }  # fmt: skip
-    attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
+    attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, "latents": latents, **options}
     linear_args = {"mode": linear_mode, **options}
     layout = require("layout", layout)
     planned = slots_of(model, attention_args, linear_args)
@@ -271,6 +275,11 @@ class ContextParallel:
         if ids.shape[-2:] != (1, layout.packing.total) or ids.ndim > 3:
             allowed = f"[1, {layout.packing.total}], or [axes, 1, {layout.packing.total}]"
             raise ArgumentError("position_ids", list(ids.shape), allowed)
+        if layout.packing.branches is not None and ids.ndim == 2:
+            own = torch.from_numpy(layout.packing.positions())
+            if not torch.equal(ids[0].long(), own):
+                remedy = "Leave them out, or take packing.positions()."
+                raise ArgumentError("position_ids", ids[0].tolist(), "positions along each path", remedy)
         rows = layout.shard(ids.movedim(-1, 0).long(), self.rank)
         return rows.movedim(0, -1).contiguous()
 

@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.sources import passes
 
 _OWN_LOSS = (
     "Leave labels out of the batch, and compute the loss from the logits of model(**batch): a tensor of another name, "
@@ -31,12 +32,11 @@ def check_head(model: PreTrainedModel) -> None:
     """
     if _is_listed(model, _LANGUAGE_MODELS if has_head(model) else _BASE_MODELS):
         return
-    code = _code(model)
     if has_head(model):
         is_known = calls_loss_function(model) and LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
     else:
-        keywords = {name for each in getattr(code, "co_consts", ()) if isinstance(each, tuple) for name in each}
-        is_known = "last_hidden_state" in keywords and "labels" not in inspect.signature(model.forward).parameters
+        returns_states = passes(inspect.unwrap(type(model).forward), "last_hidden_state")
+        is_known = returns_states and "labels" not in inspect.signature(model.forward).parameters
     if not is_known:
         remedy = (
             "Other heads pool rows that one rank alone has. Enable the model below it, model.base_model, and compute "

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec
+from megatron_cp.transformers.sources import passes
 
 # transformers' names of layers whose attention sees all earlier tokens. A layer that has attention and a state-space
 # mixer side by side is "hybrid".
@@ -53,8 +54,8 @@ def mask_of(module: Any, config: Any) -> str:
 
 def _passes(module: nn.Module, argument: str) -> bool:
     """True if the module's forward passes on an argument of that name, or has no code to read."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is None or any(isinstance(each, tuple) and argument in each for each in code.co_consts)
+    forward = inspect.unwrap(type(module).forward)
+    return not hasattr(forward, "__code__") or passes(forward, argument)
 
 
 def window_mask(window: int | None) -> str:
@@ -79,18 +80,21 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     return found
 
 
-def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSpec:
+def attention_slot(module: Any, config: Any, *, latents: bool = False, **options: Any) -> AttentionSpec:
     """Returns the spec of a softmax attention.
 
     Args:
         module: the attention module.
         config: the text model's configuration.
+        latents: True for latents that travel, where the module expands them in a method of its own.
         options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)
     if latent is not None:  # one latent vector gives every head its own key and value
         kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
+        if latents and hasattr(module, "expand_kv"):
+            options["latent"] = (module.qk_rope_head_dim, latent)
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

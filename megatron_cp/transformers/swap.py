@@ -8,7 +8,6 @@ import dis
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron_cp.transformers.calls import check_call
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.mixers import check_activation, family_of
 from megatron_cp.transformers.slots import attention_slot, is_attention
+from megatron_cp.transformers.sources import calls_in
 
 # Class names of modules that mix tokens and are neither softmax attention nor a family of `mixers`.
 _MIXES = re.compile(
@@ -55,6 +55,9 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
             raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
     if not found:
         raise ArgumentError("model", type(model).__name__, "a model with attention or linear layers")
+    if attention_args.get("latents") and not any(getattr(slot, "latent", None) for slot in found.values()):
+        remedy = "It needs multi-latent attention whose class has expand_kv, as transformers' newer ones do."
+        raise ArgumentError("latents", True, f"False for {type(model).__name__}", remedy)
     if any(isinstance(slot, AttentionSpec) for slot in found.values()) and not model._can_set_attn_implementation():
         remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
         raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
@@ -88,6 +91,8 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
         setattr(module, SLOT, slot)
         if isinstance(slot, LinearSpec) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
+        if isinstance(slot, AttentionSpec) and slot.latent is not None and not isinstance(module, _KeepsLatents):
+            module.__class__ = _derived(_KeepsLatents, type(module), type(module).__name__)
     return set_attention(model, NAME)
 
 
@@ -112,14 +117,9 @@ def _drops_arguments(module: nn.Module) -> bool:
     return bool(mixers) and _keeps_from(forward, mixers)
 
 
-@functools.cache
 def _keeps_from(forward: Callable[..., Any], names: frozenset[str]) -> bool:
     """True if a forward calls one of its modules without `**kwargs`, as Qwen3-Next's layers of transformers 5.5 do."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except OSError:  # a class without a file
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [call for call in calls_in(forward) or () if isinstance(call.func, ast.Attribute)]
     return any(all(each.arg for each in call.keywords) for call in calls if ast.unparse(call.func)[5:] in names)
 
 
@@ -189,6 +189,16 @@ class _Planned(_Derived):
         family = family_of(module)
         assert family is not None
         return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
+
+
+class _KeepsLatents(_Derived):
+    """A mixin before a class of multi-latent attention: gives attention its latents, which it expands on arrival."""
+
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        if SLOT not in vars(self):  # disabled
+            expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
+            return expanded
+        return k_rot, kv_nope
 
 
 class _PassesPlans(_Derived):

@@ -3,19 +3,21 @@
 import dataclasses
 import importlib
 import itertools
+import re
 
 import pytest
 import torch
 
 import megatron_cp as cp
 from megatron_cp.apps.bench import on_ranks
-from megatron_cp.apps.bench.timing import interleaved_order
+from megatron_cp.apps.bench.timing import interleaved_order, with_progress
 from megatron_cp.cli import options
 from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
 from megatron_cp.planner.predict import machine
 from tests.commands import command, only_json, reported
+from tests.terminal import Terminal
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -49,9 +51,15 @@ def check_report(report, schemes):
         assert 0.3 < report["buffers_over_formula"][scheme] < 1.5
 
 
-def test_every_scheme_that_runs_is_measured_and_the_others_say_why():
+def test_every_scheme_that_runs_is_measured_and_the_others_say_why(monkeypatch):
+    monkeypatch.setattr("sys.stderr", err := Terminal())
     text, report = reported(["bench", "attention", "--cp", "3", "--ranks", "threads", *QUICK])
     check_report(report, SCHEMES)
+    count = len(SCHEMES) + 1  # one rank with the whole batch as well
+    for what in ("measurements of memory", "timings"):  # of the first rank alone, with an end in sight
+        seen = re.findall(rf"\r([0-9]+)/{count} {what}, about [0-9]+ s left *(?=\r)", err.getvalue())
+        assert [int(number) for number in seen] == list(range(1, count + 1))
+    assert re.search(r"\r +\r$", err.getvalue())  # and nothing of it stays
     assert list(report["not_run"]) == PRODUCTS
     assert "use a2a, p2p or another number of ranks" in report["not_run"]["a2a+p2p"]
     assert "a2a+p2p was not run" in text
@@ -175,6 +183,17 @@ def test_a_run_out_of_time_ends_with_status_1():
     assert "did not finish in 0.2 s" in run.stderr
 
 
+def test_progress_is_shown_by_the_first_rank_and_goes_in_the_end(monkeypatch):
+    monkeypatch.setattr("sys.stderr", err := Terminal())
+    assert list(with_progress("abc", "letters", rank=1)) == ["a", "b", "c"]
+    assert err.getvalue() == ""
+    turns = with_progress("abc", "letters")
+    assert [next(turns) for _ in range(3)] == ["a", "b", "c"]
+    assert err.getvalue().endswith("2/3 letters, about 0 s left")
+    turns.close()  # as after an error
+    assert err.getvalue().endswith(" \r")
+
+
 def test_nobody_always_comes_first_or_after_the_same_one():
     names = ["a", "b", "c", "d"]
     order = list(interleaved_order(names, 12))
@@ -197,6 +216,11 @@ def test_nobody_always_comes_first_or_after_the_same_one():
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert main(["bench", what, option, value]) == 2
     assert f"{option}: got '{value}'; allowed: only with bench" in capsys.readouterr().err
+
+
+def test_rejects_documents_that_branch(capsys):
+    assert main(["bench", "layer", "--lengths", "7,3,2", "--parents=-1,0,0"]) == 2
+    assert "--parents: got [-1, 0, 0]; allowed: only with check and plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
         (["plan", "--scheme", "tiles"], "Did you mean tiled?"),
-        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'p2p'"),
+        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
         (["check", "--all", "--scheme", "rings"], "Did you mean p2p?"),
         (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
         (["check", "--all", "--scheme", "tiles"], "Did you mean tiled?"),

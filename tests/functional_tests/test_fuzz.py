@@ -3,6 +3,7 @@
 import functools
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,9 @@ from megatron_cp.exchange import coding, head_side, token_side
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor import gather, head_exchange, scan, transfers
 from megatron_cp.executor.transports import hierarchical
+from megatron_cp.layout import Mask, Packing
 from megatron_cp.layout.block_masks import BLOCK_TABLES
+from megatron_cp.layout.branches import Branches
 from megatron_cp.plan.schemes import SCHEMES
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
@@ -81,6 +84,14 @@ def many():
     return [case_of(1, number) for number in range(3000)]
 
 
+@functools.cache
+def features():
+    drawn = Seen()
+    for case in many():
+        drawn.add(case)
+    return drawn
+
+
 def test_a_case_is_read_from_its_line():
     assert all(Case.read(case.line()) == case for case in many())
     assert many()[:50] == [case_of(1, number) for number in range(50)]
@@ -92,9 +103,7 @@ def seen(name):
 
 def test_draws_have_rows_in_every_order():
     """Rows in every order are drawn by themselves and with each scheme, since a trait of all draws hides faults."""
-    drawn = Seen()
-    for case in many():
-        drawn.add(case)
+    drawn = features()
     for family, least in (("attention", 30), ("linear", 30), ("moved", 5)):
         for feature in (
             ("within ranks", "turned"), ("ranks", "turned"), ("ranks", "in order"), ("ranks hold", "a block each"),
@@ -106,6 +115,24 @@ def test_draws_have_rows_in_every_order():
     for scheme in SCHEMES:
         for feature in (("ranks", "turned"), ("within ranks", "turned"), ("ranks hold", "a block each")):
             assert drawn.pairs["attention"][tuple(sorted([feature, ("scheme", scheme)]))] >= 5, (scheme, feature)
+
+
+def test_draws_have_forests():
+    """A fifth of the calls have documents that branch, with each operation, scheme and mode; in all shapes."""
+    drawn = features()
+    for family, names in (("attention", ("operation", "scheme", "mask")), ("linear", ("operation", "scheme"))):
+        counts = drawn.values[family]
+        assert 0.15 < counts["forest", True] / (counts["forest", True] + counts["forest", False]) < 0.25
+        met = {feature for pair in drawn.pairs[family] if ("forest", True) in pair for feature in pair}
+        for name, value in counts:
+            often = name in names and counts[name, value] > 60
+            if often and value not in ("full", "prefix", "shared_question", "slices", "blocks", "table"):
+                assert (name, value) in met
+        assert {value for name, value in counts if name == "levels"} == {1, 2, 3, 4, 5, 6}
+    forests = [call for case in many() for call in case.calls if call.parents]
+    assert {call.lengths[0] for call in forests} >= {0, 1, 2}
+    assert max(call.packing.num_documents for call in forests) > 1
+    assert max(np.bincount(np.array(call.parents) + 1)[1:].max(initial=0) for call in forests) > 4
 
 
 def test_draws_are_wide():
@@ -142,10 +169,10 @@ def failures(cases):
     return found
 
 
-def calls_of(operation, heads=4, layouts=("random", "zigzag"), **fields):
+def calls_of(operation, heads=4, layouts=("random", "zigzag"), lengths=(9, 5), **fields):
     """Calls of one operation with these fields."""
     return tuple(
-        Call(operation, (9, 5), layout=layout, heads=heads, groups=heads, seed=seed, **fields)
+        Call(operation, lengths, layout=layout, heads=heads, groups=heads, seed=seed, **fields)
         for seed, layout in enumerate(layouts)
     )
 
@@ -174,6 +201,14 @@ def break_fold(patch):
     patch.setattr(scan, "_applied", lambda transition, state, transpose: applied(transition, state, transpose=False))
 
 
+def break_branches(patch):
+    patch.setattr(Branches, "predecessors", property(lambda self: np.arange(int(self.lengths.sum())) - 1))
+
+
+def break_paths(patch):
+    patch.setattr(Mask, "_along_paths", lambda packing, mask_of: mask_of(Packing(packing.lengths)))
+
+
 def break_hosts(patch):
     bundle = hierarchical._TwoHopAllToAll._bundle
     turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
@@ -198,6 +233,7 @@ def break_buffers(patch):
     patch.setattr(Buffers, "release", lambda self, *tensors: None)
 
 
+STAR = {"lengths": (6, 4, 5), "parents": (-1, 0, 0)}
 BROKEN = {
     "a ring adds gradients in bfloat16": (
         break_sum,
@@ -206,6 +242,11 @@ BROKEN = {
     "pad rows hold what they held": (break_pads, cases_of("gated_delta_net", scheme="headwise", align=4)),
     "scales of other heads": (break_codes, cases_of("attention", heads=8, scheme="a2a", codec="int8")),
     "maps are not transposed in backward": (break_fold, cases_of("kda", scheme="chunkwise")),
+    "a query sees other answers": (break_paths, cases_of("attention", scheme="exact", **STAR)),
+    "an answer goes on from another one": (
+        break_branches,
+        cases_of("gated_delta_rule", scheme="chunkwise", **STAR),
+    ),
     "senders of other hosts change places": (
         break_hosts,
         cases_of("mamba2", scheme="headwise", ranks=5, transport="hierarchical", hosts=(0, 0, 1, 1, 1)),
@@ -239,6 +280,15 @@ def test_a_seed_has_the_same_cases_and_says_so(monkeypatch, capsys):
     assert "seed 3\n" in said
     assert "4 cases from seed 3" in said
     assert "relayout" in said
+
+
+def test_cases_with_a_feature_are_run_alone(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(fuzz, "check", lambda case, limit: ran.append(case))
+    code, said = run_fuzz(monkeypatch, capsys, "--seed", "3", "--cases", "5", "--only", "forest")
+    assert (code, len(ran)) == (0, 5)
+    assert "5 cases from seed 3" in said
+    assert all(any(call.parents for call in case.calls) for case in ran)
 
 
 def test_failures_are_printed_as_lines_that_run_them(monkeypatch, capsys):

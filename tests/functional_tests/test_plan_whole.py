@@ -151,6 +151,10 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
         (["--gpu", "h1000"], "--gpu: got 'h1000'; allowed: a100"),
         (["--whole", "--model", "llama4-900b"], "--model: got 'llama4-900b'"),
         (["--whole", "--plot", "x.png"], "--plot: got 'x.png'; allowed: only without --whole"),
+        (
+            ["--whole", "--lengths", "7,3", "--parents=-1,0"],
+            "--parents: got [-1, 0]; allowed: only without --whole",
+        ),
         (["--fit", "80GiB"], "--fit"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),

@@ -16,6 +16,7 @@ from megatron_cp.testing.parity import Case, compare, draw, run_layer
 from tests import mask_oracle
 from tests.counting_group import CountingGroup
 from tests.functional_tests.test_in_flight import alone, assert_same_bits, recomputed, together
+from tests.random_tiles import TILED, assign_at_random
 from tests.scheme_cases import SCHEMES, check, check_sequences_alone, over_ranks
 
 RAGGED = (7, 1, 40, 0, 13, 2, 11)
@@ -226,55 +227,84 @@ LSE_CASES = [
     case_of("exact", **PADDED, mask=("from_slices", ((3, 9, 3, 20, "full"),))),
     case_of("a2a+p2p", **PADDED, learned_sink=True),
     case_of("a2a+all_gather", cp=6, **PADDED),
+    case_of("p2p", cp=1, **PADDED),
+    case_of("tiled", cp=5, **PADDED, learned_sink=True),
+    case_of("a2a+tiled", **PADDED, mask="window:5,2"),
 ]
 
 
 def lse_of_rank(group, case, plan, batch):
-    """This rank's log-sum-exp, and whether asking for it changed output or gradients."""
-    problem = draw(case)
+    """This rank's log-sum-exp, and its gradients where a loss reads it alone.
+
+    A loss also reads the output (asked for the log-sum-exp or not), both, or one of them on every other rank.
+    """
+    problem, random = draw(case), torch.Generator().manual_seed(1)
     inputs, gradient = problem.inputs | problem.parameters, problem.output_gradient
     shards = {"q": plan.layout, "k": plan.kv_layout, "v": plan.kv_layout}
-    results = []
-    for asked in (True, False):
+    dlse = plan.layout.shard(torch.randn(gradient.shape[:2], generator=random, dtype=case.dtype), group.rank)
+    dlse[plan.layout.token_counts[group.rank] :] = torch.nan  # as pad rows may be
+    results = {}
+    for reads in ("out alone", "out", "lse", "both", "by turns", "by other turns"):
+        turn = {"by turns": ("out", "lse"), "by other turns": ("lse", "out")}.get(reads, (reads,) * 2)[group.rank % 2]
         local = {name: shards[name].shard(inputs[name], group.rank) for name in shards}
         if batch:
             local = {name: torch.stack([x, 2 * x], 1) for name, x in local.items()}
-        for x in local.values():
-            x.requires_grad_()
+        leaves = [x.clone().requires_grad_() for x in (*local.values(), *problem.parameters.values())]
         found = cp.attention(
-            *local.values(), plan, group, sink=inputs.get("sink"), softcap=case.softcap, dropout=case.dropout,
-            seed=case.seed, return_lse=asked,
+            *leaves[:3], plan, group, sink=leaves[3] if case.learned_sink else None, softcap=case.softcap,
+            dropout=case.dropout, seed=case.seed, return_lse=reads != "out alone",
         )  # fmt: skip
-        out, lse = found if asked else (found, results[0][1])
-        out.backward(
-            plan.layout.shard(gradient, group.rank).view(len(out), *[1] * batch, *out.shape[-2:]).expand_as(out)
-        )
-        results.append((out, lse, *(x.grad for x in local.values())))
-    assert not results[0][1].requires_grad
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return results[0][1]
+        out, lse = found if reads != "out alone" else (found, None)
+        given = []
+        if turn != "lse":
+            rows = plan.layout.shard(gradient, group.rank).view(len(out), *[1] * batch, *out.shape[-2:])
+            given.append((out, rows.expand_as(out)))
+        if turn in ("lse", "both"):
+            rows = dlse.unsqueeze(1).expand_as(lse) if batch else dlse
+            given.append((lse, rows.masked_fill(lse == -torch.inf, torch.nan)))  # as a loss of nothing may give
+        torch.autograd.backward(*zip(*given, strict=True))
+        results[reads] = [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+    alone, asked, of_lse, *of_both = results.values()
+    of_both = [of_both[0], [x + y for x, y in zip(*of_both[1:], strict=True)]]
+    moves_lse = plan.ulysses_degree > 1 or plan.attend.tiled is not None  # then its gradient is 0 where it is not read
+    for one, other, of_one, *both in zip(alone, asked, of_lse, *of_both, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12) if moves_lse else torch.equal(one, other)
+        if one is not alone[0]:
+            assert all(torch.allclose(one + of_one, total, rtol=1e-12, atol=1e-12) for total in both)
+    return lse.detach(), *of_lse[1:]
 
 
 @pytest.mark.filterwarnings("ignore:.*ranks get no")
 @pytest.mark.parametrize("batch", [False, True], ids=["thd", "sbhd"])
 @pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: f"{case.scheme} over {case.cp}")
-def test_the_log_sum_exp_is_that_of_all_scores(case, batch):
+def test_the_log_sum_exp_is_that_of_all_scores_and_has_their_gradient(case, batch, monkeypatch):
+    if case.scheme in TILED:
+        assign_at_random(monkeypatch)
     plan, pairs, problem = case.plan(), mask_oracle.pairs_of_case(case), draw(case)
-    inputs = problem.inputs | problem.parameters
-    ranks = run_ranks(lse_of_rank, case.cp, case, plan, batch, timeout=60)
-    for rank, lse in enumerate(ranks):
+    ranks = [list(each) for each in zip(*run_ranks(lse_of_rank, case.cp, case, plan, batch, timeout=60), strict=True)]
+    for rank, lse in enumerate(ranks[0]):
         assert (lse[plan.layout.token_counts[rank] :] == -torch.inf).all()
-    found = plan.layout.unshard(ranks)
-    ratio = case.heads // case.groups
+    found = [
+        layout.unshard(each)
+        for layout, each in zip((plan.layout, plan.layout, plan.kv_layout, plan.kv_layout), ranks, strict=False)
+    ]
+    ratio, parameters = case.heads // case.groups, {name: x.requires_grad_() for name, x in problem.parameters.items()}
+    dlse = torch.randn(len(pairs), case.heads, generator=torch.Generator().manual_seed(1), dtype=case.dtype)
     for entry in range(1 + batch):
-        q, k = inputs["q"] * (1 + entry), inputs["k"].repeat_interleave(ratio, 1) * (1 + entry)
-        scores = torch.einsum("ihd,jhd->ihj", q, k) * case.head_dim**-0.5
+        q, k = ((problem.inputs[name] * (1 + entry)).requires_grad_() for name in "qk")
+        scores = torch.einsum("ihd,jhd->ihj", q, k.repeat_interleave(ratio, 1)) * case.head_dim**-0.5
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         scores = scores.masked_fill(~torch.from_numpy(np.asarray(pairs))[:, None], -torch.inf)
         if case.learned_sink:
-            scores = torch.cat([scores, inputs["sink"].expand(len(q), -1)[..., None]], -1)
-        expected, own = scores.logsumexp(-1), found[:, entry] if batch else found
-        assert own.shape == expected.shape
-        assert torch.equal(own == -torch.inf, expected == -torch.inf)
-        assert (own - expected).nan_to_num(0).abs().max() <= 1e-12
+            scores = torch.cat([scores, parameters["sink"].expand(len(q), -1)[..., None]], -1)
+        expected, own = scores.logsumexp(-1), [x[:, entry] if batch else x for x in found]
+        seen = expected > -torch.inf
+        assert own[0].shape == expected.shape
+        assert torch.equal(own[0] > -torch.inf, seen)
+        assert (own[0] - expected)[seen].abs().max() <= 1e-12
+        scores[seen].logsumexp(-1).backward(dlse[seen])
+        for ours, right in zip(own[1:], (q.grad, k.grad, torch.zeros_like(own[3])), strict=True):
+            assert torch.allclose(ours, right, rtol=0, atol=1e-12)
+    if case.learned_sink:
+        assert torch.allclose(sum(ranks[4]), parameters["sink"].grad, rtol=0, atol=1e-11)

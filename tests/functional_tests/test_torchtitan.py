@@ -147,7 +147,7 @@ def draw_weights(model):
 
 
 def trained(world, name, chunks):
-    """Returns what torchtitan's trainer logs of each step, and of its validation; and its first gradients."""
+    """Returns what torchtitan's trainer logs of each step and its validation, first gradients, and exact norms."""
     torchtitan_on_cpus(world.rank, world.size)
     from torch.distributed.tensor import DTensor
     from torchtitan.config import ConfigManager
@@ -162,16 +162,18 @@ def trained(world, name, chunks):
     found = []
     trainer.metrics_processor.log = lambda step, loss, most, norm, **others: found.append((loss, norm))
     trainer.metrics_processor.log_validation = lambda loss, step, **others: found.append((loss, 0.0))
-    first, step = [], trainer.optimizers.step
+    first, norms, step = [], [], trainer.optimizers.step
 
     def kept():
-        gradients = [] if first else [weight.grad for weight in trainer.model_parts[0].parameters()]
-        first.extend(each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in gradients)
+        split = [weight.grad for weight in trainer.model_parts[0].parameters()]
+        gradients = [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in split]
+        first.extend([] if first else gradients)
+        norms.append(sum(each.double().square().sum() for each in gradients).sqrt().item())
         step()
 
     trainer.optimizers.step = kept
     trainer.train()
-    return found, first
+    return found, first, norms
 
 
 def plain_attention(self, q_BLNH, k_BLNH, v_BLNH, *, scale=None, out_transform=None, **others):  # noqa: N803
@@ -236,10 +238,12 @@ def trained_and_alone(world, name, chunks):
 def test_training_equals_documents_alone(name, ranks):
     chunks = 4 if name == "llama3" else 1
     results = run_ranks(trained_and_alone, ranks, name, chunks, kind="processes", timeout=limit(300))
-    for (found, gradients), (expected, wanted_gradients) in results:
+    for (found, gradients, norms), (expected, wanted_gradients) in results:
+        assert norms == pytest.approx([norm for _, norm in expected if norm], rel=1e-5)
         assert len(found) == STEPS + 2
         for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
             assert abs(loss - wanted) <= 2e-6 * abs(wanted)
-            assert abs(norm - wanted_norm) <= 1e-4 * max(wanted_norm, 1)  # torch adds up squares in fp32
+            # torch adds up squares in fp32, of one rank 12 million: GPT-OSS's are then 1.3e-4 too small.
+            assert abs(norm - wanted_norm) <= 2e-4 * max(wanted_norm, 1)
         for gradient, wanted in zip(gradients, wanted_gradients, strict=True):
             assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max()

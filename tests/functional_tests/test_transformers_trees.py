@@ -68,6 +68,8 @@ def test_what_has_no_meaning_in_trees_is_refused():
     ids = torch.from_numpy(packing.tokens.copy())[None]
     with pytest.raises(ArgumentError, match="shift_labels"):
         cp.shard({"input_ids": ids, "shift_labels": ids, "lengths": packing})
+    with pytest.raises(ArgumentError, match="position_ids"):
+        cp.shard({"input_ids": ids, "lengths": packing, "position_ids": torch.arange(packing.total)[None]})
     plain = cp.shard({"input_ids": ids, "labels": ids})
     with pytest.raises(ArgumentError, match="of_labels"):
         cp.gather(ids, plain, of_labels=True)

@@ -1,11 +1,29 @@
 """Documents that branch: every layer gives each root-to-leaf path what it gives that document alone."""
 
+import gc
+import itertools
+import random
+import re
+import weakref
+
+import numpy as np
 import pytest
 import torch
 
+from megatron_cp import attention, plan_attention
+from megatron_cp.batch.graph_tables import GraphTables
+from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.testing.parity import Case, Problem, draw, run_layer, whole
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.segments import Segments
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.testing import isolation, oracles
+from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
+from tests.fuzz_cases import LAYOUTS, layout_named
+from tests.fuzz_draw import forest
+from tests.mask_oracle import pairs_of
+from tests.refusals import refusal_of, rejects
 
 
 def paths(packing):
@@ -91,3 +109,256 @@ def test_layers_equal_each_document_alone(layer, name):
     for scheme in schemes:
         for cp, layout in ((1, "contiguous"), (3, "zigzag"), (2, "balanced"), (5, "random")):
             assert error(Case(cp=cp, layout=layout, scheme=scheme, **rest)) < 1e-12, (scheme, cp, layout)
+
+
+def drawn(count=24):
+    """Random forests, and documents without branches among them, each with its tokens' paths: the tokens up to it."""
+    for seed in range(count):
+        lengths, parents = forest(random.Random(seed))
+        if seed % 8 == 0:
+            parents = (-1,) * len(lengths)
+        ends, last, found = list(itertools.accumulate(lengths)), [], []
+        for end, length, parent in zip(ends, lengths, parents, strict=True):
+            path = last[parent] if parent >= 0 else []
+            for token in range(end - length, end):
+                path = [*path, token]
+                found.append(path)
+            last.append(path)
+        yield seed, Packing.tree(lengths, parents), found
+
+
+def layouts_of(seed, packing):
+    for number, name in enumerate(LAYOUTS):
+        if (number + seed) % 4 == 0:
+            yield layout_named(name, packing, (1, 2, 3, 5, 8)[(number + seed) % 5], seed=seed)
+
+
+def test_forests_branch_in_many_ways():
+    forests = [packing for _, packing, _ in drawn()]
+    assert {packing.branches is None for packing in forests} == {True, False}
+    trees = [packing.branches for packing in forests if packing.branches is not None]
+    assert any(0 in tree.lengths for tree in trees)
+    assert any((tree.lengths[tree.parents < 0] == 1).any() for tree in trees)
+    assert max(packing.num_documents for packing in forests if packing.branches is not None) > 1
+
+
+def test_chains_are_documents():
+    for lengths, parents, documents in (
+        ([3, 2, 4], [-1, 0, 1], [9]),
+        ([3, 2, 4, 1, 1], [-1, 0, -1, 2, 3], [5, 6]),
+        ([3, 0, 4, 0], [-1, 0, 1, 2], [7]),
+        ([0, 5, 2], [-1, 0, -1], [5, 2]),
+        ([2, 1], [-1, -1], [2, 1]),
+    ):
+        chain, plain = Packing.tree(lengths, parents), Packing(documents)
+        assert chain == plain
+        assert hash(chain) == hash(plain)
+        assert chain.branches is None
+    assert Packing.tree([3, 2], [-1, 0], [1, 1]) != Packing([5])  # a document ends within another
+    assert Packing.tree([3, 2], [-1, 0], [0, 2]) != Packing([5])
+    assert Packing.tree([3, 2], [-1, -1]) != Packing.tree([3, 2], [-1, 0])
+
+
+def test_positions_and_copies_are_those_of_paths():
+    for seed, packing, path in drawn():
+        assert packing.positions().tolist() == [len(tokens) - 1 for tokens in path]
+        if packing.branches is not None:
+            assert packing.branches.predecessors.tolist() == [(tokens[-2:-1] or [-1])[0] for tokens in path]
+            held = [token for tokens in paths(packing) for token in tokens]
+            assert packing.copies().tolist() == [held.count(token) for token in range(packing.total)]
+        for layout in layouts_of(seed, packing):
+            for rank in range(layout.cp_size):
+                expected = [len(path[token]) - 1 for token in layout.tokens(rank)]
+                assert layout.positions(rank)[: len(expected)].tolist() == expected
+
+
+MASKS = {
+    "causal": lambda own, keys: keys,
+    "window:3": lambda own, keys: keys[-3:],
+    "window:-1,0": lambda own, keys: keys,
+    "window:0,0": lambda own, keys: keys[-1:],
+    "first:2+window:4,0": lambda own, keys: [*keys[:2], *keys[2:][-5:]],
+    "chunk:3": lambda own, keys: keys[own // 3 * 3 :],
+}
+
+
+@pytest.mark.parametrize("spec", MASKS)
+def test_queries_see_their_paths_alone(spec):
+    for _, packing, path in drawn():
+        mask, seen = Mask.named(packing, spec), np.zeros((packing.total, packing.total), dtype=int)
+        for query, keys in enumerate(path):
+            seen[query, MASKS[spec](len(keys) - 1, keys)] = 1
+        assert np.array_equal(pairs_of(mask.bands, packing.total, packing.total), seen)
+        assert mask.area == seen.sum()
+        assert mask.seen.tolist() == seen.sum(1).tolist()
+        assert re.fullmatch(mask.name, spec) or Mask.named(packing, mask.name) == mask
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 9])
+def test_halos_are_the_tokens_before_in_the_path(width):
+    for seed, packing, path in drawn(16):
+        for layout in layouts_of(seed, packing):
+            halo, segments = Halo(layout, width, 3), Segments.from_layout(layout)
+            ranks = range(layout.cp_size)
+            tables = [halo.tables(rank) for rank in ranks]
+            # Each rank's rows are its tokens; they are exchanged here as the tables say.
+            sent = [
+                np.split(layout.tokens(r)[t.send_rows], np.cumsum(t.send_counts)[:-1]) for r, t in enumerate(tables)
+            ]
+            for rank, own in enumerate(tables):
+                assert halo.split_counts.sent_by(rank) == own.send_counts.tolist()
+                assert halo.split_counts.received_by(rank) == own.recv_counts.tolist()
+                assert [len(sent[other][rank]) for other in ranks] == own.recv_counts.tolist()
+                found = np.full(own.num_waiting * halo.reach, -1)
+                rows = [*(sent[other][rank] for other in ranks), layout.tokens(rank)[own.local_rows]]
+                assert np.unique(own.places).size == own.places.size
+                found[own.places] = np.concatenate(rows)
+                local = segments.local(rank)
+                firsts = segments.start[local.ids[local.past]]
+                before = [path[first][:-1][-halo.reach :] if halo.reach else [] for first in firsts]
+                padded = [[-1] * (halo.reach - len(tokens)) + tokens for tokens in before]
+                assert found.reshape(len(firsts), halo.reach).tolist() == padded
+            for forward in (True, False):
+                rows_sent = halo.split_counts.counts.sum(1 if forward else 0)
+                assert halo.bytes_sent(2, forward=forward) == (rows_sent * 3 * 2).tolist()
+
+
+def test_states_come_from_the_segments_before_in_the_path():
+    for seed, packing, path in drawn(16):
+        for layout in layouts_of(seed, packing):
+            segments = Segments.from_layout(layout)
+            ids = range(segments.start.size)
+            of_token = {token: i for i in ids for token in range(segments.start[i], segments.end[i])}
+            above = [{of_token[token] for token in path[segments.start[i]][:-1]} for i in ids]
+            below = [{other for other in ids if i in above[other]} for i in ids]
+            for i in ids:
+                assert path[segments.end[i] - 1][-(segments.end[i] - segments.start[i]) :] == list(
+                    range(segments.start[i], segments.end[i])
+                )
+            assert segments.past.tolist() == [bool(each) for each in above]
+            assert segments.future.tolist() == [bool(each) for each in below]
+            assert segments.parent.tolist() == [of_token[path[segments.start[i]][-2]] if above[i] else -1 for i in ids]
+            assert segments.crosses == any(segments.rank[i] != segments.rank[j] for i in ids for j in above[i])
+            for forward, related in ((True, above), (False, below)):
+                needed = [
+                    sorted(set().union(*(related[i] for i in ids if segments.rank[i] == rank)))
+                    for rank in range(layout.cp_size)
+                ]
+                scan = Scan(layout, 2, 3, 5, dense=True)
+                sizes = [30 + 18 * bool(related[i]) for i in ids]
+                counts = np.zeros((layout.cp_size,) * 2, dtype=int)
+                for rank, wanted in enumerate(needed):
+                    assert segments.needed(rank, forward=forward).tolist() == wanted
+                    for source in range(layout.cp_size):
+                        sent = [i for i in wanted if segments.rank[i] == source != rank]
+                        assert segments.sent(source, rank, forward=forward).tolist() == sent
+                        counts[source, rank] = sum(sizes[i] for i in sent)
+                assert segments.receivers(forward=forward).tolist() == [
+                    sum(i in wanted and segments.rank[i] != rank for rank, wanted in enumerate(needed)) for i in ids
+                ]
+                assert np.array_equal(scan.split_counts(forward=forward).counts, counts)
+                assert scan.bytes_sent(8, forward=forward) == (counts.sum(1) * 8).tolist()
+
+
+TREE = Packing.tree([3, 2, 4], [-1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("says", "lengths", "parents"),
+    [
+        (r"parents\[0\]: got 1", [3, 2], [1, 0]),  # a cycle
+        (r"parents\[1\]: got 2", [3, 2, 4], [-1, 2, 0]),  # a parent after its child
+        (r"parents\[0\]: got 0", [3, 2], [0, 0]),
+        (r"parents\[1\]: got -2", [3, 2], [-1, -2]),
+        ("parents: got 'segment 2 after one of another tree", [3, 2, 4], [-1, -1, 0]),
+        ("parents: got .* an integer for each of 2 segments", [3, 2], [-1]),
+        ("parents: got .* an integer for each of 2 segments", [3, 2], [-1.0, 0.5]),
+        ("lengths: got .* integers of at least 0", [3, -2], [-1, 0]),
+    ],
+)
+def test_rejects_what_is_no_tree(says, lengths, parents):
+    rejects(says, Packing.tree, lengths, parents)
+
+
+@pytest.mark.parametrize("ends", [[1], [1, 2, -1], [1, 2, 0.5], [1, 2, 2**31]])
+def test_rejects_counts_that_do_not_fit(ends):
+    rejects("ends: got .* a number of documents for each of 3 segments", Packing.tree, [3, 2, 4], [-1, 0, 0], ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("full", Mask.full),
+        ("prefix", lambda packing: Mask.prefix(packing, 2)),
+        ("window:2,1", lambda packing: Mask.window(packing, 2, 1)),
+        ("window:2,-1", lambda packing: Mask.window(packing, 2, -1)),
+        ("strided", lambda packing: Mask.named(packing, "strided")),
+        ("blocks", lambda packing: Mask.from_blocks(packing, np.ones((3, 3), dtype=bool), 3, causal=True)),
+        ("shared_question", lambda packing: Mask.shared_question(packing, [[3, 2, 4]])),
+    ],
+)
+def test_rejects_masks_without_a_meaning_along_paths(name, make):
+    with refusal_of("mask", repr(name)):
+        make(TREE)
+
+
+def test_rejects_keys_of_their_own():
+    plain = Packing([9])
+    for queries, keys in ((TREE, plain), (plain, TREE), (TREE, Packing.tree([3, 2, 4], [-1, 0, 1], [1, 1, 1]))):
+        for make in (Mask.causal, Mask.full, lambda *packings: Mask.window(packings[0], 2, kv_packing=packings[1])):
+            rejects("where documents branch", make, queries, keys)
+        rejects("where documents branch", Mask.from_slices, queries, [], keys)
+        layouts = {"kv_packing": keys, "kv_layout": Layout.contiguous(keys, 2)}
+        sizes = {"heads": 2, "kv_heads": 2, "head_dim": 4}
+        rejects("where documents branch", plan_attention, queries, Layout.contiguous(queries, 2), **sizes, **layouts)
+    rejects("layout: got", plan_attention, TREE, Layout.contiguous(plain, 2), heads=2, head_dim=4)
+
+
+def test_rejects_what_has_no_meaning_in_documents_that_branch():
+    layout, case = Layout.contiguous(TREE, 2), Case("attention", 2, (3, 2, 4), parents=(-1, 0, 0))
+    refused = "where documents branch"
+    rejects(f"layout: got .* shard_batch {refused}", layout.labels, np.arange(9), 0)
+    rejects(f"layout: got .* no numbers of documents {refused}", layout.document_ids, 0)
+    rejects(f"lengths: got .* {refused}", Mask.causal(TREE).unpadded, [9])
+    rejects(f"case: got .* {refused}", isolation.leaks, case, 0)
+    slots = GraphTables(16, 4, 2)
+    rejects(f"lengths: got .* no GraphTables {refused}", slots.layout, TREE)
+    assert slots.layout(Packing([3, 2])) == slots.layout([3, 2])
+    x = torch.zeros(9, 1, 2)
+    rejects(f"packing: got .* {refused}", oracles.attention, x, x, x, TREE, is_causal=True, scale=None)
+    sizes = {"heads": 1, "key_heads": 1, "head_dim": 2, "conv": x, "A_log": x, "dt_bias": x}
+    rejects(f"packing: got .* {refused}", oracles.gated_delta_net, x, x, x, TREE, None, **sizes)
+
+
+def test_ranks_with_other_trees_are_told_apart():
+    trees = [TREE, Packing.tree([3, 2, 4], [-1, 0, 1], [1, 1, 1])]
+
+    def attend(group):
+        layout = Layout.contiguous(trees[group.rank], 2)
+        plan = plan_attention(layout.packing, layout, heads=2, head_dim=4, scheme="p2p")
+        x = torch.zeros(int(layout.row_counts[group.rank]), 2, 4)
+        with pytest.raises(PlanMismatchError):
+            attention(x, x, x, plan, group)
+
+    run_ranks(attend, 2)
+
+
+def test_tables_of_trees_end_with_their_batch():
+    """Without the garbage collector, which training jobs switch off."""
+    packings = []
+
+    def step(group, mode):
+        case = Case("gdn", 2, (7, 3, 5), scheme=mode, parents=(-1, 0, 0), heads=2, groups=2, head_dim=4)
+        plan, problem = case.plan(), draw(case)
+        inputs = {name: plan.layout.shard(x, group.rank).requires_grad_() for name, x in problem.inputs.items()}
+        run_linear(group, case, plan, inputs, problem.parameters).sum().backward()
+        packings.append(weakref.ref(plan.packing))
+
+    gc.collect()
+    gc.disable()
+    try:
+        for mode in ("headwise", "chunkwise"):
+            run_ranks(step, 2, mode)
+        assert [reference() for reference in packings] == [None] * 4
+    finally:
+        gc.enable()

@@ -40,8 +40,8 @@ def test_every_public_name_is_there_and_is_listed_without_torch(package):
 
 def test_tab_completion_knows_them_and_modules_are_imported_without_a_hint(monkeypatch):
     completer = rlcompleter.Completer({"cp": megatron_cp})
-    found = [completer.complete("cp.plan_", state) for state in range(2)]
-    assert [name.rstrip("()") for name in found] == ["cp.plan_attention", "cp.plan_linear"]
+    found = [completer.complete("cp.plan_", state) for state in range(3)]
+    assert [name.rstrip("()") for name in found] == ["cp.plan_attention", "cp.plan_held_attention", "cp.plan_linear"]
     # An import statement asks the package before it imports the module.
     monkeypatch.setattr("difflib.get_close_matches", None)
     with pytest.raises(AttributeError, match=r"no attribute 'transport'$"):

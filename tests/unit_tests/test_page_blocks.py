@@ -44,11 +44,13 @@ SMALLER = {
 ELSEWHERE = [
     ("README.md", "import megatron_cp as cp", "functional_tests/test_pages.py"),
     ("docs/your-own-mask.md", "", "unit_tests/test_pages.py"),
+    ("docs/your-own-kernel.md", "", "unit_tests/test_pages.py"),
     ("docs/troubleshooting.md", "def stop_at_nan", "unit_tests/test_pages.py"),
     ("docs/transformers.md", "ContextParallelTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/transformers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/cache.md", "", "unit_tests/test_cache.py"),
     ("docs/trees.md", "of_labels=True", "functional_tests/test_examples.py"),
     ("docs/transformers-upstream.md", "CP_BACKENDS", "functional_tests/test_transformers_upstream.py"),
     ("docs/megatron-bridge.md", "def ", "functional_tests/test_megatron_bridge.py"),

@@ -16,6 +16,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
 from megatron_cp.transformers.attention import planned_attention
+from megatron_cp.transformers.sources import passes
 from tests.refusals import rejects
 from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
@@ -232,6 +233,18 @@ def test_rejects_phases_that_depend_on_the_longest_position(llama, rope):
 def test_rejects_temperatures_by_the_number_of_the_row():
     model = build("Llama4", num_hidden_layers=1, no_rope_layers=[0], attn_temperature_tuning=True, dtype=torch.float32)
     rejects("attn_temperature_tuning", enable_context_parallel, model, None)
+
+
+def test_a_forward_passes_what_a_call_in_it_has_as_a_name():
+    """A text of that name is none, beside which the bytecode of Python 3.14 has the names of a call with `**kwargs`."""
+
+    @pytest.mark.parametrize("window", [], ids=None)
+    def reads(config, **kwargs):
+        return dict(left=getattr(config, "window", None), **kwargs)
+
+    without_source = eval("lambda config: dict(window=config, left=1)")
+    assert [passes(reads, name) for name in ("left", "window", "ids")] == [True, False, False]
+    assert [passes(without_source, name) for name in ("window", "right")] == [True, False]
 
 
 @pytest.mark.parametrize(("name", "window"), [("Llama", 4), ("Mistral", None), ("Mistral", 15), ("Llama4", 16)])

@@ -76,6 +76,7 @@ def test_dist_keeps_sdist_and_wheel_if_nothing_is_wrong(words, wrong, kept, monk
     for file in files:
         file.touch()
     monkeypatch.setattr(dist, "ROOT", clone)
+    monkeypatch.setattr(dist, "find_uv", lambda: "uv")
     monkeypatch.setattr(dist, "_built", lambda folder: files)
     monkeypatch.setattr(dist, "_build", lambda *_: None)
     monkeypatch.setattr(dist, "_compared", lambda *_: ["p lacks a file"] * ("source" in wrong))
@@ -83,7 +84,7 @@ def test_dist_keeps_sdist_and_wheel_if_nothing_is_wrong(words, wrong, kept, monk
     monkeypatch.setattr(dist.sys, "argv", ["dist", *words])
     with pytest.raises(SystemExit) as ended:
         dist.main()
-    assert ended.value.code is not kept
+    assert ended.value.code is (not kept)
     held = {path.name for path in (clone / "dist").iterdir()}
     assert held == ({file.name for file in files} if kept else {"old.whl"})
 

@@ -50,7 +50,9 @@ NAVIGATION = {
         "The wire": "docs/wire",
         "Planned tiles": "docs/tiles",
         "A mask of your own": "docs/your-own-mask",
+        "A kernel of your own": "docs/your-own-kernel",
         "Shared beginnings": "docs/trees",
+        "Generation with a cache": "docs/cache",
         "What will it cost": "docs/planning",
         "What it costs, measured": "docs/costs",
     },
@@ -65,6 +67,7 @@ NAVIGATION = {
         "Megatron's flags": "docs/megatron-features",
         "Modules": "docs/api/README",
         "Results": "benchmarks/README",
+        "Sources of the table of peers": "docs/sources",
     },
     "Project": {
         "Changelog": "CHANGELOG",

@@ -17,7 +17,15 @@ from megatron_cp import attention
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.spread import formatted, spread, table
-from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved
+from megatron_cp.apps.bench.timing import (
+    DIRECTIONS,
+    Measure,
+    Timing,
+    Watch,
+    WatchedGroup,
+    interleaved,
+    with_progress,
+)
 from megatron_cp.apps.bench.watched_kernels import WatchedAttentionKernel
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -121,7 +129,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     runs = {scheme: _Run(case, problem, group, watch) for scheme, case in cases.items()}
     runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0], watch)
     seen = Seen(runs[""].kernel.name)
-    for name, each in runs.items():
+    for name, each in with_progress(runs.items(), "measurements of memory", group.rank):
         group.buffers = Buffers()
         each.step(lambda _, call: call(), group)
         if name:
@@ -129,7 +137,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
             without, with_kernel = (each.peaks(group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
     steps = {name: partial(run.step, group=WatchedGroup(group, watch)) for name, run in runs.items()}
-    seen.spent = interleaved(steps, repeats, watch, group.barrier)
+    seen.spent = interleaved(steps, repeats, watch, group)
     return seen
 
 

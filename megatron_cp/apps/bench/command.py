@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> Report:
     for option, benchmark in of_one.items():
         if getattr(args, option) is not None and args.what != benchmark:
             raise ArgumentError(f"--{option}", getattr(args, option), f"only with bench {benchmark}")
+    if args.parents is not None:  # peers would compute other documents
+        raise ArgumentError("--parents", args.parents, "only with check and plan")
     check_paths(args)
     import torch
     import torch.distributed as dist

@@ -31,7 +31,7 @@ from megatron_cp.apps.bench.peer_limits import (
 )
 from megatron_cp.apps.bench.peers.distributed import watched_wire
 from megatron_cp.apps.bench.section_batch import LAYOUTS, Batch
-from megatron_cp.apps.bench.timing import Watch, interleaved_order
+from megatron_cp.apps.bench.timing import Watch, interleaved_order, with_progress
 from megatron_cp.cli import Report, case_of, hosts_of_job, known_shapes
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import Communicator, TorchGroup, run_ranks
@@ -198,7 +198,7 @@ def _time(
         dist.all_to_all_single(target[:equal], source[:equal], group=group.group)
 
     with watched_wire(watch):
-        for number in interleaved_order(numbers, repeats):
+        for number in with_progress(interleaved_order(numbers, repeats), "timings of this cell", group.rank):
             contender = contenders[int(number)]
             size = contender.entering
             group.barrier()

@@ -200,7 +200,7 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
                 return call()
 
             step(name, worked)
-        seen.spent = interleaved({name: partial(step, name) for name in sides}, repeats, watch, group.barrier)
+        seen.spent = interleaved({name: partial(step, name) for name in sides}, repeats, watch, group)
     if work.trace is not None:  # once all is timed: a profiler takes time of its own
         write_trace(lambda: step(OURS, lambda _, call: call()), group, hidden.device, work.trace)
     return seen

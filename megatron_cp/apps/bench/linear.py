@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -73,25 +73,25 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     seen = Seen(_kernel_of(case))
     mixers = {mode: mixer(one, problem, group) for mode, one in cases.items()}
     seen.saved = {mode: saved_bytes(work, work.inputs[len(problem.inputs) :]) for mode, work in mixers.items()}
-    seen.spent = _interleaved(mixers, repeats, watch, group.barrier)
+    seen.spent = _interleaved(mixers, repeats, watch, group)
     if group.rank == 0:
         works = segments(case, int(case.plan().layout.token_counts.max()))
         try:
             works |= megatron_rule(case, works["plain"])
         except ImportError as error:
             seen.not_run[MEGATRON] = str(error)
-        seen.local = _interleaved(works, repeats, watch)
+        seen.local = _interleaved(works, repeats, watch, ThreadGroup.create(1)[0])
     group.barrier()
     return seen
 
 
 def _interleaved(
-    works: Mapping[str, Work], repeats: int, watch: Watch, barrier: Callable[[], None] = lambda: None
+    works: Mapping[str, Work], repeats: int, watch: Watch, group: RankGroup
 ) -> dict[tuple[str, str], list[Timing]]:
     """Times every work in both directions, once it has run."""
     for work in works.values():
         work.step(lambda _, call: call(), watch)
-    return interleaved({name: partial(work.step, watch=watch) for name, work in works.items()}, repeats, watch, barrier)
+    return interleaved({name: partial(work.step, watch=watch) for name, work in works.items()}, repeats, watch, group)
 
 
 def _kernel_of(case: Case) -> str:

@@ -15,7 +15,7 @@ from megatron_cp.apps.bench.allocator import keep_freed_memory, page_faults
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, ALL_SECTIONS, GATES, LAYOUTS, Batch, compare, in_place, leaf
 from megatron_cp.apps.bench.spread import formatted, spread, table
-from megatron_cp.apps.bench.timing import Watch, interleaved_order
+from megatron_cp.apps.bench.timing import Watch, interleaved_order, with_progress
 from megatron_cp.exchange import Buffers, Geometry, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.executor import TorchGroup
 from megatron_cp.testing import Case
@@ -66,7 +66,7 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
     for work, _ in 2 * list(works.values()):
         work()
     names = {"|".join(key): key for key in works}
-    for name in interleaved_order(list(names), repeats):
+    for name in with_progress(interleaved_order(list(names), repeats), "timings of the local part"):
         key = names[name]
         work, size = works[key]
         _, copied = watch.timed(lambda size=size: target[:size].copy_(source[:size]))  # type: ignore[misc]

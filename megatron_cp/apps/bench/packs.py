@@ -15,6 +15,7 @@ import numpy as np
 from megatron_cp.apps.bench.defaults import PACK_RANKS
 from megatron_cp.apps.bench.peer_limits import MEGATRON, megatron_missing
 from megatron_cp.apps.bench.spread import table
+from megatron_cp.apps.bench.timing import with_progress
 from megatron_cp.cli import Report
 from megatron_cp.data import GlobalBatch, PackedStream, balance_packs, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
@@ -60,13 +61,14 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
             raise ArgumentError("--cp", size, "powers of two", f"{MEGATRON} runs samples on no other numbers of ranks.")
     tokens, batches = args.tokens_per_rank or TOKENS_PER_RANK, args.batches or BATCHES
     missing = megatron_missing()
-    cells = [
-        _cell(corpus, replicas, size, tokens, batches, PackCost(pack, TOKEN, TOKEN / equal_at), not missing)
+    asked = [
+        (corpus, replicas, size, tokens, batches, PackCost(pack, TOKEN, TOKEN / equal_at), not missing)
         for corpus in _corpora(args)
         for pack, equal_at in ((0.0, EQUAL_AT), *OTHER_COSTS)
         for replicas, size in product(REPLICAS, sizes)
         if (pack, equal_at) == (0.0, EQUAL_AT) or replicas == REPLICAS[-1]
     ]
+    cells = [_cell(*each) for each in with_progress(asked, "cells", 0 if world is None else world.rank)]
     data = {
         **_ratios(cells),
         "cells": cells,

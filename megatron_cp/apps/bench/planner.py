@@ -18,7 +18,7 @@ from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.layer_step import LayerStep
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.spread import table
-from megatron_cp.apps.bench.timing import DIRECTIONS, interleaved_order
+from megatron_cp.apps.bench.timing import DIRECTIONS, interleaved_order, with_progress
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import Buffers
@@ -166,7 +166,7 @@ def measure(
     dtype = next(iter(cells[0].ways.values())).dtype
     found = calibrated(group, dtype, max(repeats, 5)) if given is None else given
     bench, measured = Bench(group, repeats, dtype), []
-    for cell in cells:
+    for cell in with_progress(cells, "cells", group.rank):
         group.buffers = Buffers()
         steps = {name: LayerStep(case, group) for name, case in cell.ways.items()}
         taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.cli import Progress
 from megatron_cp.executor import Message, Pending, RankGroup
 from megatron_cp.torch_private import occupy_device
 
@@ -134,6 +135,18 @@ class _WatchedPending(Pending):
             self._pending.wait()
 
 
+def with_progress(turns: Iterable[T], what: str, rank: int = 0) -> Iterator[T]:
+    """Yields the turns; the first rank's standard error shows how many are done, and how long the rest may take."""
+    waiting = list(turns)
+    progress = Progress(what, len(waiting), quiet=rank > 0)
+    try:
+        for turn in waiting:
+            yield turn
+            progress.step()
+    finally:
+        progress.clear()
+
+
 def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
     """Yields every name once a round, in one order on all ranks: none always comes first or after the same one."""
     for repeat in range(repeats):
@@ -141,7 +154,7 @@ def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
 
 
 def interleaved(
-    steps: Mapping[str, Callable[[Measure], Any]], repeats: int, watch: Watch, barrier: Callable[[], None]
+    steps: Mapping[str, Callable[[Measure], Any]], repeats: int, watch: Watch, group: RankGroup
 ) -> dict[tuple[str, str], list[Timing]]:
     """Times every step in both directions, one after the other within every repeat.
 
@@ -149,16 +162,16 @@ def interleaved(
         steps: a function for each name, which calls `measure(direction, call)` for both directions.
         repeats: number of timings of each step.
         watch: this rank's watch.
-        barrier: called before each direction.
+        group: the ranks, which begin each direction together.
 
     Returns:
         the timings of every repeat, by name and direction.
     """
     spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in steps for way in DIRECTIONS}
-    for name in interleaved_order(list(steps), repeats):
+    for name in with_progress(interleaved_order(list(steps), repeats), "timings", group.rank):
 
         def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-            barrier()
+            group.barrier()
             result, taken = watch.timed(call)
             spent[name, way].append(taken)
             return result

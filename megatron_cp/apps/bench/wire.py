@@ -16,7 +16,7 @@ import torch
 from megatron_cp.apps.bench.defaults import WIRE_RANKS, with_defaults
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.overlap import Overlapped, inbound
-from megatron_cp.apps.bench.timing import Measure
+from megatron_cp.apps.bench.timing import Measure, with_progress
 from megatron_cp.apps.bench.transports import count_bytes, transports
 from megatron_cp.apps.bench.wire_job import HALVES, PARTS, Job, Key, Seen
 from megatron_cp.apps.bench.wire_report import of_codecs, of_overlap, of_transports, text
@@ -155,7 +155,8 @@ def _interleaved(
         if not warm or key[-1] in warm:
             step(lambda _, call: call())
     random = np.random.default_rng(0)  # the same on every rank
-    for key in (list(steps)[index] for _ in range(repeats) for index in random.permutation(len(steps))):
+    turns = [list(steps)[index] for _ in range(repeats) for index in random.permutation(len(steps))]
+    for key in with_progress(turns, f"timings over {group.size} ranks", group.rank):
 
         def timed(way: str, call: Callable[[], Any], key: Key = key) -> Any:
             group.barrier()

@@ -22,7 +22,7 @@ from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, p
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.page import check_page, save_page
-from megatron_cp.plan import AUTO, MODES, Plan, counted, size
+from megatron_cp.plan import AUTO, MODES, Plan, counted, describe_ties, size, tied
 from megatron_cp.planner import (
     CHOICES,
     Machine,
@@ -249,6 +249,13 @@ def _verdict(
     why = "the smallest size that fits" if args.fit is not None else "the most tokens/s a GPU of those that fit"
     if args.fit is not None and gain > 1.005:
         why += f"; cp {faster.choice.cp} has {gain:.2f} times its throughput a GPU"
+    sizes = [best.choice.cp] if args.fit is not None else args.cp
+    others = {
+        f"cp {row.choice.cp} in layout {row.choice.layout}": row.tokens_per_second_per_gpu
+        for row in rows
+        if row is not best and row.memory.total <= limit and row.choice.cp in sizes
+    }
+    why += describe_ties(tied(others, best.tokens_per_second_per_gpu))
     about, longest = "about " if args.search else "", counted(data["longest"], "token")
     return [
         f"take this: {best.flags}",

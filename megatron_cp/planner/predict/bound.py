@@ -221,7 +221,7 @@ def _ring_seconds(
     work = _pair_seconds(plan, step, on, item_size, forward=forward)
     merged = step.queries.token_counts[kv_ranks] * heads * (value * 3 if forward else size) * max(item_size, 4)
     work = work + later * copy_seconds(hardware, merged)
-    row, tokens, total = groups * (size + value) * item_size, step.keys.token_counts, step.keys.packing.total
+    row, tokens, total = groups * sum(step.key_features) * item_size, step.keys.token_counts, step.keys.packing.total
     load = _ring_load(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
     if forward:
         return np.maximum(work, load.seconds(topology))
@@ -257,7 +257,7 @@ def _fetch_seconds(
     kernels = _kernel_seconds(plan, step, on, item_size, forward=forward)
     degree = plan.ulysses_degree
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
-    rows = np.array([[min(each), sum(each)] for each in groups]) * (step.head_dim + step.value_head_dim) * item_size
+    rows = np.array([[min(each), sum(each)] for each in groups]) * sum(step.key_features) * item_size
     smallest, whole = rows[np.arange(plan.cp_size) % degree].T
     keys = _fetch_load(plan, flow, on, topology, back=False)
     exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)

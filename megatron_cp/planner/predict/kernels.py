@@ -130,7 +130,11 @@ def seconds_of_calls(
     rate = pair_rate(step, hardware, item_size, forward=forward)
     row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
     of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
-    return seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
+    found = seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
+    if step.latent is not None:  # all calls of a rank together expand the keys that it sees
+        seconds = _expansion_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
+        found = found + seconds * of_ranks.pairs / np.maximum(of_ranks.pairs.sum(0), 1)
+    return found
 
 
 def seconds_of_shapes(
@@ -151,6 +155,23 @@ def seconds_of_shapes(
     short = 1 + hardware.units / np.maximum(shapes.tiles * heads, 1)
     bands = hardware.band[0 if forward else 1] * shapes.bands
     found: NDArray[np.float64] = (computed > 0) * (work * short + hardware.call + bands)
+    return found
+
+
+def _expansion_seconds(
+    step: Attend, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *, forward: bool
+) -> Seconds:
+    """Returns `[ranks]` the seconds of expanding latents to keys and values, at the rate of attention's products.
+
+    Backward expands them once more, and has two products for the gradients of latents and of the up-projection.
+    """
+    assert step.latent is not None
+    shared, rank = step.latent
+    seen = step.needed.split_counts.counts.sum(axis=0) if step.num_kv_ranks > 1 else np.array([step.keys.packing.total])
+    features = step.head_dim - shared + step.value_head_dim
+    rate = hardware.attention_rate((step.head_dim + step.value_head_dim) // 2, forward=forward)
+    operations = 2 * rank * features * (1 if forward else 3) * hardware.slower(item_size)
+    found: Seconds = np.asarray(seen[kv_ranks] * heads * (operations / rate), dtype=np.float64)
     return found
 
 
@@ -228,7 +249,7 @@ def chunked_tokens(plan: Plan) -> IntArray:
     def found() -> IntArray:
         layout = plan.layout
         if not plan.recurrent_steps:
-            return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
+            return np.full(plan.cp_size, (-(-layout.packing.run_lengths // CHUNK) * CHUNK).sum())
         segments = Segments.from_layout(layout)
         filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
         return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)
@@ -243,7 +264,7 @@ def longest_chains(plan: Plan) -> IntArray:
     def found() -> IntArray:
         layout = plan.layout
         if not plan.recurrent_steps:
-            return np.full(plan.cp_size, -(-layout.packing.lengths.max(initial=0) // CHUNK) * CHUNK)
+            return np.full(plan.cp_size, -(-layout.packing.run_lengths.max(initial=0) // CHUNK) * CHUNK)
         segments, longest = Segments.from_layout(layout), np.zeros(plan.cp_size, dtype=np.int64)
         np.maximum.at(longest, segments.rank, -(-(segments.end - segments.start) // CHUNK) * CHUNK)
         return longest

@@ -259,7 +259,7 @@ class _RankBytes:
         return self.block(int(self.step.keys.row_counts[self.kv_rank]), self.groups, self.item)
 
     def block(self, rows: int, groups: int, item: int) -> int:
-        return rows * groups * (self.step.head_dim + self.step.value_head_dim) * item
+        return rows * groups * sum(self.step.key_features) * item
 
     def forward(self) -> list[int]:
         """Returns the bytes at each moment of forward's loop, including the output and its lse."""

@@ -96,7 +96,7 @@ def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) ->
     if scan is None:
         return
     owners = layout.located(np.sort(layout.starts))[0]
-    changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
+    changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.run_lengths.size - 1)
     few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # the rank that sends most sends at least the mean
     finds: tuple[Callable[[bool], int], ...] = (
         lambda _: few,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def checked_directory(cache: object, argument: str = "cache") -> Path | None:
     if not path or not isinstance(path, str) or "\0" in path:
         raise ArgumentError(argument, cache, "the path of a directory, or None for no cache")
     try:
-        is_other = Path(path).exists() and not Path(path).is_dir()
+        is_other = not stat.S_ISDIR(Path(path).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_other = False
     except OSError as error:  # a name that is too long, say
         raise ArgumentError(argument, path, "the path of a directory", str(error)) from None
     if is_other:

@@ -33,11 +33,13 @@ def step(group, packing, tokens, loss_mask):
     x = embedding[batch.tokens] + torch.sin(batch.position_ids[:, None] * torch.arange(HIDDEN) * 0.1)
     q, k, v = ((x @ each).unflatten(1, (HEADS, -1)) for each in projections)
     hidden = x + cp.attention(q, k, v, batch.plan(SLOT), group).flatten(1)
-    rows = hidden if batch.label_rows is None else hidden[batch.label_rows.rows]
-    losses = F.cross_entropy(rows @ embedding.T, batch.labels, reduction="none")
+    rows, labels = hidden, batch.labels
+    if batch.targets is not None:
+        rows, labels = hidden[batch.targets.rows], batch.targets.labels
+    losses = F.cross_entropy(rows @ embedding.T, labels, reduction="none")
     loss = cp.token_loss(losses, batch, group)
     loss.backward()
-    of_labels = layout if batch.label_rows is None else batch.label_rows.layout
+    of_labels = layout if batch.targets is None else batch.targets.layout
     return loss.item(), [each.grad for each in weights], batch.num_tokens, cp.gather(losses.detach(), of_labels, group)
 
 
@@ -60,10 +62,21 @@ def test_a_step_is_that_of_the_sequences_alone(weighted):
 def test_every_token_is_a_label_of_the_row_before_it():
     packing = cp.Packing.tree([3, 2, 1, 2], [-1, 0, 0, -1])
     batch = cp.shard_batch(np.arange(10, 18), cp.Layout.contiguous(packing, 1))
-    rows = batch.label_rows.rows.tolist()
-    pairs = {(row, label) for row, label in zip(rows, batch.labels.tolist(), strict=True) if label >= 0}
+    targets = batch.targets
+    labels = zip(targets.rows.tolist(), targets.labels.tolist(), strict=True)
+    pairs = {(row, label) for row, label in labels if label >= 0}
     assert pairs == {(0, 11), (1, 12), (2, 13), (3, 14), (2, 15), (6, 17)}
-    assert batch.loss_weights.sum() == batch.num_tokens == batch.label_copies.sum() == 2 * 2 + 2 + 1 + 1
+    assert targets.weights.sum() == batch.num_tokens == targets.copies.sum() == 2 * 2 + 2 + 1 + 1
+
+
+def test_labels_of_a_tree_are_not_taken_for_those_of_rows():
+    packing = cp.Packing.tree([3, 2, 1], [-1, 0, 0])
+    batch = cp.shard_batch(np.arange(6), cp.Layout.contiguous(packing, 1))
+    assert batch.labels.shape == batch.loss_weights.shape == (0,)
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(torch.zeros(6, 9), batch.labels)
+    with pytest.raises(ArgumentError, match="weights"):
+        cp.token_loss(torch.zeros(6), batch.loss_weights)
 
 
 def test_what_a_tree_has_not_is_refused():

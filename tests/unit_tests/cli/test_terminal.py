@@ -6,12 +6,7 @@ import pytest
 
 from megatron_cp.cli import terminal
 from megatron_cp.cli.terminal import Progress, coloured
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
+from tests.terminal import Terminal
 
 TEXT = "ok: 2 cases\nFAILED attention\nno  kernel fla of gdn\nnothing here is ok"
 

@@ -216,7 +216,7 @@ def test_rejects_folders_and_files_without_a_document(tmp_path):
         (b'["text"]', 'no object with "text", with "prompt" and "answer", or with "messages".'),
         (b'"text"', 'no object with "text", '), (b'{"txt": "a"}', 'no object with "text", '),
         (b'{"text": null}', '"text" is no string.'), (b'{"text": 7}', '"text" is no string.'),
-        (b'{"text": "caf\xe9"}', "utf-8"), (b"[" * 100_000, "recursion"),
+        (b'{"text": "caf\xe9"}', "utf-8"), (b"[" * 100_000, "nested too deeply"),
     ],
     ids=["text", "cut", "list", "string", "other key", "null", "number", "latin-1", "nested"],
 )  # fmt: skip

@@ -50,6 +50,7 @@ def test_every_rank_gets_the_first_ones_pack():
         Pack(lengths, tokens),
         Pack(lengths, tokens, tokens - 1, torch.tensor([0.1, 0, 1, 2, -0.5])),
         Pack(lengths, tokens, None, torch.ones(5)),
+        Pack(Packing.tree([2, 0, 3], [-1, 0, 0], [1, 2, 1]), tokens),
     ]
     for received in run_ranks(broadcast, 2, packs, kind="processes", timeout=limit(60)):
         for ours, theirs in zip(received, packs, strict=True):

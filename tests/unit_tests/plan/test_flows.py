@@ -122,7 +122,7 @@ def test_a_ring_brings_every_block_once_and_its_gradient_home(size):
 
 
 def test_sums_travel_in_at_least_four_bytes():
-    sizes = [RowSizes(3, 2, item) for item in (1, 2, 4, 8)]
+    sizes = [RowSizes(3, 2, 5, item) for item in (1, 2, 4, 8)]
     assert [Payload.KEY_GRADIENTS.row_bytes(each, 4, 2) for each in sizes] == [10, 20, 40, 80]
     assert [Payload.KEY_GRADIENT_SUMS.row_bytes(each, 4, 2) for each in sizes] == [40, 40, 40, 80]
 

@@ -172,16 +172,22 @@ def test_idle_ranks_make_the_others_slower():
 
 
 def test_a_bound_is_no_more_than_the_price():
-    for lengths in ([60_000, 500], [512] * 32, [7, 1, 130]):
-        for name in ("contiguous", "zigzag", "balanced"):
-            layout = getattr(Layout, name)(Packing(lengths), 8)
-            made = plan("chunkwise", layout)
-            few, sent = state_bounds(made, H100, H100.topology(8), 2)
-            price = priced(made, H100)
-            assert few.is_bound
-            assert few.forward <= sent.forward <= price.forward
-            assert few.backward <= sent.backward <= price.backward
-            assert few.bytes_sent <= sent.bytes_sent == price.bytes_sent
+    # A question on one rank and its answers on two in turn: its state travels once, though the owner often changes.
+    answers = Packing.tree([600, *[500] * 32], [-1, *[0] * 32])
+    held = [[(0, 600)], *[[] for _ in range(7)]]
+    for number in range(32):
+        held[number % 2].append((600 + 500 * number, 1100 + 500 * number))
+    layouts = [Layout.from_fragments(answers, held)]
+    for packing in (Packing([60_000, 500]), Packing([512] * 32), Packing([7, 1, 130]), answers):
+        layouts += [getattr(Layout, name)(packing, 8) for name in ("contiguous", "zigzag", "balanced")]
+    for layout in layouts:
+        made = plan("chunkwise", layout)
+        few, sent = state_bounds(made, H100, H100.topology(8), 2)
+        price = priced(made, H100)
+        assert few.is_bound
+        assert few.forward <= sent.forward <= price.forward
+        assert few.backward <= sent.backward <= price.backward
+        assert few.bytes_sent <= sent.bytes_sent == price.bytes_sent
     many = Layout.zigzag(Packing([512] * 128), 8)
     prices = {price.scheme: price for price in plan("auto", many).prices}
     assert prices["chunkwise"].is_bound  # ruled out by its bound alone

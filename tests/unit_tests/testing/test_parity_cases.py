@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from megatron_cp.layout import Mask
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import MODES, SCHEMES
 from megatron_cp.plan.transport import TRANSPORTS
 from megatron_cp.testing.parity import Case, compare
-from megatron_cp.testing.sweep import sweep
+from megatron_cp.testing.sweep import ALONG_PATHS, MASKS, sweep
+from tests.refusals import rejects
 from tests.scheme_cases import check
 
 LENGTHS = (7, 1, 40, 0, 13)
@@ -23,6 +25,14 @@ def test_cases_of_all_schemes_search_where_tiles_are_assigned():
     cases = sweep(Case("attention", 4, LENGTHS, "random", scheme="a2a", search_seconds=0.01), ["layout", "mask"])
     assert {case.scheme for case in cases if case.search_seconds} == {"tiled", "a2a+tiled"}
     assert {case.scheme for case in cases} == set(SCHEMES)
+
+
+def test_cases_of_documents_that_branch_have_masks_along_paths():
+    tree = Case("attention", 2, (7, 1, 4), "random", parents=(-1, 0, 0))
+    masks = {case.mask for case in sweep(tree, ["layout", "scheme"])}
+    assert masks == set(ALONG_PATHS) < set(MASKS)
+    for name in set(MASKS) - masks:
+        rejects("where documents branch", Mask.named, tree.packing, name)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -112,6 +112,9 @@ def test_chunks_are_filled_up():
     assert chunked_tokens(headwise).tolist() == [128 + 64 + 128 + 256] * 2
     # 197 tokens each: 65, 1, 128 and 3 of the last document on the first rank.
     assert chunked_tokens(chunkwise).tolist() == [128 + 64 + 128 + 64, 256]
+    tree = Packing.tree([65, 1, 130], [-1, 0, 0])
+    headwise = plan_linear(tree, Layout.contiguous(tree, 2), "gdn", heads=2, head_dim=8, mode="headwise")
+    assert chunked_tokens(headwise).tolist() == [128 + 64 + 192] * 2
 
 
 @pytest.mark.parametrize("kind", ["gdn", "kda", "mamba"])
