@@ -20,7 +20,7 @@ _BESIDE = ("conv", "gates")  # what publications of the rule alone leave out
 
 def rule_alone(plan: cp.Plan, on: Machine, *, forward: bool) -> float:
     """Milliseconds without the convolution and the gates."""
-    program = program_of(plan, on.hardware, 2, forward=forward)
+    program = program_of(plan, on.hardware, 2, forward=forward, hosts=on.topology(plan.cp_size).hosts)
     program.operations = [each for each in program.operations if getattr(each, "name", "") not in _BESIDE]
     return simulate(program, on.topology(plan.cp_size)).seconds * 1e3
 

@@ -190,7 +190,7 @@ def _verdict(
         f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted"
         + describe_ties(_ties(plan, schemes)),
         f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
-        f"waiting, on {price.hardware}",
+        f"exposed transfers and {price.imbalance:.3f} ms imbalance, on {price.hardware}",
         f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}",
         *([f"memory: {size(needs)} on rank 0 beyond q, k and v"] if needs is not None else []),
         f"work: the busiest rank has {plan.work_imbalance:.3f} x the mean",
@@ -422,6 +422,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
                 "forward": price.forward,
                 "backward": price.backward,
                 "exposed": price.exposed,
+                "imbalance": price.imbalance,
                 "is_bound": price.is_bound,
             }
             for price in plan.prices

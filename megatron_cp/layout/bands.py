@@ -46,8 +46,8 @@ def areas(bands: IntArray) -> IntArray:
     if int(np.abs(bands[:, :4]).max(initial=0)) >= 2**31:
         bands = bands.astype(object)  # Python integers, since the product of two places may exceed 64 bits
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
-    ends = _sum_of_clipped(q0 + hi + 1, q1 - q0, k1)  # sum over queries of min(k1, i + hi + 1)
-    starts = -_sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # sum of max(k0, i + lo)
+    ends = sum_of_clipped(q0 + hi + 1, q1 - q0, k1)  # sum over queries of min(k1, i + hi + 1)
+    starts = -sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # sum of max(k0, i + lo)
     return ends - starts
 
 
@@ -65,7 +65,7 @@ def _not_empty(boxes: IntArray) -> NDArray[np.bool_]:
     return boxes[:, 1] > boxes[:, 0]
 
 
-def _sum_of_clipped(first: IntArray, count: IntArray, limit: IntArray) -> IntArray:
+def sum_of_clipped(first: IntArray, count: IntArray, limit: IntArray) -> IntArray:
     """Returns the sum of `min(limit, first + n)` over n in [0, count)."""
     below = np.clip(limit - first, 0, count)  # number of terms below the limit
     return below * first + below * (below - 1) // 2 + (count - below) * limit

@@ -42,9 +42,10 @@ class Price:
         bytes_sent: the most that a rank sends in forward, that share included.
         is_bound: True if the times are lower bounds, which were enough to rule the candidate out.
         hardware: description of the machine that the prediction is for.
-        exposed: milliseconds of both directions in which that rank waits for others and computes nothing.
+        exposed: milliseconds of both directions by which transfers exceed the work of the busiest rank.
         detail: the candidate's options, printed after its scheme.
         reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
+        imbalance: milliseconds of both directions by which the busiest rank's work exceeds that of the mean rank.
     """
 
     scheme: str
@@ -56,6 +57,7 @@ class Price:
     exposed: float = 0.0
     detail: str = ""
     reason: str = ""
+    imbalance: float = 0.0
 
     @property
     def total(self) -> float:
@@ -71,7 +73,8 @@ class Price:
             return f"{which} {name:<20} {times}{sent}"
         return (
             f"{which} {name:<20} predicted {self.forward:.3f} ms forward, {self.backward:.3f} ms backward, "
-            f"{self.exposed:.3f} ms of it waiting; a rank sends at most {size(self.bytes_sent)} forward"
+            f"{self.exposed:.3f} ms of it exposed transfers and {self.imbalance:.3f} ms imbalance; a rank sends at "
+            f"most {size(self.bytes_sent)} forward"
         )
 
 

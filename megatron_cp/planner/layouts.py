@@ -166,7 +166,7 @@ def choose_layout(
 
     Example:
         >>> layer = AttentionSpec(heads=8, kv_heads=2, head_dim=64, scheme="exact")
-        >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000]), 4, [layer] * 12).name
+        >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000] * 2), 4, [layer] * 12).name
         'balanced'
     """
     cp_size, packing = checked_integer("cp_size", cp_size, 1), checked_packing(packing)

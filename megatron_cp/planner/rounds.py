@@ -42,7 +42,7 @@ def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> 
             if len(step.stages_in(forward=forward)) == stages:  # all keys come in the first round
                 break
             stages = len(step.stages_in(forward=forward))
-            program = program_of(made, on.hardware, item_size, forward=forward)
+            program = program_of(made, on.hardware, item_size, forward=forward, hosts=topology.hosts)
             milliseconds = 1e3 * simulate(program, topology, cores=on.hardware.cores).seconds
             if milliseconds * _NEAR < fastest:
                 best, fastest = rounds, milliseconds

@@ -195,7 +195,7 @@ def _with_attention(rates: Hardware, bench: Bench) -> Hardware:
             tiles.append(2 * (inner / pair - pairs) / _TOKENS)
     return replace(
         rates, attention=tuple((each, ahead, back) for each, (ahead, back) in rate.items()), band=(band[0], band[1]),
-        call=max(mean(calls) - mean(band), 0.0), row=(row[0] / _HEADS, row[1] / _HEADS),
+        call=max(mean(calls) - mean(band), 0.0), row=((size, row[0] / _HEADS, row[1] / _HEADS),),
         tile=int(np.clip(round(mean(tiles)), 1, _TOKENS)),
     )  # fmt: skip
 

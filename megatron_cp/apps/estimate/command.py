@@ -175,7 +175,7 @@ def _as_json(row: StepPrice, on: Machine, limit: float) -> dict[str, Any]:
 def _parts(row: StepPrice) -> dict[str, float]:
     return {
         "attention": row.attention, "linear layers": row.linear, "products": row.products,
-        "exposed transfers": row.exposed, "memory traffic": row.others,
+        "exposed transfers": row.exposed, "imbalance": row.imbalance, "memory traffic": row.others,
         "sharded weights": row.shards,
     }  # fmt: skip
 
@@ -229,10 +229,11 @@ def _text(
         "",
         *_table(rows, best, on),
         "",
-        "Times are milliseconds of one forward and backward on the slowest rank. attention, linear, products: kernels; "
-        "exposed: transfers of context parallelism that no kernel overlaps; traffic: norms and activations; shards: "
-        "gathers and sums of sharded weights and gradients that nothing overlaps. Pipelines, tensor parallelism, "
-        "experts' exchanges and the host's own time are left out. Memory counts parameters, gradients, optimizer, "
+        "Times are milliseconds of one forward and backward on the slowest rank. attention, linear: kernels "
+        "of the mean rank; products: of weights; exposed: transfers of context parallelism that no kernel overlaps; "
+        "imbalance: kernels of the busiest rank beyond the mean; traffic: norms and activations; shards: "
+        "gathers and sums of sharded weights and gradients that nothing overlaps. Pipelines, tensor parallelism "
+        "and experts' exchanges are left out. Memory counts parameters, gradients, optimizer, "
         "activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
 
@@ -286,7 +287,7 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
 def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
     heads = [
         "cp", "layout", "attention by", "linear by", "recompute", "attention", "linear", "products", "exposed",
-        "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
+        "imbalance", "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
     ]  # fmt: skip
     cells = [heads]
     for row in rows:

@@ -93,7 +93,8 @@ class StepPrice:
         choice: how the model is split.
         attention, linear: time inside the layers' operations, without transfers and waits.
         products: time of the weights' products: forward, backward and recomputed.
-        exposed: time in which layers wait for transfers.
+        exposed: time by which layers' transfers exceed the work of their busiest rank.
+        imbalance: time by which the busiest rank's kernels of layers exceed those of the mean rank.
         others: time of norms, activations and all else that reads and writes memory.
         shards: time by which sums of gradients and gathers of weights exceed all of that, behind which they hide.
         memory: bytes of a rank.
@@ -110,6 +111,7 @@ class StepPrice:
     linear: float
     products: float
     exposed: float
+    imbalance: float
     others: float
     shards: float
     memory: StepMemory
@@ -123,7 +125,7 @@ class StepPrice:
     @property
     def step(self) -> float:
         """Milliseconds of a forward and a backward."""
-        return self.attention + self.linear + self.products + self.exposed + self.others + self.shards
+        return self.attention + self.linear + self.products + self.exposed + self.imbalance + self.others + self.shards
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -216,15 +218,18 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
-    attention = linear = exposed = operations = 0.0
+    attention = linear = exposed = imbalance = operations = 0.0
     for plan, count in plans:
         directions = timelines(plan, on, topology)
         waits = priced(plan, on, topology).total - 1e3 * sum(each.seconds - each.exposed for each in directions)
-        busy = [1e3 * (each.seconds - each.exposed) for each in directions]
+        busy = [1e3 * float(each.busy.mean()) for each in directions]
+        uneven = [1e3 * each.imbalance for each in directions]
         if choice.recompute == FULL:  # the forward once more, with its waits
             busy.append(busy[0])
+            uneven.append(uneven[0])
             waits += 1e3 * directions[0].exposed
         exposed += waits * count
+        imbalance += sum(uneven) * count
         if plan.attend is None:
             linear += sum(busy) * count
         else:
@@ -232,9 +237,9 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
             operations += count * _attention_operations(plan)
     tokens = int(layout.token_counts.max(initial=0))
     products, others = 1e3 * _products(model, tokens, choice, on), 1e3 * _others(model, tokens, choice, on)
-    busy_in_all = attention + linear + products + others + exposed
+    busy_in_all = attention + linear + products + others + exposed + imbalance
     return StepPrice(
-        choice, attention, linear, products, exposed, others,
+        choice, attention, linear, products, exposed, imbalance, others,
         max(1e3 * _shard_seconds(model, choice, topology) - busy_in_all, 0.0),
         _memory(model, layout, choice, plans), layout.packing.total,
         operations + 6.0 * model.active_parameters * layout.packing.total, plans, _modules(model),
@@ -262,7 +267,7 @@ def _modules(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> float:
-    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over the bandwidth of all its cards.
+    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over its ranks' cards.
 
     Gradients are summed in fp32 and scattered, and weights gathered in bf16: once with a sharded optimizer, in forward
     and in backward with sharded weights. Without sharding every rank sums all gradients.
@@ -275,7 +280,8 @@ def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> 
     nbytes = model.parameters * float(sums * _GRADIENT + gathers * _PARAMETER)
     if hosts == 1:
         return nbytes * (1 - 1 / ranks) / topology.within.bandwidth
-    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * topology.rails)
+    cards = min(topology.rails, -(-topology.size // topology.num_hosts))
+    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * cards)
 
 
 def _attention_operations(plan: Plan) -> float:

@@ -17,6 +17,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate
 from megatron_cp.planner.predict.program import Seconds
+from megatron_cp.planner.predict.walk_base import gathers_over_hosts
 
 # The payloads that go out for remote queries and those that return, by direction.
 _REMOTE = {
@@ -43,7 +44,7 @@ def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size:
         path = 0.0
         if step.tiled is not None:
             work = _pair_seconds(plan, step, on, item_size, forward=forward)
-            busy = np.maximum(work, _tile_port_seconds(plan, step, topology, item_size, forward=forward))
+            busy = np.maximum(work, _tile_port_seconds(plan, step, on, topology, item_size, forward=forward))
             path = longest_path(plan, step, on, topology, item_size, forward=forward)
         elif flow is None:
             busy = _kernel_seconds(plan, step, on, item_size, forward=forward)
@@ -67,9 +68,12 @@ class _Load(NamedTuple):
 
     def seconds(self, topology: Topology) -> Seconds:
         """Returns `[ranks]` the time of each rank's busiest port; ranks that share a card wait for one another."""
-        near = np.maximum(self.sent_near, self.got_near) / topology.within.bandwidth
+        near = np.maximum(self.sent_near, self.got_near)
         cards = [np.bincount(topology.rail, each)[topology.rail] * (each > 0) for each in (self.sent_far, self.got_far)]
-        found: Seconds = np.maximum(near, np.maximum(*cards) / topology.between.bandwidth)
+        ports = ((topology.within, near), (topology.between, np.maximum(*cards)))
+        # In several transfers bytes take longer than in one: the sum of their roots is no less than that of the sum.
+        times = [moved / link.bandwidth + link.ramp * np.sqrt(moved) for link, moved in ports]
+        found: Seconds = np.maximum(*times)
         return found
 
     def times(self, size: IntArray) -> _Load:
@@ -117,13 +121,15 @@ def _tile_transfers(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload
     return found
 
 
-def _tile_port_seconds(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
+def _tile_port_seconds(
+    plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool
+) -> Seconds:
     """Returns `[ranks]` the seconds in which a rank's ports move the rows of assigned tiles."""
     head_ranks = np.arange(plan.cp_size) % plan.ulysses_degree
     load: _Load | None = None
     for flow, name, back in _tile_transfers(step, forward=forward):
         width = np.array([step.row_bytes(name, rank, item_size) for rank in range(plan.ulysses_degree)])[head_ranks]
-        more = _fetch_load(plan, flow, topology, back=back).times(width)
+        more = _fetch_load(plan, flow, on, topology, back=back).times(width)
         load = more if load is None else load.plus(more)
     return np.zeros(plan.cp_size) if load is None else load.seconds(topology)
 
@@ -253,20 +259,21 @@ def _fetch_seconds(
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
     rows = np.array([[min(each), sum(each)] for each in groups]) * sum(step.key_features) * item_size
     smallest, whole = rows[np.arange(plan.cp_size) % degree].T
-    keys = _fetch_load(plan, flow, topology, back=False)
+    keys = _fetch_load(plan, flow, on, topology, back=False)
     exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)
     if not forward:
-        back = _fetch_load(plan, flow, topology, back=True)
+        back = _fetch_load(plan, flow, on, topology, back=True)
         exposed, moved = exposed + back.times(smallest).seconds(topology), moved.plus(back.times(whole))
     found: Seconds = np.maximum(kernels + exposed, moved.seconds(topology))
     return found
 
 
-def _fetch_load(plan: Plan, flow: Fetch, topology: Topology, *, back: bool) -> _Load:
+def _fetch_load(plan: Plan, flow: Fetch, on: Machine, topology: Topology, *, back: bool) -> _Load:
     """Returns the load of key rows that ranks fetch, or of gradients that return.
 
     A hierarchical transport needs two hops, of which only the first is counted, and not even that where all rows are
-    gathered: they travel once for a host.
+    gathered: they travel once for a host. So they do where the backend gathers them over hosts, which each rank's card
+    sends once to every other host.
     """
     counts = flow.split_counts.counts
     if flow.equal_shares and not back:
@@ -277,8 +284,13 @@ def _fetch_load(plan: Plan, flow: Fetch, topology: Topology, *, back: bool) -> _
     np.einsum("kkh->kh", near)[:] = False
     far = columns[:, None, :] != columns[None, :, :]
     found = [np.einsum("kj,kjh->kh", rows, where).ravel() for rows in (sent, got) for where in (near, far)]
+    shared = flow.equal_shares and not back
+    if shared and gathers_over_hosts(plan, on.hardware, topology.hosts):
+        nothing = np.zeros(plan.cp_size, dtype=np.int64)
+        others = (np.diff(np.sort(columns, axis=0), axis=0) > 0).sum(axis=0)
+        return _Load(nothing, np.tile(flow.longest * others, len(columns)), nothing, nothing)
     if plan.transport.hosts:
-        known = 0 if flow.equal_shares and not back else 1
+        known = 0 if shared else 1
         found = [each * (known if number < 2 else 0) for number, each in enumerate(found)]
     return _Load(*found)
 

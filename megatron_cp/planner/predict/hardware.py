@@ -38,14 +38,17 @@ class Link:
         latency: seconds from the start of a transfer to its first byte.
         message: seconds of each message in addition to its bytes.
         bandwidth: bytes a second.
+        ramp: seconds for the square root of a transfer's bytes. A backend moves a transfer in pieces, more and larger
+            ones the more bytes there are, and the first one overlaps with nothing.
     """
 
     latency: float
     message: float
     bandwidth: float
+    ramp: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, at_least_zero=("latency", "message"))
+        _check_numbers(self, at_least_zero=("latency", "message", "ramp"))
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,14 @@ class Hardware:
         matrix_rows: rows of a product at which half of `matrix` is reached.
         attention: for some head sizes the operations a second of softmax attention's kernel, forward and backward;
             for other sizes, the nearest row counts.
-        tile: queries and keys of one tile of the kernel; a tile that a mask cuts is computed as a whole.
-        units: pairs of a head and a tile of queries at which half of that rate is reached.
+        tile: queries and keys of one tile of the kernel, which is computed as a whole.
+        units: pairs of a head and a tile of queries at which a call takes twice the time of its work.
         rule: for each kind of linear layer and some head sizes the multiply-adds a second of its chunked kernels,
             forward and backward, and the additional seconds of the host in a direction: 0 where a device works behind
             its host. For other sizes, the nearest row counts.
         rule_floor: the fewest seconds of such a kernel.
+        chain: for each kind and some head sizes the seconds of a token of the longest document, forward and backward,
+            in addition to its multiply-adds: its chunks wait for each other. Kinds that have no row take none.
         convolution: elements a second of a causal convolution with its activation, forward and backward.
         copy: bytes a second that a copy writes.
         call: seconds of a call of attention's kernel in addition to its work.
@@ -74,9 +79,12 @@ class Hardware:
         cores: ranks of a host that compute at the same time; 0 where each has a device of its own. Rates are those of a
             rank that has one of the cores.
         band: seconds for each band of a mask, forward and backward: kernels of the CPU are called for each.
-        row: seconds for each query and head in addition to its pairs, forward and backward.
+        row: for some head sizes the seconds for each query and head in addition to its pairs, forward and backward.
         collective: seconds of the host to start a transfer and to wait for it; no work overlaps with them.
         transfer: bytes a second that a rank's core receives or sends; 0 where a device does so by itself.
+        host: seconds of a device's host to issue an operation, a hop of a ring, and a linear layer's rule (forward;
+            twice backward). The device computes meanwhile, so they count where their sum is longer.
+        ring: the part of a hop's time that kernels hide, forward and backward; the rest is added to theirs.
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
         sources: the source of each number.
     """
@@ -98,24 +106,36 @@ class Hardware:
     memory: float
     cores: int = 0
     band: tuple[float, float] = (0.0, 0.0)
-    row: tuple[float, float] = (0.0, 0.0)
+    row: tuple[tuple[int, float, float], ...] = ()
+    chain: tuple[tuple[str, int, float, float], ...] = ()
     collective: float = 0.0
     transfer: float = 0.0
+    host: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         zero = ("matrix_rows", "units", "rule_floor", "call", "launch", "cores", "collective", "transfer")
         _check_numbers(self, at_least_zero=zero)
-        rows = [row for row in self.attention if len(row) == 3 and all(_is_number(x) and x > 0 for x in row)]
-        if not rows or len(rows) != len(self.attention):
+        whole = [row for row in self.attention if len(row) == 3 and all(_is_number(x) and x > 0 for x in row)]
+        if not whole or len(whole) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
         self._check_rule()
-        for name in ("convolution", "wider", "band", "row"):
-            pair, zero_too = getattr(self, name), name in ("band", "row")
+        for name, width in (("row", 3), ("chain", 4)):
+            rows = getattr(self, name)
+            if any(len(row) != width or not all(_is_number(x) and x >= 0 for x in row[width - 3 :]) for row in rows):
+                wanted = f"rows of {'a kind, ' * (width == 4)}a head size and two numbers of at least 0"
+                raise ArgumentError(name, rows, wanted)
+        for name in ("convolution", "wider", "band", "ring"):
+            pair, zero_too = getattr(self, name), name in ("band", "ring")
             is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))
             if not is_pair or min(pair) < 0 or (min(pair) == 0 and not zero_too):
                 raise ArgumentError(name, pair, f"two numbers {'of at least' if zero_too else 'above'} 0")
+        if len(self.host) != 3 or not all(_is_number(each) and each >= 0 for each in self.host):
+            raise ArgumentError("host", self.host, "three numbers of at least 0")
+        if max(self.ring) > 1:
+            raise ArgumentError("ring", self.ring, "two numbers of at least 0 and at most 1")
         for name, least in (("tile", 1), ("cores", 0)):
             checked_integer(name, getattr(self, name), least)
         for name in ("name", "about"):
@@ -151,6 +171,17 @@ class Hardware:
         """Returns the operations a second of attention's kernel for heads of this size."""
         nearest = min(self.attention, key=lambda row: abs(math.log(row[0] / head_dim)))
         return nearest[1 if forward else 2]
+
+    def row_seconds(self, head_dim: int, *, forward: bool) -> float:
+        """Returns the seconds of attention's kernel for each query and head of this size, in addition to its pairs."""
+        nearest = min(self.row, key=lambda row: abs(math.log(row[0] / head_dim)), default=(1, 0.0, 0.0))
+        return nearest[1 if forward else 2]
+
+    def chain_seconds(self, kind: str, head_dim: int, *, forward: bool) -> float:
+        """Returns the seconds of a linear layer's kernels for each token of the longest document."""
+        rows = (row for row in self.chain if row[0] == kind)
+        _, _, ahead, back = min(rows, key=lambda row: abs(math.log(row[1] / head_dim)), default=("", 1, 0.0, 0.0))
+        return ahead if forward else back
 
     def slower(self, item_size: int) -> float:
         """Returns the factor by which elements of so many bytes take longer than bf16."""
@@ -308,9 +339,9 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        pairs = ("convolution", "wider", "band", "row")
-        tuples: dict[str, Any] = {name: tuple(rates[name]) for name in pairs if name in rates}
-        tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in ("attention", "rule")}
+        numbers, rows = ("convolution", "wider", "band", "ring", "host"), ("attention", "rule", "row", "chain")
+        tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
+        tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
         hardware = Hardware(**{**rates, **tuples, **about}, sources=dict(sources))
         ends = {name: Link(**links[name]) for name in ("within", "between")}

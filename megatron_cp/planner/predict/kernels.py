@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.layout.bands import areas, cut_up, tight_boxes
+from megatron_cp.layout.bands import areas, cut_up, sum_of_clipped, tight_boxes
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend
@@ -33,12 +33,16 @@ class StageShapes(NamedTuple):
         cut: invisible pairs in tiles that an edge of the mask cuts; the kernel computes them all the same.
         rows: queries of all bands.
         bands: the number of bands.
+        tiles: tiles of queries, rounded up for each band.
+        padding: pairs of the tiles beyond a band's queries and keys; a device computes them, a core does not.
     """
 
     pairs: IntArray
     cut: IntArray
     rows: IntArray
     bands: IntArray
+    tiles: IntArray
+    padding: IntArray
 
 
 def stage_shapes(step: Attend, tile: int) -> StageShapes:
@@ -59,7 +63,7 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
         whole = np.array([step.area(rank) for rank in range(size)]), *others
         return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in whole))
-    found = np.zeros((4, stages * size), dtype=np.int64)
+    found = np.zeros((len(StageShapes._fields), stages * size), dtype=np.int64)
     before = np.cumsum(met) - met
     blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
     for lo, hi in itertools.pairwise([*blocks, len(bands)]):
@@ -68,7 +72,7 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
         place = (rank - owners[number]) % size * size + rank
         for row, weights in zip(found, _shapes(pieces, tile), strict=True):
             row += _sums(place, weights, row.size)
-    return StageShapes(*found.reshape(4, stages, size))
+    return StageShapes(*found.reshape(-1, stages, size))
 
 
 def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
@@ -76,14 +80,24 @@ def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
     return np.bincount(place, weights.astype(np.float64), minlength=size).astype(np.int64)
 
 
-def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Returns `[n]` each band's fields of `StageShapes`; an edge that runs through a band cuts half of each tile."""
+def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, ...]:
+    """Returns `[n]` each band's fields of `StageShapes`; its tiles begin at its first query and key.
+
+    A tile of queries computes the tiles of keys from its first query's first key to its last query's last key. Both
+    rise by one from tile to tile, within the band's box.
+    """
     pairs = areas(bands)
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
-    rows = q1 - q0
-    late, early = np.clip(k1 - 1 - hi - q0, 0, rows), np.clip(q1 - 1 + lo - k0, 0, rows)
-    wasted = sum(edge * np.minimum(edge, tile) // 2 for edge in (late, early))
-    return pairs, np.minimum(wasted, pairs), rows, (rows > 0).astype(np.int64)
+    rows, last = q1 - q0, (k1 - k0 - 1) // tile
+    tiles = -(-rows // tile)
+    first, end = np.maximum(lo + q0 - k0, -rows), np.minimum(hi + q0 - k0, k1 - k0 - 1)  # the keys of query 0
+    ends = sum_of_clipped((tile - 1 + end) // tile, np.maximum(tiles - 1, 0), last)
+    ends += np.minimum(last, (rows - 1 + end) // tile)  # of the last tile, which may have fewer queries
+    offset = first // tile
+    begins = tiles * offset + tiles * (tiles - 1) // 2 - sum_of_clipped(offset, tiles, np.zeros_like(offset))
+    computed = (ends - begins + tiles) * tile**2 * (rows > 0)
+    inside = np.minimum(computed, rows * (k1 - k0))
+    return pairs, inside - pairs, rows, (rows > 0).astype(np.int64), tiles, computed - inside
 
 
 def attention_seconds(
@@ -113,18 +127,34 @@ def seconds_of_calls(
     forward: bool,
 ) -> NDArray[np.float64]:  # fmt: skip
     """Returns `[calls, ranks]` the seconds of calls of given sizes; see `attention_seconds`."""
-    pairs, wasted, rows, bands = shapes
-    computed, direction = pairs + wasted, 0 if forward else 1
     rate = pair_rate(step, hardware, item_size, forward=forward)
-    tiles = -(-rows // hardware.tile)
-    work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
-    short = 1 + hardware.units / np.maximum(units, 1)
-    band_seconds, row_seconds = hardware.band[direction], hardware.row[direction]
-    calls = hardware.call + band_seconds * bands[:, kv_ranks] + row_seconds * rows[:, kv_ranks] * heads
-    found: NDArray[np.float64] = (work > 0) * (work / rate * short + calls)
+    row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
+    of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
+    found = seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
     if step.latent is not None:  # all calls of a rank together expand the keys that it sees
         seconds = _expansion_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
-        found = found + seconds * work / np.maximum(work.sum(0), 1)
+        found = found + seconds * of_ranks.pairs / np.maximum(of_ranks.pairs.sum(0), 1)
+    return found
+
+
+def seconds_of_shapes(
+    shapes: StageShapes, rate: float, row: float, hardware: Hardware, heads: IntArray, *, forward: bool
+) -> NDArray[np.float64]:
+    """Returns the seconds of calls whose sizes and heads have the same shape.
+
+    Args:
+        shapes: the sizes.
+        rate: pairs of a query and a key that are computed in a second.
+        row: seconds of a query and head in addition.
+        hardware: the other rates.
+        heads: query heads.
+        forward: the direction.
+    """
+    computed = (shapes.pairs + shapes.cut + (0 if hardware.cores else shapes.padding)) * heads
+    work = computed / rate + row * shapes.rows * heads
+    short = 1 + hardware.units / np.maximum(shapes.tiles * heads, 1)
+    bands = hardware.band[0 if forward else 1] * shapes.bands
+    found: NDArray[np.float64] = (computed > 0) * (work * short + hardware.call + bands)
     return found
 
 
@@ -228,6 +258,21 @@ def chunked_tokens(plan: Plan) -> IntArray:
     return tokens
 
 
+def longest_chains(plan: Plan) -> IntArray:
+    """Returns `[ranks]` the tokens of the longest piece of a document on each rank, in whole chunks."""
+
+    def found() -> IntArray:
+        layout = plan.layout
+        if not plan.recurrent_steps:
+            return np.full(plan.cp_size, -(-layout.packing.run_lengths.max(initial=0) // CHUNK) * CHUNK)
+        segments, longest = Segments.from_layout(layout), np.zeros(plan.cp_size, dtype=np.int64)
+        np.maximum.at(longest, segments.rank, -(-(segments.end - segments.start) // CHUNK) * CHUNK)
+        return longest
+
+    tokens: IntArray = plan.memo(("longest chains",), found)
+    return tokens
+
+
 def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, chunks: int = 1) -> Seconds:
     """Returns `[ranks]` the seconds of the chunked rule for a rank's tokens and heads, or one of several head chunks.
 
@@ -236,9 +281,11 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
-    taken = products / rule_rate(plan, hardware, item_size, forward=forward)
+    kind, size = KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2
+    chain = hardware.chain_seconds(kind, size, forward=forward) * hardware.slower(item_size)
+    taken = products / rule_rate(plan, hardware, item_size, forward=forward) + longest_chains(plan) * chain
     floor = hardware.rule_floor * (1 if forward else 2)
-    host_seconds = hardware.rule_host_seconds(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
+    host_seconds = hardware.rule_host_seconds(kind, size)
     found: Seconds = (products > 0) * (np.maximum(taken, floor) + host_seconds)
     return found
 

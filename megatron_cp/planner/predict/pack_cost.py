@@ -97,7 +97,7 @@ class PackCost:
             >>> flops = PackCost.of_flops(active_parameters=8_000_000_000, softmax_features=32 * 32 * 128)
             >>> seconds = flops.at_rates_of(machine("h100").hardware, head_dim=128)
             >>> round(seconds.token / seconds.pair)
-            28769
+            40668
         """
         if not isinstance(hardware, Hardware):
             raise ArgumentError("hardware", hardware, "a Hardware, such as machine('h100').hardware")

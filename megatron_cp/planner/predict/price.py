@@ -31,9 +31,12 @@ def timelines(
     """
     topology = on.topology(plan.cp_size) if topology is None else topology
     forward, backward = (
-        simulate(program_of(plan, on.hardware, item_size, forward=is_forward), topology, cores=on.hardware.cores)
+        simulate(
+            program_of(plan, on.hardware, item_size, forward=is_forward, hosts=topology.hosts),
+            topology, cores=on.hardware.cores,
+        )
         for is_forward in (True, False)
-    )
+    )  # fmt: skip
     return forward, backward
 
 
@@ -52,6 +55,7 @@ def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_si
         backward=1e3 * (backward.seconds + seconds),
         bytes_sent=max(plan.bytes_sent(item_size, forward=True)) + moved,
         exposed=1e3 * (forward.exposed + backward.exposed + 2 * seconds),
+        imbalance=1e3 * (forward.imbalance + backward.imbalance),
         hardware=described(on, topology),
     )
 
@@ -65,7 +69,7 @@ def described(on: Machine, topology: Topology) -> str:
 def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
     """Returns the program that moves hidden states to a plan's layout, and back after a run of layers."""
     assert plan.redistribution is not None
-    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
+    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer, issue=hardware.host[0])
     ranks = plan.cp_size
     before, after, sizes = pieces_between(plan.redistribution.hidden_layout, plan.layout)
     counts = np.zeros((ranks, ranks), dtype=np.int64)

@@ -71,6 +71,7 @@ class Start:
         edges: the messages.
         starts: transfers that the backend starts one after another for this one, each with a latency.
         handling: `[ranks]` seconds of a rank's core to send and receive the bytes, while it computes or waits.
+        overlap: the part of the transfer's time that work can hide.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Start:
     edges: Edges
     starts: int
     handling: Seconds
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,30 +99,40 @@ class Program:
         ranks: the number of ranks.
         collective: seconds of a host to start a transfer and to wait for it.
         transfer: bytes a second that a rank's core sends or receives; 0 where a device does so by itself.
+        issue: seconds of a device's host to issue an operation.
+
+    Attributes:
+        host: seconds of a device's host to issue all operations, while the device computes.
     """
 
-    def __init__(self, ranks: int, *, collective: float = 0.0, transfer: float = 0.0) -> None:
-        self.ranks, self.collective, self.transfer = ranks, collective, transfer
+    def __init__(self, ranks: int, *, collective: float = 0.0, transfer: float = 0.0, issue: float = 0.0) -> None:
+        self.ranks, self.collective, self.transfer, self.issue = ranks, collective, transfer, issue
+        self.host = 0.0
         self.operations: list[Operation] = []
         self._keys = 0
 
-    def work(self, name: str, kind: str, seconds: Seconds | float) -> None:
-        """Adds local work, unless all its times are 0."""
+    def work(self, name: str, kind: str, seconds: Seconds | float, *, host: float | None = None) -> None:
+        """Adds local work, unless all its times are 0; its host takes `issue` for it, or the given seconds."""
         times = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (self.ranks,))
         if times.any():
+            self.host += self.issue if host is None else host
             self.operations.append(Work(name, kind, times))
 
-    def start(self, name: str, edges: Edges, starts: int = 1) -> int:
+    def start(
+        self, name: str, edges: Edges, starts: int = 1, *, overlap: float = 1.0, host: float | None = None
+    ) -> int:
         """Adds the start of a transfer; returns the key to wait for it."""
         self._keys += 1
         moved: Seconds = np.zeros(self.ranks)
         for ends in (edges.senders, edges.receivers):
             moved += np.bincount(ends, edges.nbytes, minlength=self.ranks)
+        if edges.senders.size:
+            self.host += self.issue if host is None else host
         if self.collective:
-            host: Seconds = (moved > 0) * np.float64(self.collective)
-            self.work("start a transfer", "copy", host)
+            blocked: Seconds = (moved > 0) * np.float64(self.collective)
+            self.work("start a transfer", "copy", blocked, host=0.0)
         handling = moved / self.transfer if self.transfer else np.zeros(self.ranks)
-        self.operations.append(Start(name, self._keys, edges, starts, handling))
+        self.operations.append(Start(name, self._keys, edges, starts, handling, overlap))
         return self._keys
 
     def wait(self, key: int) -> None:

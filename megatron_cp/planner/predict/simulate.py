@@ -50,21 +50,33 @@ class Timeline:
         spans: the operations, in the order of the program.
         end: `[ranks]` seconds at which each rank finished.
         waited: `[ranks]` seconds in which a rank computed nothing.
+        host: seconds of a device's host to issue the operations.
     """
 
     spans: list[Span]
     end: Seconds
     waited: Seconds
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The time at which the last rank finished."""
-        return float(self.end.max(initial=0.0))
+        """The time at which the last rank finished, or the host's if it is longer: then each layer waits for it."""
+        return max(float(self.end.max(initial=0.0)), self.host)
+
+    @property
+    def busy(self) -> Seconds:
+        """`[ranks]` seconds in which each rank computed."""
+        return self.end - self.waited
 
     @property
     def exposed(self) -> float:
-        """The seconds in which the rank that finished last computed nothing."""
-        return float(self.waited[int(self.end.argmax())]) if self.end.size else 0.0
+        """The seconds by which transfers, waits for each other, and the host exceed the busiest rank's work."""
+        return self.seconds - float(self.busy.max(initial=0.0))
+
+    @property
+    def imbalance(self) -> float:
+        """The seconds by which the busiest rank's work exceeds that of the mean rank."""
+        return float(self.busy.max() - self.busy.mean()) if self.busy.size else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +120,11 @@ class _Ports:
         """Writes to `out` the times at which each rank's last message has left, and the last one to it has arrived."""
         link, count = self.link, self.count
         outgoing, incoming = route.send_ports, route.receive_ports
-        took = (nbytes if route.chosen is None else nbytes[route.chosen]) / link.bandwidth + link.message
+        size = nbytes if route.chosen is None else nbytes[route.chosen]
+        took = size / link.bandwidth + link.message
         sender_ready, receiver_ready = ready[route.senders], ready[route.receivers]
         if route.disjoint:
+            took = took + link.ramp * np.sqrt(size)
             begins = np.maximum(sender_ready, self.free_out[outgoing])
             left = begins + took
             opens = np.maximum(np.maximum(begins, self.free_in[incoming]), receiver_ready)
@@ -119,17 +133,24 @@ class _Ports:
         else:
             # Ports without a message stay free as they were.
             begins = np.maximum(_latest(outgoing, sender_ready, count), self.free_out)
-            self.free_out = begins + np.bincount(outgoing, took, minlength=count)
+            self.free_out = begins + self._busy(outgoing, took, size)
             left = self.free_out[outgoing]
             first = np.full(count, np.inf)
             np.minimum.at(first, incoming, begins[outgoing])
             opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free_in)
             opens = np.maximum(opens, _latest(incoming, receiver_ready, count))
-            busy_until = opens + np.bincount(incoming, took, minlength=count)
+            busy_until = opens + self._busy(incoming, took, size)
             self.free_in = np.maximum(busy_until, _latest(incoming, left, count))
             came = self.free_in[incoming]
         np.maximum.at(out.left, route.senders, left)
         np.maximum.at(out.arrived, route.receivers, came + latency)
+
+    def _busy(self, port: IntArray, took: Seconds, nbytes: IntArray) -> Seconds:
+        """Returns `[ports]` the seconds of each port's messages of a transfer."""
+        found: Seconds = np.bincount(port, took, minlength=self.count)
+        if self.link.ramp:
+            found += self.link.ramp * np.sqrt(np.bincount(port, nbytes, minlength=self.count))
+        return found
 
 
 class _Ends(NamedTuple):
@@ -153,6 +174,16 @@ class _Network:
         for ports, route in self._routes(edges):
             ports.send(route, edges.nbytes, now, ports.link.latency * starts, out)
         return out
+
+    def alone(self, edges: Edges) -> Seconds:
+        """Returns `[ranks]` the seconds of the longest message to each rank, if nothing else were on its way."""
+        found = np.zeros(self.hosts.size)
+        near = self.hosts[edges.senders] == self.hosts[edges.receivers]
+        for ports, chosen in zip(self.kinds, (near, ~near), strict=True):
+            link, nbytes = ports.link, edges.nbytes[chosen]
+            taken = link.latency + link.message + nbytes / link.bandwidth + link.ramp * np.sqrt(nbytes)
+            np.maximum.at(found, edges.receivers[chosen], taken)
+        return found
 
     def _routes(self, edges: Edges) -> list[tuple[_Ports, _Route]]:
         if self.last is not None:
@@ -253,26 +284,30 @@ def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    pending: dict[int, tuple[Seconds, Seconds, Start]] = {}
+    pending: dict[int, tuple[Seconds, Seconds, Start, Seconds]] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
                 begun, now = now, cores.finish(now, seconds)
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
+                reached = now
                 left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
-                pending[key] = left, arrived, operation
+                pending[key] = left, arrived, operation, reached
             case Wait(key):
-                left, arrived, start = pending.pop(key)
+                left, arrived, start, reached = pending.pop(key)
                 if start.handling.any():
                     begun, now = now, cores.finish(now, start.handling * cores.handles)
                     spans.append(Span(f"handle {start.name}", "copy", begun, now))
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
+                if start.overlap < 1:  # what work would hide and does not
+                    hidden = np.minimum(network.alone(start.edges), begun - reached)
+                    now = now + (1 - start.overlap) * hidden
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
-    return Timeline(spans, now, waited)
+    return Timeline(spans, now, waited, program.host)
 
 
 def bounds(program: Program, topology: Topology) -> tuple[float, float]:
@@ -299,9 +334,11 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                 both = []
                 for end, ranks in enumerate((operation.edges.senders, operation.edges.receivers)):
                     port_seconds = np.bincount(port[ranks], took, minlength=load[kind, end].size)
+                    moved = np.bincount(port[ranks], operation.edges.nbytes * chosen, minlength=port_seconds.size)
+                    port_seconds = port_seconds + link.ramp * np.sqrt(moved)
                     load[kind, end] += port_seconds
                     both.append(float(port_seconds.max(initial=0.0)))
                 if chosen.any():
                     longest = max(longest, sum(both) + link.latency * operation.starts)
             most += longest + float(operation.handling.max(initial=0.0))
-    return max(busiest, *(float(each.max()) for each in load.values())), most
+    return max(busiest, *(float(each.max()) for each in load.values())), max(most, program.host)

@@ -1,7 +1,7 @@
 """`program_of`: turns a plan into a `Program`: the executor's operations on all ranks, from the same data.
 
 Transfers have the bytes and the order of the executor. Times of local work come from `Hardware`'s rates:
-attention by visible pairs and by the tiles that a mask cuts, linear layers by products, all else by the bytes that are
+attention by the tiles with a visible pair, linear layers by products, all else by the bytes that are
 written. No torch in here.
 """
 
@@ -22,7 +22,9 @@ from megatron_cp.planner.predict.program import Edges, Program
 from megatron_cp.planner.predict.walk_attention import AttentionWalk
 
 
-def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> Program:
+def program_of(
+    plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, hosts: tuple[int, ...] = ()
+) -> Program:
     """Returns the program of one direction of a layer, without its projections.
 
     Args:
@@ -30,8 +32,9 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
         hardware: rates of a rank.
         item_size: bytes of an element.
         forward: the direction; backward recomputes nothing beyond what kernels do themselves.
+        hosts: the host of each rank; one host if there are none.
     """
-    return _Walk(plan, hardware, item_size, forward=forward).layer()
+    return _Walk(plan, hardware, item_size, forward=forward, hosts=hosts).layer()
 
 
 class _Walk(AttentionWalk):
@@ -111,11 +114,16 @@ class _Walk(AttentionWalk):
             [sum(block.heads_on(rank) * block.head_dim for block in blocks) for rank in range(self.degree)]
         )[self.head_ranks]
 
+    @property
+    def _rule_host(self) -> float:
+        """The seconds of a device's host to issue the kernels of the rule."""
+        return self.hardware.host[2] * (1 if self.is_forward else 2)
+
     def _linear_work(self, name: str) -> None:
         plan = self.plan
         if name == "rule":
             seconds = rule_seconds(plan, self.hardware, self.item, forward=self.is_forward, chunks=plan.head_chunks)
-            self.program.work("rule", "kernel", seconds)
+            self.program.work("rule", "kernel", seconds, host=self._rule_host)
             return
         if name == "conv":
             seconds = convolution_seconds(
@@ -144,12 +152,12 @@ class _Walk(AttentionWalk):
         if step.crosses:
             counts = step.split_counts(forward=self.is_forward).counts
             key = self._start("states of segments", self._count_edges(counts * max(self.item, 4)))
-            self.program.work("rule, before states", "kernel", local / 2)
+            self.program.work("rule, before states", "kernel", local / 2, host=self._rule_host)
             self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
             self.program.work("rule, after states", "kernel", local / 2)
         else:
-            self.program.work("rule", "kernel", local)
+            self.program.work("rule", "kernel", local, host=self._rule_host)
 
     def _count_edges(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))

@@ -66,7 +66,10 @@ class AttentionWalk(WalkBase):
         if isinstance(flow, PassOn):
             rows = flow.rows_sent_by_ranks()[self.kv_ranks]
             return self.program.start(
-                name, Edges.from_messages(self.ranks, self.next_ranks, rows * widths[self.head_ranks])
+                name,
+                Edges.from_messages(self.ranks, self.next_ranks, rows * widths[self.head_ranks]),
+                overlap=self.hardware.ring[0 if self.is_forward else 1],
+                host=self.hardware.host[1],
             )
         assert isinstance(flow, Fetch | Return)
         counts, shares = flow.split_counts.counts, isinstance(flow, Fetch) and flow.equal_shares

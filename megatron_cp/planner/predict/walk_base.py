@@ -26,11 +26,17 @@ class WalkBase:
         hardware: rates of a rank.
         item_size: bytes of an element.
         forward: the direction.
+        hosts: the host of each rank; a collective of equal shares crosses each network card once for a host.
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> None:
+    def __init__(
+        self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, hosts: tuple[int, ...] = ()
+    ) -> None:
         self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
-        self.program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
+        self.program = Program(
+            plan.cp_size, collective=hardware.collective, transfer=hardware.transfer, issue=hardware.host[0]
+        )
+        self.gathers_over = gathers_over_hosts(plan, hardware, hosts)
         self.second_hops: dict[int, tuple[str, Edges]] = {}
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
@@ -44,10 +50,12 @@ class WalkBase:
             shares: every receiver gets the same bytes from a sender.
         """
         transport = self.plan.transport
-        if transport.hosts:
-            first, second = _host_hops(edges, np.array(transport.hosts), shares=shares)
+        hosts = transport.hosts or (self.gathers_over if shares else ())
+        if hosts:
+            first, second = _host_hops(edges, np.array(hosts), shares=shares)
             key = self.program.start(name, first)
-            self.second_hops[key] = name, second
+            if transport.hosts or second.senders.size:
+                self.second_hops[key] = name, second
             return key
         rounds = num_rounds(self.degree if self.degree > 1 else self.plan.cp_size)
         return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
@@ -63,6 +71,16 @@ class WalkBase:
         """Adds work that writes so many bytes; a codec reads and writes once more."""
         passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
         self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
+
+
+def gathers_over_hosts(plan: Plan, hardware: Hardware, hosts: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the hosts over which the backend gathers equal shares in two hops, nothing where it does not.
+
+    Devices' backend sends a share to each other host once, over rings or trees of hosts. What CPUs' backend does is in
+    the measured numbers of its links.
+    """
+    one_by_one = hardware.cores or plan.transport.name != "collective" or len(set(hosts)) < 2
+    return () if one_by_one else hosts
 
 
 def _host_hops(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:

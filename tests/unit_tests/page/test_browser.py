@@ -204,7 +204,8 @@ WIDE = {
     "name": "cp 128, contiguous, chunkwise, a2a+all_gather (u = 16), 4 chunks", "cp": 128,
     "flags": " ".join(f"--context-parallel-flag-{number} value" for number in range(9)),
     "milliseconds": dict.fromkeys((
-        "attention", "linear layers", "products", "exposed transfers", "memory traffic", "sharded weights", "step",
+        "attention", "linear layers", "products", "exposed transfers", "imbalance", "memory traffic", "sharded weights",
+        "step",
     ), 88_888.8),
     "tokens_per_second_per_gpu": 8_888, "mfu": 0.1234, "bytes": {"parameters": 8.8e10}, "limit_bytes": 8.5e10,
     "why_not": "slower per token and GPU",

@@ -14,13 +14,13 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import tiled
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec
-from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiles import TileWeights, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.problem import volumes
+from tests.fixed_machine import FIXED
 from tests.refusals import rejects
 
 PACKING = Packing([64])
@@ -107,8 +107,9 @@ def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
     PLAN(layout, search_cache=tmp_path)
     for path in tmp_path.iterdir():
         path.write_text("")
+    layout = Layout.contiguous(PACKING, 4)
     with pytest.raises(ArgumentError, match=r"^search_cache: .* Delete "):
-        PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, search_cache=tmp_path, search_seconds=0.01)
+        PLAN(layout, scheme=scheme, search_cache=tmp_path, search_seconds=0.01, hardware=FIXED)
     (tmp_path / "file").write_text("")
     rejects(r"^search_cache: .*a directory", PLAN, Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
 
@@ -144,11 +145,11 @@ def test_one_rank_has_all_tiles():
 
 def test_the_number_of_rounds_is_the_faster_one_of_each_direction():
     """Over two hosts results of remote queries travel far: they are returned while the second round is computed."""
-    packing, on = Packing([2048]), machine("h100")
+    packing, on = Packing([2048]), FIXED
     topology = on.topology(4, 2)
     plan = plan_attention(
         packing, Layout.zigzag(packing, 4), heads=1, head_dim=128, mask=Mask.named(packing, "star"), scheme="tiled",
-        topology=topology, hardware="h100",
+        topology=topology, hardware=on,
     )  # fmt: skip
     one, two = (priced(plan_in_rounds(plan, (count, count)), on, topology) for count in (1, 2))
     assert plan.attend.tiled.rounds == (2, 1)

@@ -42,12 +42,13 @@ def test_it_is_the_layout_of_the_cheapest_step(name, packing):
     assert set(prices) == set(CHOICES)
     assert steps[choice.name].step <= 1.001 * min(step.step for step in steps.values())
     for each, step in steps.items():
-        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed, rel=0.005)
+        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed + step.imbalance, rel=0.005)
 
 
 def test_what_the_layers_are_decides():
     several = cp.Packing([16000, 300, 9000, 4000, 1, 3000])
-    assert choose_layout(several, 4, [dataclasses.replace(GATHERED, scheme="exact")]).name == "balanced"
+    twice = cp.Packing([16000, 300, 9000, 4000, 1, 3000] * 2)  # of one alone zigzag and balanced differ by 1 %
+    assert choose_layout(twice, 4, [dataclasses.replace(GATHERED, scheme="exact")]).name == "balanced"
     assert choose_layout(several, 4, [GATHERED]).name == "zigzag"  # as even, and keys of everyone come anyway
     assert choose_layout(several, 4, [EXCHANGED]).name == "contiguous"
     assert choose_layout(MANY, 4, [GATHERED]).name == "contiguous"  # ranges of even work, and few documents are cut

@@ -24,7 +24,8 @@ def rule(rate):
 
 
 _INSTANT = {
-    "copy": 1e30, "convolution": (1e30, 1e30), "call": 0.0, "launch": 0.0, "rule": rule(1e30), "rule_floor": 0.0
+    "copy": 1e30, "convolution": (1e30, 1e30), "call": 0.0, "launch": 0.0, "rule": rule(1e30), "rule_floor": 0.0,
+    "chain": (),
 }  # fmt: skip
 
 

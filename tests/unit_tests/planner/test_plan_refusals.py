@@ -60,9 +60,9 @@ def test_auto_takes_the_cheapest_way():
     assert prices[0].forward + prices[0].backward < prices[1].forward + prices[1].backward
     many = Packing([512] * 128)
     assert plan_linear(many, Layout.zigzag(many, 8), **sizes).scheme == "headwise"  # every document on every rank
-    redistributed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=3)
+    redistributed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=6)
     assert (redistributed.hidden_layout, redistributed.layout) == (zigzag, contiguous)
-    assert "around a run of 3 linear layers" in redistributed.explain()
+    assert "around a run of 6 linear layers" in redistributed.explain()
     alone = plan_linear(packing, Layout.contiguous(packing, 1), **sizes, hidden_size=2048)
     assert (alone.scheme, alone.hidden_layout) == ("headwise", None)
 

@@ -25,6 +25,7 @@ from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
+from tests.fixed_machine import FIXED
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
 
@@ -365,7 +366,8 @@ def test_a_ring_over_other_layouts_does_not_warn(name):
 def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slower_one(layout, ranks, says):
     packing = Packing([8192])
     heads = 32 if ranks == 4 else 8
-    plan = plan_attention(packing, getattr(Layout, layout)(packing, ranks), heads=heads, kv_heads=8, head_dim=128)
+    made = getattr(Layout, layout)(packing, ranks)
+    plan = plan_attention(packing, made, heads=heads, kv_heads=8, head_dim=128, hardware=FIXED)
     lines = plan.explain().splitlines()
     shown = [line.split()[1].rstrip(",") for line in lines if line.startswith("other ") and "at least" not in line]
     played = sorted((price.total, price.scheme) for price in plan.prices[1:] if not price.is_bound)

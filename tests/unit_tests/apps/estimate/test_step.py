@@ -30,8 +30,8 @@ def test_a_step_is_the_sum_of_its_layers():
     ((plan, count),) = found.plans
     assert count == 32
     assert found.linear == 0
-    assert found.attention + found.exposed == pytest.approx(32 * priced(plan, H100).total)
-    parts = found.attention + found.products + found.exposed + found.others + found.shards
+    assert found.attention + found.imbalance + found.exposed == pytest.approx(32 * priced(plan, H100).total)
+    parts = found.attention + found.products + found.exposed + found.imbalance + found.others + found.shards
     assert found.step == pytest.approx(parts)
     assert found.tokens_per_second_per_gpu == pytest.approx(8188 / found.step * 1e3 / 4)
 

@@ -31,8 +31,10 @@ def ways(layout, mask, heads, groups, *, schemes=tuple(SCHEMES), **options):
 def free(on):
     """The machine with kernels that take no time, so that transfers stand alone."""
     rates = dict.fromkeys(("call", "launch", "rule_floor", "units"), 0.0)
-    fast = dataclasses.replace(on.hardware, attention=((64, 1e30, 1e30),), copy=1e30, **rates)
-    within, between = (dataclasses.replace(link, latency=0.0, message=0.0) for link in (on.within, on.between))
+    fast = dataclasses.replace(on.hardware, attention=((64, 1e30, 1e30),), row=(), copy=1e30, **rates)
+    within, between = (
+        dataclasses.replace(link, latency=0.0, message=0.0, ramp=0.0) for link in (on.within, on.between)
+    )
     return dataclasses.replace(on, hardware=fast, within=within, between=between)
 
 

@@ -8,6 +8,7 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict import Link, Topology, machine, presets
 from megatron_cp.planner.predict.hardware import SAFE, written
+from tests.fixed_machine import FIXED
 from tests.refusals import rejects
 
 
@@ -69,7 +70,12 @@ def test_rejects_unknown_machines(name, says):
         (('"mamba"', '"mambo"'), "rule: got [('gdn', 128), ('kda', 128), ('mambo', 128)]"),
         (("convolution = [6.5e+11, 2.2e+11]", "convolution = [0, 1]"), "convolution: got (0, 1)"),
         (("band = [0, 0]", "band = [0, -1]"), "two numbers of at least 0"),
-        (("row = [0, 0]", "row = [0]"), "two numbers of at least 0"),
+        (("row = []", "row = [[128, 1.0]]"), "row: got ((128, 1.0),); allowed: rows of a head size and two"),
+        (("row = []", "row = [[128, 1.0, -1.0]]"), "rows of a head size and two numbers of at least 0"),
+        (("chain = []", "chain = [[128, 1.0, 1.0]]"), "rows of a kind, a head size and two numbers of at least 0"),
+        (("host = [0, 0, 0]", "host = [0, 0]"), "host: got (0, 0); allowed: three numbers of at least 0"),
+        (("ring = [1, 1]", "ring = [1, 1.5]"), "ring: got (1, 1.5); allowed: two numbers of at least 0 and at most 1"),
+        (("ramp = 0", "ramp = -1"), "ramp: got -1"),
         (("collective = 0", "collective = -1"), "collective: got -1"),
         (("transfer = 0", "transfer = nan"), "transfer: got nan"),
         (("shares_cores = false", "shares_cores = 1"), "shares_cores"),
@@ -79,7 +85,7 @@ def test_rejects_unknown_machines(name, says):
     ],
 )
 def test_rejects_malformed_files(change, says, tmp_path):
-    path, text = tmp_path / "mine.toml", written(machine("h100"))
+    path, text = tmp_path / "mine.toml", written(FIXED)
     assert change[0] in text
     path.write_text(text.replace(*change))
     rejects(re.escape(says), machine, path)

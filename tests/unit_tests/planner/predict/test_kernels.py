@@ -27,35 +27,74 @@ def shapes(*bands, tile):
 
 
 @pytest.mark.parametrize(
-    ("band", "pairs", "wasted"),
+    ("band", "pairs", "cut", "tiles", "padding"),
     [
-        ((0, 1000, 0, 1000, *FULL), 1_000_000, 0),  # no edge runs through it
-        ((0, 1000, 0, 1000, *CAUSAL), 500_500, 999 * 100 // 2),
-        ((0, 60, 0, 60, *CAUSAL), 1830, 59 * 59 // 2),  # shorter than a tile: the whole square
-        ((1000, 1100, 0, 1100, *CAUSAL), 100_000 + 5050, 99 * 99 // 2),  # all keys of the past, and a square
-        ((0, 1000, 0, 1000, -9, 0), 9955, 9955),  # a narrow window, of which no more is wasted than visible
+        ((0, 1000, 0, 1000, *FULL), 1_000_000, 0, 10, 0),  # no edge runs through it
+        ((0, 1000, 0, 1000, *CAUSAL), 500_500, 550_000 - 500_500, 10, 0),
+        ((0, 60, 0, 60, *CAUSAL), 1830, 3600 - 1830, 1, 6400),  # shorter than a tile: a whole one
+        ((1000, 1100, 0, 1100, *CAUSAL), 105_050, 110_000 - 105_050, 1, 0),  # all keys of the past, and a square
+        ((0, 1000, 0, 1000, -9, 0), 9955, 190_000 - 9955, 10, 0),  # a narrow window: two tiles for each but the first
+        ((5, 206, 7, 107, *FULL), 20_100, 0, 3, 9900),  # the last query alone has a tile of its own
     ],
 )
-def test_an_edge_wastes_half_of_the_tiles_that_it_cuts(band, pairs, wasted):
-    assert shapes(band, tile=100) == [[pairs], [wasted], [band[1] - band[0]], [1]]
+def test_a_band_computes_whole_tiles(band, pairs, cut, tiles, padding):
+    assert shapes(band, tile=100) == [[pairs], [cut], [band[1] - band[0]], [1], [tiles], [padding]]
+
+
+def test_tiles_are_those_that_meet_a_visible_pair():
+    """Random bands, against a table of all their pairs; a tile of queries has no gap between its tiles of keys."""
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        (q0, k0), (queries, keys), tile = rng.integers(0, 30, 2), rng.integers(1, 40, 2), int(rng.integers(1, 12))
+        lo, hi = sorted(rng.integers(-40, 40, 2).tolist())
+        lo, hi = lo if rng.random() < 0.7 else -UNBOUNDED, hi if rng.random() < 0.7 else UNBOUNDED
+        apart = np.arange(k0, k0 + keys) - np.arange(q0, q0 + queries)[:, None]
+        seen = (apart >= lo) & (apart <= hi)
+        pairs, cut, rows, bands, tiles, padding = shapes((q0, q0 + queries, k0, k0 + keys, lo, hi), tile=tile)
+        seen = seen[np.ix_(seen.any(axis=1), seen.any(axis=0))]
+        columns = [np.flatnonzero(seen[at : at + tile].any(axis=0)) // tile for at in range(0, len(seen), tile)]
+        computed = sum(int(each[-1] - each[0] + 1) for each in columns) * tile**2
+        assert (pairs[0], rows[0], bands[0], tiles[0]) == (seen.sum(), len(seen), seen.size > 0, len(columns))
+        assert pairs[0] + cut[0] + padding[0] == computed
+        assert pairs[0] + cut[0] == min(computed, seen.size)
 
 
 def test_masks_waste_only_where_an_edge_runs():
     layout = Layout.contiguous(Packing([400]), 4)
     step = plan_attention(layout.packing, layout, heads=4, head_dim=16, scheme="p2p").attend
     found = stage_shapes(step, 10)
-    assert found.cut[0].tolist() == [99 * 10 // 2] * 4
+    assert found.cut[0].tolist() == [55 * 100 - 5050] * 4
     assert not found.cut[1:].any()
     assert found.pairs.sum() == 400 * 401 // 2
+    assert found.tiles.sum(axis=0).tolist() == [10, 20, 30, 40]
+    assert not found.padding.any()
     layout = Layout.contiguous(Packing([100]), 1)
     made = plan_attention(layout.packing, layout, heads=1, head_dim=16, mask=Mask.full(layout.packing))
-    assert not stage_shapes(made.attend, 64).cut.any()
+    found = stage_shapes(made.attend, 64)
+    assert not found.cut.any()
+    assert found.padding.tolist() == [[4 * 64**2 - 100**2]]
+
+
+def test_a_device_computes_the_padding_of_tiles_and_a_core_does_not():
+    layout = Layout.contiguous(Packing([10] * 3), 1)
+    step = plan_attention(layout.packing, layout, heads=2, head_dim=16).attend
+    flat = dataclasses.replace(
+        machine("cpu").hardware, attention=((16, 64.0, 1.0),), tile=32, call=0.0, band=(0.0, 0.0), row=()
+    )
+    for cores, pairs in ((2, 100), (0, 32**2)):
+        hardware = dataclasses.replace(flat, cores=cores)
+        seconds = attention_seconds(step, hardware, 2, np.array([0]), np.array([2]), forward=True)
+        assert seconds.tolist() == [[3 * 2 * pairs]]
 
 
 def test_attention_adds_up():
     """Work, one call, two bands, and the queries of all heads, at two times the price backward."""
     hardware = dataclasses.replace(
-        machine("cpu").hardware, attention=((16, 1e30, 1e30),), call=1.0, band=(10.0, 20.0), row=(100.0, 200.0)
+        machine("cpu").hardware,
+        attention=((16, 1e30, 1e30),),
+        call=1.0,
+        band=(10.0, 20.0),
+        row=((16, 100.0, 200.0), (64, 1.0, 1.0)),
     )
     layout = Layout.contiguous(Packing([5, 3]), 1)
     step = plan_attention(layout.packing, layout, heads=4, head_dim=16).attend

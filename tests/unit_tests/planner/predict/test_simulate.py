@@ -1,5 +1,7 @@
 """Programs whose end can be worked out by hand, and bounds that hold for any."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,8 @@ def test_a_transfer_waits_for_its_sender_or_hides_behind_work():
     assert timeline.end.tolist() == [5.0, 5.5, 0.0, 0.0]  # 3 + 200 / 100, and half a second later there
     assert timeline.waited.tolist() == [2.0, 5.5, 0.0, 0.0]
     assert timeline.seconds == 5.5
+    assert timeline.busy.tolist() == [3.0, 0.0, 0.0, 0.0]
+    assert (timeline.exposed, timeline.imbalance) == (2.5, 2.25)  # beyond rank 0's work, and that beyond the mean
     program = Program(2)
     key = program.start("x", edges((0, 1, 200), (1, 0, 200)))
     program.work("kernel", "kernel", 10.0)
@@ -35,6 +39,49 @@ def test_a_transfer_waits_for_its_sender_or_hides_behind_work():
     timeline = simulate(program, Topology((0, 0), FAST, SLOW))
     assert timeline.end.tolist() == [10.0, 10.0]
     assert timeline.exposed == 0.0
+
+
+@pytest.mark.parametrize(("overlap", "end"), [(1.0, 10.0), (0.5, 11.25), (0.0, 12.5)])
+def test_a_transfer_overlaps_in_part(overlap, end):
+    """A message takes 2.5 seconds; the part that does not overlap with 10 seconds of work is added to them."""
+    program = Program(2)
+    key = program.start("x", edges((0, 1, 200), (1, 0, 200)), overlap=overlap)
+    program.work("kernel", "kernel", 10.0)
+    program.wait(key)
+    timeline = simulate(program, Topology((0, 0), FAST, SLOW))
+    assert timeline.end.tolist() == [end, end]
+    assert timeline.exposed == end - 10.0
+
+
+def test_a_device_waits_for_its_host_where_that_takes_longer():
+    """Three operations of 2 seconds each for the host, and a message; an operation that no rank has is not issued."""
+    for seconds, end in ((1.0, 8.0), (5.0, 17.5)):
+        program = Program(2, issue=2.0)
+        for work in (seconds, seconds, seconds, 0.0):
+            program.work("kernel", "kernel", work)
+        program.wait(program.start("x", edges((0, 1, 200), (1, 0, 200))))
+        timeline = simulate(program, Topology((0, 0), FAST, SLOW))
+        assert program.host == 8.0
+        assert timeline.seconds == end
+        assert timeline.exposed == end - 3 * seconds
+
+
+def test_a_ring_of_little_work_takes_its_hops():
+    """A hop takes a host 0.29 ms, for its start, attention and a merge, and there are seven."""
+    layout, on = Layout.zigzag(Packing([800]), 8), machine("h100")
+    plan = plan_attention(layout.packing, layout, heads=8, kv_heads=8, head_dim=64, scheme="p2p")
+    operation, hop, _ = on.hardware.host
+    found = simulate(program_of(plan, on.hardware, 2, forward=True), on.topology(8))
+    assert found.seconds == found.host >= 7 * (hop + 2 * operation)
+    graph = dataclasses.replace(on.hardware, host=(0.0, 0.0, 0.0))
+    assert simulate(program_of(plan, graph, 2, forward=True), on.topology(8)).seconds < found.seconds / 3
+
+
+def test_a_ring_overlaps_as_its_machine_does_and_an_exchange_in_full():
+    layout, hardware = Layout.zigzag(Packing([600]), 3), machine("h100").hardware
+    for scheme, forward, overlap in (("p2p", True, 0.0), ("p2p", False, 1.0), ("a2a", True, 1.0)):
+        plan = plan_attention(layout.packing, layout, heads=6, kv_heads=3, head_dim=64, scheme=scheme)
+        assert {each.overlap for each in program_of(plan, hardware, 2, forward=forward).transfers} == {overlap}
 
 
 def test_ranks_share_cards_ports_and_cores():
