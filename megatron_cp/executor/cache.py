@@ -334,9 +334,8 @@ class LayerCache:
             wanted = shapes[name]
             _check_like(f"state {name}", tensor, like, (*held.rest, held.dtype), (*wanted.rest, wanted.dtype), False)
             if any(a > c or b < d for (a, b), (c, d) in zip(held.ranges, wanted.ranges, strict=True) if d > c):
-                remedy = "A chunkwise step keeps all heads on all ranks, a headwise one each rank's own."
-                given = f"state {name} of the ranges {list(held.ranges)}"
-                raise ArgumentError("cache", given, f"one that has {list(wanted.ranges)}", remedy)
+                remedy = "A rank then keeps its own heads alone: go on headwise, or begin with chunkwise steps."
+                raise ArgumentError("cache", "a chunkwise step after a headwise one", "headwise steps", remedy)
 
     def begin_states(self, rank: int, shapes: Mapping[str, StateShape], like: Tensor) -> None:
         """Makes the states of zero, or keeps the range of the channels that this rank computes from now on."""

@@ -290,8 +290,9 @@ class SequencePacking(Packing):
         Args:
             values: `[total, ...]`, numpy or torch: what `unshard` or `gather` returned.
         """
-        if len(values) != self.total:
-            raise ArgumentError("values", f"{len(values)} rows", f"one for each of {self.total} tokens")
+        if not hasattr(values, "shape") or len(values) != self.total:
+            given = f"{len(values)} rows" if hasattr(values, "shape") else values
+            raise ArgumentError("values", given, f"an array or a tensor, a row for each of {self.total} tokens")
         return [values[place.copy()] for place in self.places]  # torch warns of arrays that cannot be written
 
     def __repr__(self) -> str:

@@ -128,7 +128,8 @@ def plan_held_attention(
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     rest = layout.packing
     for name, packing in (("layout", rest), ("held", checked_packing(held, "held"))):
-        packing.refuse_branches(name, "documents that branch", "documents that share no tokens")
+        if packing.branches is not None:
+            raise ArgumentError(name, packing, "documents that do not branch: a tree has no held rows")
     if len(held.lengths) != len(rest.lengths):
         raise ArgumentError("held", f"{len(held.lengths)} documents", f"{len(rest.lengths)}, as the layout has")
     packing = Packing(held.lengths + rest.lengths)

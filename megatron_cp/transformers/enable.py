@@ -178,6 +178,9 @@ class ContextParallel:
             ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
             PlanMismatchError: another rank has another batch.
         """
+        if isinstance(batch, Packing) and not isinstance(batch, SequencePacking):
+            allowed = "a packing of from_sequences, which has tokens"
+            raise ArgumentError("batch", batch, allowed, "Else {'input_ids': ids, 'lengths': packing}.")
         if isinstance(batch, SequencePacking):
             ids = torch.from_numpy(batch.tokens.copy())[None]
             batch = {"input_ids": ids, "labels": ids, "lengths": batch}
