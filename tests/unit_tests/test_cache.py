@@ -356,7 +356,7 @@ def test_rejects_states_of_each_ranks_heads_where_all_are_needed():
             call = [x, torch.ones(96, 4, dtype=torch.float64), None, linear_plan(layout, "conv1d", mode), group]
             if mode == "headwise":
                 cp.causal_conv1d(*call, cache=cache.layer(0))
-        with pytest.raises(cp.ArgumentError, match=r"state x of the ranges \[\(0, 48\), \(48, 96\)\]"):
+        with pytest.raises(cp.ArgumentError, match="a chunkwise step after a headwise one"):
             cp.causal_conv1d(*call, cache=cache.layer(0))
 
     run_ranks(on_rank, 2)
