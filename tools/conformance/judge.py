@@ -113,6 +113,7 @@ def _rank(compare, rank, ranks, folder, answers):
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     )  # fmt: skip
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, for which OpenMP would wait
     try:
         if ranks > 1:
             distributed.init_process_group(
