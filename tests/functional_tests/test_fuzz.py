@@ -206,7 +206,7 @@ def break_branches(patch):
 
 
 def break_paths(patch):
-    patch.setattr(Mask, "_along_paths", lambda packing, mask_of: mask_of(Packing(packing.lengths)))
+    patch.setattr(Mask, "_path_mask", lambda packing, mask_of: mask_of(Packing(packing.lengths)))
 
 
 def break_hosts(patch):

@@ -122,7 +122,10 @@ REDISTRIBUTED += [
     spread("redistribute", "hybrid_both", recompute="full"),
 ]
 # Heads of which two ranks have two groups each, to travel in two chunks.
-GROUPS = (("num_query_groups", 4), ("linear_num_key_heads", 4), ("mamba_num_groups", 4), ("mamba_num_heads", 8))
+GROUPS = (  # by one scheme, since that which auto takes may differ with chunks
+    ("cp_comm_type", "a2a"), ("num_query_groups", 4), ("linear_num_key_heads", 4), ("mamba_num_groups", 4),
+    ("mamba_num_heads", 8),
+)  # fmt: skip
 CHUNKED = (("cp_head_chunks", 2), ("cp_transport", "pairwise"), ("linear_cp_mode", "headwise"), *GROUPS)
 WHOLE = Case("hybrid_both", changes=(("linear_cp_mode", "headwise"), *GROUPS))
 IN_CHUNKS = [
