@@ -45,9 +45,9 @@ def test_a_mask_is_that_of_every_attention():
     for mask in ("causal", "star", "strided"):
         found = printed(*shape, "--mask", mask)[1]
         times[mask] = found["rows"][0]["milliseconds"]["attention"]
-    # As visible pairs: a half, 5/16 and 56/256 of all.
-    assert times["star"] == pytest.approx(10 / 16 * times["causal"], rel=0.02)
-    assert times["strided"] == pytest.approx(112 / 256 * times["causal"], rel=0.02)
+    # As visible pairs, a half, 5/16 and 56/256 of all, and a little more, since each band loads its queries anew.
+    for mask, share in (("star", 10 / 16), ("strided", 112 / 256)):
+        assert 1 <= times[mask] / (share * times["causal"]) < 1.08, mask
 
 
 @pytest.mark.thorough
