@@ -129,7 +129,7 @@ def plan_held_attention(
     rest = layout.packing
     for name, packing in (("layout", rest), ("held", checked_packing(held, "held"))):
         if packing.branches is not None:
-            raise ArgumentError(name, packing, "documents that do not branch: a tree has no held rows")
+            raise ArgumentError(name, "documents that branch", "others: a tree has no held rows")
     if len(held.lengths) != len(rest.lengths):
         raise ArgumentError("held", f"{len(held.lengths)} documents", f"{len(rest.lengths)}, as the layout has")
     packing = Packing(held.lengths + rest.lengths)
