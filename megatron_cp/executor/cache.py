@@ -256,6 +256,11 @@ class StateShape(NamedTuple):
     rest: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def channels(self) -> int:
+        """The number of channels of all ranks."""
+        return max(last for _, last in self.ranges)
+
 
 class LayerCache:
     """The part of a `Cache` that belongs to one layer, made by `Cache.layer`: rows of keys and values, or states.
@@ -333,6 +338,9 @@ class LayerCache:
         for name, (held, tensor) in self._states.items():
             wanted = shapes[name]
             _check_like(f"state {name}", tensor, like, (*held.rest, held.dtype), (*wanted.rest, wanted.dtype), False)
+            if held.channels != wanted.channels:
+                given, allowed = (f"state {name} of {each.channels}" for each in (wanted, held))
+                raise ArgumentError("cache", given, f"{allowed} heads or channels, as in earlier steps")
             if any(a > c or b < d for (a, b), (c, d) in zip(held.ranges, wanted.ranges, strict=True) if d > c):
                 remedy = "A rank then keeps its own heads alone: go on headwise, or begin with chunkwise steps."
                 raise ArgumentError("cache", "a chunkwise step after a headwise one", "headwise steps", remedy)

@@ -358,6 +358,11 @@ def test_rejects_states_of_each_ranks_heads_where_all_are_needed():
                 cp.causal_conv1d(*call, cache=cache.layer(0))
         with pytest.raises(cp.ArgumentError, match="a chunkwise step after a headwise one"):
             cp.causal_conv1d(*call, cache=cache.layer(0))
+        for channels in (48, 128):  # fewer are a part of those that are kept
+            other = [torch.ones(2, channels, dtype=torch.float64), torch.ones(channels, 4, dtype=torch.float64), None]
+            plan = cp.plan_linear(layout.packing, layout, "conv1d", channels=channels, mode="headwise")
+            with pytest.raises(cp.ArgumentError, match=f"state x of {channels}'; allowed: state x of 96"):
+                cp.causal_conv1d(*other, plan, group, cache=cache.layer(0))
 
     run_ranks(on_rank, 2)
 
