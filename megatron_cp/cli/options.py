@@ -190,7 +190,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
     group.add_argument(
         "--parents", type=parents, metavar="N,N,...",
         help="with --lengths: these are segments of documents that branch, and each continues the segment of this "
-        "number, counted from 0, or is a root: -1, as in --parents=-1,0,0",
+        "number, counted from 0, or is a root: -1, as in --parents -1,0,0",
     )  # fmt: skip
     group.add_argument(
         "--documents",

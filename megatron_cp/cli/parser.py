@@ -36,6 +36,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An option may not change with its neighbours.
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1,0 is a value too
 
     def error(self, message: str) -> NoReturn:
         """Raises what argparse would print after its usage."""
@@ -146,7 +147,7 @@ def document_tokens(text: str) -> list[int]:
 
 def parents(text: str) -> list[int]:
     """Parses the segment that each segment continues, -1 for none, separated by commas, such as -1,0,0."""
-    return [_integer(part, -1, _LARGEST, "as in --parents=-1,0,0") for part in text.split(",")]
+    return [_integer(part, -1, _LARGEST, "as in --parents -1,0,0") for part in text.split(",")]
 
 
 _UNITS = {

@@ -133,8 +133,9 @@ class Branches(Memo):
     def describe(self) -> str:
         """Returns the counts of segments, documents and tokens in words."""
         copies = int((self.copies * self.lengths).sum())
+        documents, segments = int(self.ends.sum()), self.lengths.size
         return (
-            f"{int(self.ends.sum())} documents in {self.lengths.size} segments, "
+            f"{documents} document{'s' * (documents != 1)} in {segments} segment{'s' * (segments != 1)}, "
             f"{int(self.lengths.sum())} tokens in place of {copies}"
         )
 

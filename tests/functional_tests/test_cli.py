@@ -104,6 +104,14 @@ def test_plan_counts_pad_tokens_and_bytes(capsys):
     assert max(*sent["forward"], *sent["backward"]) <= 30 * 2**20
 
 
+def test_segments_of_a_tree_are_planned_and_checked(capsys):
+    tree = ["--lengths", "40,5,9,3", "--parents", "-1,0,0,2", "--cp", "2"]
+    assert main(["plan", *tree, "--layer", "kda"]) == 0
+    assert "2 documents in 4 segments, 57 tokens in place of 97" in capsys.readouterr().out
+    assert main(["check", *tree, "--layer", "gdn", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pass"]
+
+
 def test_check_in_bf16_shows_the_kernels_own_error():
     out, report = reported(
         ["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--details"]
@@ -325,6 +333,10 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
         (["plan", "--scheme", "tiles"], "Did you mean tiled?"),
         (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
+        (["plan", "--parents", "-1,0"], "--parents: got [-1, 0]; allowed: only with --lengths"),
+        (["plan", "--lengths", "4,3", "--parents", "-1,1"], "parents[1]: got 1; allowed: -1 for a root, or"),
+        (["plan", "--lengths", "4,3", "--parents", "-1,x"], "--parents: got 'x'"),
+        (["plan", "--lengths", "4,3,2", "--parents", "-1,0,0", "--mask", "full"], "got 'full'; allowed: causal"),
         (["check", "--all", "--scheme", "rings"], "Did you mean p2p?"),
         (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
         (["check", "--all", "--scheme", "tiles"], "Did you mean tiled?"),
