@@ -130,15 +130,13 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
     assert report["int8_byte_ratio"] == report["fp8_byte_ratio"]
 
 
-@pytest.mark.thorough
-def test_shared_memory_is_compared_on_one_host(capsys):
-    assert (
-        main(["bench", "wire", "--ranks", "threads", "--cp", "2", "--only", "transports", "--hosts", "1", *TINY]) == 0
-    )
-    report = json.loads(capsys.readouterr().out)
+def test_shared_memory_is_compared_on_one_host():
+    one = ["--ranks", "threads", "--cp", "2", "--only", "transports", "--hosts", "1"]
+    _, report = reported(["bench", "wire", *one, *TINY])
     assert "shared_memory" in report["transports_ms"]["all_to_all"]["2"]
 
 
+@pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = command("bench", "wire", "--only", "transports,codecs", *TINY, ranks=2)
     report = only_json(run.stdout)
