@@ -148,8 +148,8 @@ class Layout(Memo):
         hundreds of ranks. Work is the number of keys that the tokens of a rank see. Each rank in turn misses the mean
         of the rest by at most 2 in 1,000 or, if tokens are few, half the work of one token. The result is never less
         even than `contiguous`, nor with few tokens than `zigzag` if that holds no more fragments. Where
-        `zigzag_of_pack` is as even, the one of the two is taken whose busiest rank sends or receives fewer keys. Ranks
-        are numbered by their first tokens.
+        `contiguous` or `zigzag_of_pack` is as even, to 2 in 1,000, the one is taken whose busiest rank sends or
+        receives fewest keys. Ranks are numbered by their first tokens.
 
         Args:
             packing: the documents.
@@ -171,9 +171,11 @@ class Layout(Memo):
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
         work = Work(*seen_in_pieces(mask.bands, packing.total), packing.total)
-        shares, whole = even_shares(work, cp_size), cls.zigzag_of_pack(packing, cp_size)
+        shares = even_shares(work, cp_size)
         if packing.total > FEW_TOKENS * cp_size and mask.kv_packing == packing:
-            shares = fewer_keys(shares, [[*whole.fragments_of(rank)] for rank in range(cp_size)], work, mask.bands)
+            others = (make(packing, cp_size) for make in (cls.contiguous, cls.zigzag_of_pack))
+            made = [[[(a, b) for a, b in each.fragments_of(rank)] for rank in range(cp_size)] for each in others]
+            shares = fewer_keys(shares, made, work, mask.bands)
         flat = np.array([fragment for fragments in shares for fragment in fragments])
         offsets = np.concatenate([[0], np.cumsum([len(fragments) for fragments in shares])])
         layout = cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)

@@ -9,11 +9,14 @@ from megatron_cp.layout.bands import cut, ranges_seen_by_ranks
 from megatron_cp.layout.packing import IntArray
 
 
-def fewer_keys(shares: list[Fragments], other: list[Fragments], work: Work, bands: IntArray) -> list[Fragments]:
-    """Returns the other shares if they are as even, to `CLOSE`, and the busiest rank sends or receives fewer keys."""
-    if most_work(other, work) > (1 + CLOSE) * most_work(shares, work):
-        return shares
-    return min(shares, other, key=lambda each: most_keys_moved(bands, each))
+def fewer_keys(shares: list[Fragments], others: list[list[Fragments]], work: Work, bands: IntArray) -> list[Fragments]:
+    """Returns those of the shares whose busiest rank sends or receives fewest keys; less even ones are left out.
+
+    Two in a thousand of the busiest rank's work, the tolerance of a share, count as nothing.
+    """
+    most = (1 + 2 * CLOSE) * most_work(shares, work)
+    even = [each for each in others if most_work(each, work) <= most]
+    return min([shares, *even], key=lambda each: most_keys_moved(bands, each)) if even else shares
 
 
 def most_keys_moved(bands: IntArray, shares: list[Fragments]) -> int:

@@ -177,6 +177,13 @@ def test_of_shares_that_are_as_even_the_one_that_moves_fewer_keys():
     assert 1.9 * keys_moved(layout, mask) < most_keys_moved(mask.bands, shares)
 
 
+def test_a_window_is_not_cut_in_two_for_a_thousandth_of_the_work():
+    mask = Mask.window(Packing([262_144]), 1024, 1024)  # contiguous has 1.002 of the mean
+    layout = Layout.balanced(mask.packing, 32, mask=mask)
+    assert layout == Layout.contiguous(mask.packing, 32)
+    assert keys_moved(layout, mask) == 2048 < most_keys_moved(mask.bands, even_shares(Work.from_tokens(mask.seen), 32))
+
+
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
 @pytest.mark.parametrize(
     "mask",
@@ -191,7 +198,7 @@ def test_fewer_keys_and_no_less_even_than_the_shares_of_work_alone(mask, cp_size
     layout = Layout.balanced(mask.packing, cp_size, mask=mask)
     check_shares(layout)
     shares = Layout.from_fragments(mask.packing, even_shares(Work.from_tokens(mask.seen), cp_size))
-    assert imbalance(layout, mask) <= 1.001 * imbalance(shares, mask)
+    assert imbalance(layout, mask) <= 1.002 * imbalance(shares, mask)
     assert keys_moved(layout, mask) <= keys_moved(shares, mask)
 
 
