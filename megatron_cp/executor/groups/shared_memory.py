@@ -130,17 +130,16 @@ class SharedHeap:
 
     def __init__(self, group: RankGroup) -> None:
         self.rank, self.size = group.rank, group.size
-        self.pool = _share(group.buffers)
+        group.activity = "set-up of shared memory"
+        remedy = 'Use "collective" or "pairwise", which need no shared memory.'
+        systems = group.all_gather_object(_system())
+        if None in systems or len(set(systems)) > 1:
+            raise ArgumentError("transport", "shared_memory", "ranks that are processes of one Linux host", remedy)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._board = _Memory.new(_BELL_SIZE + _FAILURE_SIZE + self.size * _RING_SIZE)
         self._bell = ctypes.c_void_p(self._board.address)
-        own_system = _system()
-        if own_system is not None:
-            self._libc.sem_init(self._bell, 1, 0)
-        systems, pids, files = zip(*group.all_gather_object((own_system, os.getpid(), self._board.file)), strict=True)
-        remedy = 'Use "collective" or "pairwise", which need no shared memory.'
-        if None in systems or len(set(systems)) > 1:
-            raise ArgumentError("transport", "shared_memory", "ranks that are processes of one Linux host", remedy)
+        self._libc.sem_init(self._bell, 1, 0)
+        pids, files = zip(*group.all_gather_object((os.getpid(), self._board.file)), strict=True)
         self._pids = pids
         self._boards, unreadable = [], ""
         try:
@@ -150,6 +149,7 @@ class SharedHeap:
         refusals = "; ".join(filter(None, group.all_gather_object(unreadable)))
         if refusals:
             raise ArgumentError("transport", "shared_memory", f"processes of one user ({refusals})", remedy)
+        self.pool = _share(group.buffers)
         self._bells = [ctypes.c_void_p(board.address) for board in self._boards]
         self._mapped: list[OrderedDict[int, _Memory]] = [OrderedDict() for _ in pids]
         self._watched = _Watched({pid for pid in pids if pid != os.getpid()})

@@ -209,7 +209,7 @@ def test_every_rank_starts_as_many_operations(name: str, size: int, counts: np.n
         assert started == [started[0]] * size
         rounds = {"collective": 1, "pairwise": num_rounds(size), "hierarchical": 2}
         # Through shared memory the group only carries, once, what ranks tell each other of it.
-        assert len(started[0]) == (3 * rounds[name] + 1 if name in rounds else 4)
+        assert len(started[0]) == (3 * rounds[name] + 1 if name in rounds else 6)
 
 
 def test_parts_start_as_many_operations_whatever_hosts_they_have():
