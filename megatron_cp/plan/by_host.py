@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 
+from megatron_cp.layout.bands import unions
 from megatron_cp.layout.fragments import index_ranges, joined_up
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tiles import unions
 from megatron_cp.plan.flows import Fetch, IndexTable, Ranges, count_wanted, meetings, owned_fragments
 
 
