@@ -73,6 +73,7 @@ def plan_attention(
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
+        exact_by_host    exact over several hosts: a key crosses once to each other host that sees it, and goes on there
         tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
                          queries, whose partial results return (after UltraAttn, doi 10.1145/3712285.3759894)
         a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
@@ -244,7 +245,7 @@ class _Request:
         parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
         attend = Attend(
             self.mask, queries, keys, partition, scheme.kv_schedule, self.head_dim, self.value_head_dim, key_chunks,
-            latent=self.latent,
+            latent=self.latent, hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (),
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -306,7 +307,8 @@ def _schemes_to_try(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
     """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    schemes = [scheme for scheme in SCHEMES.values() if scheme.assigns_tiles == tiles]
+    shared = 1 < topology.num_hosts < layout.cp_size  # several hosts, one of which has several ranks
+    schemes = [s for s in SCHEMES.values() if s.assigns_tiles == tiles and (shared or not s.goes_by_host)]
     return [(scheme, degree) for scheme in schemes for degree in _degrees(scheme, layout, ulysses_degree, topology)]
 
 
