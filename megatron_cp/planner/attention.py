@@ -17,7 +17,7 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.attention import LATENT_MODES, Attend, Latent
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
@@ -50,6 +50,7 @@ def plan_attention(
     head_dim: int,
     value_head_dim: int | None = None,
     latent: tuple[int, int] | None = None,
+    latent_mode: str | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
@@ -85,7 +86,11 @@ def plan_attention(
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
         latent: for `latent_attention`, features of the shared rotary key and of the latent of a token, such as
-            (64, 512), which travel in place of keys and values; None where keys and values travel.
+            (64, 512); None for `attention`.
+        latent_mode: "expand", in which latents travel and are expanded to keys and values where they arrive; "absorb",
+            in which latents travel and the queries are multiplied by the up-projection; "heads", in which keys and
+            values travel; or "auto", which takes the one that is predicted to be fastest. If None, "auto" with scheme
+            "auto", else "expand".
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -133,22 +138,29 @@ def plan_attention(
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, transport)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
+    latent_mode = checked_latent_mode(latent_mode, latent)
     if latent is not None:
-        latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1
+        latent = checked_latent(latent, heads, kv_heads, head_dim)
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on, latent,
     )  # fmt: skip
-    if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        return request.plan(scheme_named(scheme), ulysses_degree)
-    key, planned = ("auto", *request.key, ulysses_degree), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, planned))
+    is_choice, modes = scheme == AUTO, _latent_modes(latent_mode, scheme, latent, on)
+    if layout.cp_size == 1 or isinstance(layout, FilledLayout):
+        is_choice, modes = False, modes[:1]
+    if not is_choice and len(modes) == 1:
+        return request.in_mode(modes[0]).plan(scheme_named(scheme), ulysses_degree)
+    wanted, planned = None if is_choice else scheme_named(scheme), list[Plan]()
+    key = ("auto", *request.key, wanted, modes, ulysses_degree)
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, modes, wanted, ulysses_degree, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
-    return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
+    chosen = replace(request, head_chunks=found.head_chunks).in_mode(found.latent_mode)
+    plan = chosen.plan(found.scheme, found.degree, planned)
+    return replace(plan, prices=found.prices, notes=(*plan.notes, *found.notes))
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
+_LARGEST_ON_DEVICES = 256  # features of a head
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -158,6 +170,7 @@ class _Choice(NamedTuple):
     scheme: Scheme
     degree: int | None
     head_chunks: int | None
+    latent_mode: str
     prices: tuple[Price, ...]
     notes: tuple[str, ...]
 
@@ -180,11 +193,18 @@ class _Request:
     search: TileSearch
     on: Machine
     latent: tuple[int, int] | None
+    latent_mode: str = "expand"
+
+    def in_mode(self, latent_mode: str) -> _Request:
+        """Returns the request with one of `LATENT_MODES`; without latents, itself."""
+        if self.latent is None:
+            return self
+        return replace(self, latent_mode=latent_mode, kv_heads=self.heads if latent_mode == "heads" else 1)
 
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent)
+        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
@@ -202,7 +222,7 @@ class _Request:
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent)
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
         options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
         return (keys, self.mask, *sizes, *options)
 
@@ -211,7 +231,8 @@ class _Request:
         degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        key, value = self.latent or (self.head_dim, self.value_head_dim)
+        latent = None if self.latent_mode == "heads" else self.latent
+        key, value = latent or (self.head_dim, self.value_head_dim)
         k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
@@ -241,9 +262,13 @@ class _Request:
             for each in (layout, kv_layout)
         )
         parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+        sizes, latent = (self.head_dim, self.value_head_dim), None
+        if self.latent is not None:
+            shared, rank = self.latent
+            latent = Latent(shared, rank, sum(sizes) - shared, self.latent_mode)
+            sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
         attend = Attend(
-            self.mask, queries, keys, partition, scheme.kv_schedule, self.head_dim, self.value_head_dim, key_chunks,
-            latent=self.latent,
+            self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -266,21 +291,37 @@ class _Request:
         scheme = SCHEMES[plan.scheme]
         if self.head_chunks is not None or not scheme.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(scheme, plan.ulysses_degree, [plan])
+        assert plan.attend is not None
+        chunked = replace(self, head_chunks=chunks).in_mode(plan.attend.latent_mode)
+        return chunked.plan(scheme, plan.ulysses_degree, [plan])
 
 
-def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Plan]) -> _Choice:
-    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`."""
+def _cheapest(
+    request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None,
+    candidates: list[Plan],
+) -> _Choice:  # fmt: skip
+    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`.
+
+    Args:
+        request: the arguments.
+        modes: the modes of latents to compare.
+        scheme: the scheme whose modes are compared, in as many head chunks as it has by itself; None for all schemes.
+        ulysses_degree: as the user gave it.
+        candidates: the plans are appended to it.
+    """
     on, topology, item_size = request.on, request.topology, request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
         untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
-        refused = _add_candidates(request, untiled, candidates)
+        untiled = untiled if scheme is None else [(scheme, ulysses_degree)]
+        refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
-        if request.search.seconds:
+        if request.search.seconds and scheme is None:
+            request = request.in_mode(modes[0])
             others = priced_candidates(candidates, on, topology, item_size) if candidates else []
             tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(tiled, candidates, others, on, topology, item_size)
+            alike = [plan for plan in candidates if plan.attend is None or plan.attend.latent_mode in ("", modes[0])]
+            skipped = hopeless_tiles(tiled, alike, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
             not_tiled = _add_candidates(request, hopeful, candidates)
@@ -288,17 +329,18 @@ def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Pl
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = priced_candidates(new, on, topology, item_size, others)
-        found = best_chunks(found, request.with_chunks, on, topology, item_size)
+        if scheme is None:
+            found = best_chunks(found, request.with_chunks, on, topology, item_size)
         price, plan = found[0]
+    assert plan.attend is not None
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
-        assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, reason=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
     notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
-    return _Choice(scheme, degree, chunks, prices, notes)
+    return _Choice(scheme, degree, chunks, plan.attend.latent_mode, prices, notes)
 
 
 def _schemes_to_try(
@@ -392,6 +434,30 @@ def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> 
     if kv_heads != heads:
         raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
     return shared, rank
+
+
+def checked_latent_mode(latent_mode: object, latent: object) -> str | None:
+    """Returns the spelling of a mode of latents, or None for none.
+
+    Raises:
+        ArgumentError: an unknown mode, or one without latents.
+    """
+    if latent_mode is None:
+        return None
+    if latent is None:
+        raise ArgumentError("latent_mode", latent_mode, "None without latent", "Keys and values are given.")
+    return require("latent_mode", latent_mode)  # type: ignore[arg-type]
+
+
+def _latent_modes(asked: str | None, scheme: str, latent: tuple[int, int] | None, on: Machine) -> tuple[str, ...]:
+    """Returns the modes of latents to compare."""
+    if latent is None or (asked is None and scheme != AUTO):
+        return ("expand",)
+    if asked not in (None, AUTO):
+        return (asked,)
+    # The flash kernels of devices take smaller heads alone.
+    is_possible = on.hardware.cores or sum(latent) <= _LARGEST_ON_DEVICES
+    return tuple(mode for mode in LATENT_MODES if is_possible or mode != "absorb")
 
 
 def _codec_remedy() -> str:

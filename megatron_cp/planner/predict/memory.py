@@ -85,9 +85,9 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
             chunk = do.chunk or 0
             local, made = chunks[chunk], chunks[chunk].out + chunks[chunk].lse
             gradients = 0 if forward else message.heads[chunk] if message else local.dq + local.keys
-            expansion = local.expansion(forward=forward)
+            of_latents = local.latents(forward=forward)
             of_loop = local.forward() if forward else local.backward()
-            moments += [live + gradients + expansion + moment for moment in of_loop]
+            moments += [live + gradients + of_latents + moment for moment in of_loop]
             live += made if forward else -made - sum(move.heads[chunk] for move in moves.values())
             live += gradients if message and message.in_order else 0
         elif isinstance(do, Move) and (move := moves.get(id(do.step))):
@@ -263,18 +263,22 @@ class _RankBytes:
     def block(self, rows: int, groups: int, item: int) -> int:
         return rows * groups * sum(self.step.key_features) * item
 
-    def expansion(self, *, forward: bool) -> int:
-        """Returns the bytes of the latents of a stage that are expanded, and in backward of their gradients."""
+    def latents(self, *, forward: bool) -> int:
+        """Returns the bytes of what is made of latents, or of queries that meet them, and in backward of gradients."""
         if self.step.latent is None:
             return 0
+        _, rank, own, mode = self.step.latent
         key, value = self.step.head_dim, self.step.value_head_dim
-        own = key - self.step.latent[0] + value  # features that are expanded, and of those that keys are made of
         seen = max(_size(self.step.tiles(self.kv_rank, stage).key_rows) for stage in self.step.stages)
-        made = seen * self.heads * (own + key) * self.item
+        if mode == "absorb":  # queries, the output's gradient, and keys, whose values are a part of them
+            made, gradients = self.rows * self.heads * key + seen * key, self.rows * self.heads * value
+            return made * self.item + (0 if forward else gradients * self.item + seen * (key + value) * self.acc_bytes)
+        rows = seen if mode == "expand" else int(self.step.keys.row_counts[self.kv_rank])
+        made = rows * self.heads * (own + key) * self.item
         if forward:
             return made
-        gradients = seen * self.heads * ((key + value) * self.acc_bytes + own * self.item)
-        return made + gradients + self.heads * own * self.step.latent[1] * self.acc_bytes
+        gradients = rows * self.heads * own * self.item + self.heads * own * rank * self.acc_bytes
+        return made + gradients + (rows * self.heads * (key + value) * self.acc_bytes if mode == "expand" else 0)
 
     def forward(self) -> list[int]:
         """Returns the bytes at each moment of forward's loop, including the output and its lse."""
