@@ -126,7 +126,8 @@ def check_options(config: Any) -> None:
         ArgumentError: the first such option, by its flag.
     """
     for option in ("layout", "transport", "codec", "latent_mode"):
-        setattr(config, f"cp_{option}", require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}"))
+        name = f"cp_{option}"
+        setattr(config, name, require(option, getattr(config, name), name=f"--{name.replace('_', '-')}"))
     if config.cp_latent_mode != "heads" and not config.multi_latent_attention:
         remedy = "Other attention has no latents."
         raise ArgumentError("--cp-latent-mode", config.cp_latent_mode, "heads without --multi-latent-attention", remedy)

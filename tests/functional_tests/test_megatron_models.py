@@ -226,9 +226,8 @@ LATENTS_RECOMPUTED = [
     for mode in ("expand", "absorb") for what in ("full", "core_attn", "mla_up_proj", "all_of_mla")
 ]  # fmt: skip
 LATENTS_BY_TENSOR_RANKS = [
-    latents(mode, kind, "exact", sequence_parallel=both)
-    for mode, kind in (("expand", "mla"), ("absorb", "fused_mla")) for both in (False, True)
-]  # fmt: skip
+    latents(mode, "mla", "exact", sequence_parallel=both) for mode in ("expand", "absorb") for both in (False, True)
+]
 
 
 def latents_at(place):

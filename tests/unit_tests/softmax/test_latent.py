@@ -13,6 +13,8 @@ from megatron_cp.plan.attention import LATENT_MODES
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
+from megatron_cp.testing.memory import PeakMemory
 
 LENGTHS = [17, 1, 30, 5]
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
@@ -177,13 +179,40 @@ def test_ranks_agree_on_the_up_projection():
         run_ranks(frozen_on_others, 2)
 
 
-def test_peaks_count_what_latents_are_expanded_to():
+class Silent(ReferenceAttention):
+    """A kernel that allocates nothing."""
+
+    name = "silent"
+
+    def forward(self, out, lse, *_):
+        out.zero_(), lse.zero_()
+
+    def backward(self, dq, dk, dv, *_):
+        dq.zero_(), dk.zero_(), dv.zero_()
+
+
+def peaks(group, scheme, mode):
     packing = cp.Packing([512])
-    layout, sizes = cp.Layout.zigzag(packing, 2), {"heads": 16, "head_dim": 24, "value_head_dim": 16, "scheme": "exact"}
-    keys, latents = (cp.plan_attention(packing, layout, latent=latent, **sizes) for latent in (None, (8, 32)))
-    for forward in (True, False):
-        peaks = [peak_bytes(plan, 1, 4, forward=forward) for plan in (keys, latents)]
-        assert peaks[1] - peaks[0] > 512 * 16 * 24 * 4  # the expanded keys alone, of which forward has no copy
+    layout = cp.Layout.zigzag(packing, group.size)
+    sizes = {"heads": 8, "head_dim": 96, "value_head_dim": 64, "latent": (32, 128)}
+    plan = cp.plan_attention(packing, layout, scheme=scheme, latent_mode=mode, **sizes)
+    rows, memory = int(layout.row_counts[group.rank]), PeakMemory()
+    shapes = ((rows, 8, 96), (rows, 128), (rows, 32), (8, 128, 128))
+    own = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    with memory:
+        out = cp.latent_attention(*own, plan, memory.watch(group), kernel=Silent())
+        found = [memory.peak]
+        memory.restart()
+        out.backward(torch.ones_like(out).mul_(1))
+    found.append(memory.peak - out.nbytes)
+    return found, [peak_bytes(plan, group.rank, 4, forward=forward) for forward in (True, False)]
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "exact", "p2p"])
+@pytest.mark.parametrize("mode", LATENT_MODES)
+def test_peaks_are_those_that_are_predicted(mode, scheme):
+    for found, predicted in run_ranks(peaks, 2, scheme, mode):
+        assert predicted == pytest.approx(found, rel=0.2)
 
 
 @pytest.mark.parametrize(
