@@ -105,21 +105,15 @@ class Absorption:
         dv.copy_(dvalues.add_(dkeys[..., : v.shape[-1]]))
 
 
-def absorbed(q: Tensor, up: Tensor, own_size: int, tokens: int) -> Tensor:
-    """Returns queries `[t, (b,) h, r + shared]` that meet latents and shared keys; pad rows become zero.
+def absorbed(q: Tensor, up: Tensor) -> Tensor:
+    """Returns queries `[t, (b,) h, r + shared]` that meet latents and shared keys.
 
     Args:
         q: `[t, (b,) h, n + shared]`.
-        up: `[h, n + v, r]`.
-        own_size: `n`.
-        tokens: rows of q that are no pads.
+        up: the keys' part of the up-projection, `[h, n, r]`.
     """
-
-    def product(q: Tensor) -> Tensor:
-        own = torch.einsum("...hn,hnr->...hr", q[..., :own_size], up[:, :own_size])
-        return torch.cat([own, q[..., own_size:]], -1)
-
-    return of_tokens(product, q, tokens)
+    own, rest = q.split([up.shape[1], q.shape[-1] - up.shape[1]], -1)
+    return torch.cat([torch.einsum("...hn,hnr->...hr", own, up), rest], -1)
 
 
 def of_tokens(product: Callable[[Tensor], Tensor], x: Tensor, tokens: int) -> Tensor:

@@ -164,10 +164,11 @@ class AttentionOnRank:
 
             def absorbing(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
                 assert self.up is not None
-                up, value = self.up[slice(*step.partition.heads[self.head_rank])], self.plan.out.head_dim
-                own, tokens = up.shape[1] - value, int(step.queries.token_counts[self.kv_rank])
-                (out,) = computed(absorbed(q, up, own, tokens), k, v)
-                return [of_tokens(lambda x: torch.einsum("...hr,hvr->...hv", x, up[:, own:]), out, tokens)]
+                own_queries = step.queries.token_counts
+                up, tokens = self.up[slice(*step.partition.heads[self.head_rank])], int(own_queries[self.kv_rank])
+                of_keys, of_values = up.split([up.shape[1] - self.plan.out.head_dim, self.plan.out.head_dim], 1)
+                (out,) = computed(of_tokens(lambda x: absorbed(x, of_keys), q, tokens), k, v)
+                return [of_tokens(lambda x: torch.einsum("...hr,hvr->...hv", x, of_values), out, tokens)]
 
             return {"attend": absorbing if step.latent_mode == "absorb" else computed}
 

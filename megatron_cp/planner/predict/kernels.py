@@ -176,7 +176,7 @@ def _latent_seconds(
         if step.num_kv_ranks > 1:
             rows = step.needed.split_counts.counts.sum(axis=0)
     elif mode == "absorb":
-        rows, copied = step.queries.token_counts, step.head_dim
+        rows, copied = step.queries.token_counts, step.head_dim * (2 if forward else 4)
     rows = rows[kv_ranks]
     rate = hardware.matrix / (1 + hardware.matrix_rows / np.maximum(rows, 1)) / hardware.slower(item_size)
     of_head = 2 * rank * made * products / rate + copied * item_size / hardware.copy

@@ -212,7 +212,8 @@ def peaks(group, scheme, mode):
 @pytest.mark.parametrize("mode", LATENT_MODES)
 def test_peaks_are_those_that_are_predicted(mode, scheme):
     for found, predicted in run_ranks(peaks, 2, scheme, mode):
-        assert predicted == pytest.approx(found, rel=0.2)
+        # Expanded keys, and what merges partial results, are not alive together, and are counted so.
+        assert all(0.85 * one <= other <= 1.25 * one for one, other in zip(found, predicted, strict=True))
 
 
 @pytest.mark.parametrize(
