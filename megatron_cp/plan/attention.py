@@ -99,7 +99,7 @@ class Attend(Memo):
 
     @property
     def latent_mode(self) -> str:
-        """One of `LATENT_MODES`; "" without latents."""
+        """The mode of latents, one of `LATENT_MODES`; "" without latents."""
         return "" if self.latent is None else self.latent.mode
 
     @cached_property

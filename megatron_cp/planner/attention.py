@@ -17,7 +17,7 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import LATENT_MODES, Attend, Latent
+from megatron_cp.plan.attention import Attend, Latent
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
@@ -36,6 +36,7 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
+from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
@@ -87,10 +88,9 @@ def plan_attention(
         value_head_dim: features of a value head; `head_dim` if None.
         latent: for `latent_attention`, features of the shared rotary key and of the latent of a token, such as
             (64, 512); None for `attention`.
-        latent_mode: "expand", in which latents travel and are expanded to keys and values where they arrive; "absorb",
-            in which latents travel and the queries are multiplied by the up-projection; "heads", in which keys and
-            values travel; or "auto", which takes the one that is predicted to be fastest. If None, "auto" with scheme
-            "auto", else "expand".
+        latent_mode: "expand": latents travel and are expanded where they arrive; "absorb": latents travel and queries
+            are multiplied by the up-projection; "heads": keys and values travel; "auto": whichever is predicted to be
+            fastest. If None, "auto" with scheme "auto", else "expand".
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -145,14 +145,18 @@ def plan_attention(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on, latent,
     )  # fmt: skip
-    is_choice, modes = scheme == AUTO, _latent_modes(latent_mode, scheme, latent, on)
+    modes, wanted = latent_modes(latent_mode, scheme, latent, on), None if scheme == AUTO else scheme_named(scheme)
     if layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        is_choice, modes = False, modes[:1]
-    if not is_choice and len(modes) == 1:
-        return request.in_mode(modes[0]).plan(scheme_named(scheme), ulysses_degree)
-    wanted, planned = None if is_choice else scheme_named(scheme), list[Plan]()
-    key = ("auto", *request.key, wanted, modes, ulysses_degree)
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, modes, wanted, ulysses_degree, planned))
+        modes, wanted = modes[:1], scheme_named(scheme)
+    if wanted is not None and len(modes) == 1:
+        return request.in_mode(modes[0]).plan(wanted, ulysses_degree)
+    return _chosen(request, modes, wanted, ulysses_degree)
+
+
+def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None) -> Plan:
+    """Returns the plan of the candidate that is predicted to be fastest; see `_cheapest`."""
+    key, planned = ("auto", *request.key, scheme, modes, ulysses_degree), list[Plan]()
+    found: _Choice = request.layout.memo(key, lambda: _cheapest(request, modes, scheme, ulysses_degree, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
     chosen = replace(request, head_chunks=found.head_chunks).in_mode(found.latent_mode)
     plan = chosen.plan(found.scheme, found.degree, planned)
@@ -160,7 +164,6 @@ def plan_attention(
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
-_LARGEST_ON_DEVICES = 256  # features of a head
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -231,8 +234,7 @@ class _Request:
         degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        latent = None if self.latent_mode == "heads" else self.latent
-        key, value = latent or (self.head_dim, self.value_head_dim)
+        key, value = (None if self.latent_mode == "heads" else self.latent) or (self.head_dim, self.value_head_dim)
         k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
@@ -267,9 +269,7 @@ class _Request:
             shared, rank = self.latent
             latent = Latent(shared, rank, sum(sizes) - shared, self.latent_mode)
             sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
-        attend = Attend(
-            self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent
-        )  # fmt: skip
+        attend = Attend(self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent)
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
         if not exchanged:
@@ -303,17 +303,16 @@ def _cheapest(
     """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`.
 
     Args:
-        request: the arguments.
         modes: the modes of latents to compare.
         scheme: the scheme whose modes are compared, in as many head chunks as it has by itself; None for all schemes.
-        ulysses_degree: as the user gave it.
         candidates: the plans are appended to it.
     """
     on, topology, item_size = request.on, request.topology, request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
-        untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
-        untiled = untiled if scheme is None else [(scheme, ulysses_degree)]
+        untiled = [(scheme, ulysses_degree)] if scheme is not None else _schemes_to_try(
+            request.layout, ulysses_degree, topology, tiles=False
+        )  # fmt: skip
         refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds and scheme is None:
@@ -418,46 +417,6 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
     if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
     return ulysses_degree
-
-
-def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Returns the features of a shared key and of a latent after checking them.
-
-    Raises:
-        ArgumentError: other than two numbers of features, or heads that share keys.
-    """
-    if not isinstance(latent, tuple | list) or len(latent) != 2:
-        raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
-    shared, rank = checked_integer("latent[0]", latent[0], 1), checked_integer("latent[1]", latent[1], 1)
-    if shared >= head_dim:
-        raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
-    if kv_heads != heads:
-        raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
-    return shared, rank
-
-
-def checked_latent_mode(latent_mode: object, latent: object) -> str | None:
-    """Returns the spelling of a mode of latents, or None for none.
-
-    Raises:
-        ArgumentError: an unknown mode, or one without latents.
-    """
-    if latent_mode is None:
-        return None
-    if latent is None:
-        raise ArgumentError("latent_mode", latent_mode, "None without latent", "Keys and values are given.")
-    return require("latent_mode", latent_mode)  # type: ignore[arg-type]
-
-
-def _latent_modes(asked: str | None, scheme: str, latent: tuple[int, int] | None, on: Machine) -> tuple[str, ...]:
-    """Returns the modes of latents to compare."""
-    if latent is None or (asked is None and scheme != AUTO):
-        return ("expand",)
-    if asked not in (None, AUTO):
-        return (asked,)
-    # The flash kernels of devices take smaller heads alone.
-    is_possible = on.hardware.cores or sum(latent) <= _LARGEST_ON_DEVICES
-    return tuple(mode for mode in LATENT_MODES if is_possible or mode != "absorb")
 
 
 def _codec_remedy() -> str:

@@ -23,8 +23,9 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import checked_latent, checked_latent_mode, plan_attention
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.latents import checked_latent, checked_latent_mode
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
