@@ -5,7 +5,8 @@
 
 The first prints bytes, peak memory and predicted times of every scheme and mode on `h100`, for one causal document in
 the balanced layout, all computed from plans. The second measures the rates of CPU ranks, which are processes over gloo,
-and then steps of one layer in fp32 beside what is predicted for these ranks; steps of the three modes alternate.
+and then steps of one layer in fp32 beside what is predicted for these ranks; steps of the three modes alternate. Under
+torchrun, as `tools/cluster` starts it, its ranks are measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.apps.bench.calibrate import calibrated
-from megatron_cp.executor import RankGroup, run_ranks
+from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.attention import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict.hardware import Machine, machine
@@ -92,7 +93,13 @@ def _step(plan: cp.Plan, group: RankGroup, heads: int) -> float:
 
 def print_measured(ranks: int, repeat: int) -> None:
     """Prints measured beside predicted times, and how often the fastest mode is named."""
-    on, rows = run_ranks(measure, ranks, repeat, kind="processes", timeout=900.0)[0]
+    if in_torchrun():
+        group = start_torchrun_rank(900.0)
+        on, rows = measure(group, repeat)
+        if group.rank:
+            return
+    else:
+        on, rows = run_ranks(measure, ranks, repeat, kind="processes", timeout=900.0)[0]
     print(f"\n### {on.describe()}, torch {torch.__version__}\n")
     print(
         "| heads | documents | scheme | " + " | ".join(f"{mode} ms, predicted" for mode in LATENT_MODES) + " | named |"
