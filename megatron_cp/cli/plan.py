@@ -49,7 +49,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        *flags("cp"), type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        *flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4; all with --gpus)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
@@ -71,13 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
+    args.cp = args.cp or (None if args.whole and args.gpus else [4])
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
         _refuse(args, ("plot", "parents"), "without --whole")
         report: Report = application("estimate").run_whole(args)
         return report
-    _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
+    _refuse(args, application("estimate").WHOLE, "with --whole")
     if len(args.cp) > 1:
         _refuse(args, ("plot",), "with one --cp")
     return _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
@@ -101,7 +102,7 @@ def _announce_search(args: argparse.Namespace) -> None:
 
 def _check_hosts(args: argparse.Namespace) -> None:
     """Refuses a number of hosts that does not divide the ranks evenly."""
-    for cp in args.cp:
+    for cp in args.cp or []:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
             remedy = f"Every host must have as many ranks of --cp {cp}: take one of these, or another --cp."
