@@ -164,7 +164,20 @@ def test_the_verdict_says_what_makes_the_next_one_slower_and_what_crosses_betwee
 
 
 def test_a_row_has_as_many_head_chunks_as_are_fastest():
-    shape = ["--cp", "8", "--heads", "8", "--kv-heads", "8", "--head-dim", "128", "--lengths", "100k", "--gpu", "h100"]
+    shape = [
+        "--cp",
+        "8",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "32",
+        "--head-dim",
+        "128",
+        "--lengths",
+        "100k",
+        "--gpu",
+        "h100",
+    ]
     rows = {chunks: reported(["plan", *shape, *chunks])[1]["schemes"] for chunks in ((), ("--head-chunks", "2"))}
     for name, row in rows[()].items():
         others = sum(rows["--head-chunks", "2"][name]["predicted_ms"].values())
