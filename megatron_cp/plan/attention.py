@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,30 @@ from megatron_cp.plan.stage import Stage
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
 
 
+LATENT_MODES = ("expand", "absorb", "heads")
+
+
+class Latent(NamedTuple):
+    """The latents of a layer.
+
+    Attributes:
+        shared, rank: features of the rotary key that all heads share, and of the latent of a token.
+        made: features of a head that the up-projection makes of a latent: of its key, and of its value.
+        mode: one of `LATENT_MODES`: latents are expanded to keys and values where they arrive; or queries absorb the
+            up-projection, and meet latents; or latents are expanded to keys and values, which travel.
+    """
+
+    shared: int
+    rank: int
+    made: int
+    mode: str
+
+    @property
+    def travels(self) -> bool:
+        """True if shared keys and latents travel, in one group; False if keys and values do."""
+        return self.mode != "heads"
+
+
 @dataclass(frozen=True)
 class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
@@ -51,10 +75,9 @@ class Attend(Memo):
         queries, keys: the ranks that hold each token, by `kv_rank`.
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
-        head_dim, value_head_dim: features of a key and of a value head.
+        head_dim, value_head_dim: features of a key and of a value head, as the kernel takes them.
         hosts: for exact_by_host, the host of each `kv_rank`; else empty.
-        latent: features of the shared rotary key and of the latent that travel in place of keys and values, in one
-            group; None if keys and values travel.
+        latent: the latents from which keys and values are made; None for keys and values that are given.
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
     """
@@ -68,13 +91,20 @@ class Attend(Memo):
     value_head_dim: int
     head_chunks: int = 1
     tiled: TiledWork | None = None
-    latent: tuple[int, int] | None = None
+    latent: Latent | None = None
     hosts: tuple[int, ...] = ()
 
     @property
     def key_features(self) -> tuple[int, int]:
         """Features of a key and of a value head as they travel."""
-        return self.latent or (self.head_dim, self.value_head_dim)
+        if self.latent is not None and self.latent.travels:
+            return self.latent.shared, self.latent.rank
+        return self.head_dim, self.value_head_dim
+
+    @property
+    def latent_mode(self) -> str:
+        """The mode of latents, one of `LATENT_MODES`; "" without latents."""
+        return "" if self.latent is None else self.latent.mode
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -268,7 +298,7 @@ class Attend(Memo):
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         if self.latent is not None:
-            shape += f", latents of {self.latent[0]} and {self.latent[1]}"
+            shape += f", latents of {self.latent.shared} and {self.latent.rank} by {self.latent.mode}"
         if self.hosts:
             shape += f", hosts {self.hosts}"
         return [

@@ -207,8 +207,10 @@ class Plan(Memo):
                 return Section("out", heads, value_dim, ((0, heads),))
             case Halo(channels=channels):
                 return Section("out", channels, 1, ((0, channels),))
-            case Attend(partition=partition, value_head_dim=value_dim):
+            case Attend(partition=partition, value_head_dim=value_dim, latent=latent):
                 heads = partition.heads[-1][1]
+                if latent is not None and latent.mode == "absorb":  # values are latents
+                    value_dim = latent.made + latent.shared - self.sections.blocks[0].head_dim
                 return Section("out", heads, value_dim, partition.heads)
         raise AssertionError(f"a plan that ends in {self.steps[-1]}")
 

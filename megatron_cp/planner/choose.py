@@ -110,8 +110,9 @@ def _num_chunks(plan: Plan) -> int:
     return max(plan.head_chunks, plan.attend.head_chunks)
 
 
-def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int]:
-    return pair[1].scheme, pair[1].ulysses_degree
+def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int, str]:
+    assert pair[1].attend is not None
+    return pair[1].scheme, pair[1].ulysses_degree, pair[1].attend.latent_mode
 
 
 def reason(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
@@ -130,11 +131,12 @@ def _describe_bias(plan: Plan) -> str:
 
 
 def detail_of(plan: Plan) -> str:
-    """Describes the degree and the chunks of a plan, which its scheme's name does not say."""
+    """Describes the degree, the chunks and the mode of latents of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
     degree = describe_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
     chunks = _num_chunks(plan)
-    return degree + (f", {chunks} chunks" if chunks > 1 else "")
+    mode = plan.attend.latent_mode
+    return degree + (f", {chunks} chunks" if chunks > 1 else "") + (f", {mode}" if mode else "")
 
 
 def describe_degree(scheme: Scheme, degree: int | None) -> str:
