@@ -77,6 +77,8 @@ def describe_step(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) 
 
 
 def _way(step: Halo | Scan) -> str:
+    if step.crosses and isinstance(step, Scan) and step.gathers:
+        return "one all-gather"
     return "one exchange" if step.crosses else "nothing moves: no document is on two ranks"
 
 

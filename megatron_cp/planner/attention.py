@@ -35,7 +35,8 @@ from megatron_cp.planner.checks import (
     notes_of,
     priced_for,
 )
-from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
+from megatron_cp.planner.choose import best_chunks, describe_degree, detail_of, priced_candidates, reason
+from megatron_cp.planner.degrees import checked_degree, degrees_to_try
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
@@ -75,6 +76,7 @@ def plan_attention(
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
+        exact_by_host    exact over several hosts: a key crosses once to each other host that sees it, and goes on there
         tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
                          queries, whose partial results return (after UltraAttn, doi 10.1145/3712285.3759894)
         a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
@@ -232,7 +234,7 @@ class _Request:
 
     def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
         """Plans a scheme, and shares tables with one of `others` of the same degree."""
-        degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
+        degree = checked_degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
         key, value = (None if self.latent_mode == "heads" else self.latent) or (self.head_dim, self.value_head_dim)
@@ -270,7 +272,10 @@ class _Request:
             shared, rank = self.latent
             latent = Latent(shared, rank, sum(sizes) - shared, self.latent_mode)
             sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
-        attend = Attend(self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent)
+        attend = Attend(
+            self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent,
+            hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (),
+        )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
         if not exchanged:
@@ -346,8 +351,11 @@ def _schemes_to_try(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
     """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    schemes = [scheme for scheme in SCHEMES.values() if scheme.assigns_tiles == tiles]
-    return [(scheme, degree) for scheme in schemes for degree in _degrees(scheme, layout, ulysses_degree, topology)]
+    shared = 1 < topology.num_hosts < layout.cp_size  # several hosts, one of which has several ranks
+    schemes = [s for s in SCHEMES.values() if s.assigns_tiles == tiles and (shared or not s.goes_by_host)]
+    return [
+        (scheme, degree) for scheme in schemes for degree in degrees_to_try(scheme, layout, ulysses_degree, topology)
+    ]
 
 
 _Refusals = list[tuple[str, ArgumentError]]
@@ -380,43 +388,6 @@ def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     own = chosen.scheme, chosen.ulysses_degree
     others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
-    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
-    if asked is not None or not scheme.is_product:
-        return [asked]
-    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
-    degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
-    if not is_many:
-        return degrees
-    host = topology.hosts.count(topology.hosts[0])
-    return [degree for degree in degrees if degree == host] or degrees[:1]
-
-
-def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
-    products = [other.name for other in SCHEMES.values() if other.is_product]
-    if not scheme.is_product:
-        degree = cp_size if scheme.exchanges_heads else 1
-        if ulysses_degree is not None:
-            ulysses_degree = checked_integer("ulysses_degree", ulysses_degree, 1)
-        if ulysses_degree is not None and ulysses_degree != degree:
-            allowed = f"{degree} or None for {scheme.name}"
-            raise ArgumentError("ulysses_degree", ulysses_degree, allowed, f"Use {' or '.join(products)}.")
-        return degree
-    divisors = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
-    if not divisors:
-        remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
-        raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
-    if ulysses_degree is None:
-        # The largest degree that shares key/value heads evenly; else the largest that leaves no rank without one.
-        even, some = (
-            [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
-        )
-        return max(even or some or divisors[:1])
-    if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
-        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
-    return ulysses_degree
 
 
 def _codec_remedy() -> str:

@@ -288,7 +288,7 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     Args:
         chunks: parts of the heads, each with a call of its own.
     """
-    heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
+    heads = np.array([hi - lo for lo, hi in plan.partition.heads])[np.arange(plan.cp_size) % plan.ulysses_degree]
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
     kind, size = KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2
     chain = hardware.chain_seconds(kind, size, forward=forward) * hardware.slower(item_size)

@@ -12,6 +12,7 @@ from functools import cached_property
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import rounded
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.by_host import first_hop
 from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.layer_program import Local, Move
@@ -176,10 +177,9 @@ def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
                 # Maps and their adjoints go to different ranks; a buffer of the former may be too small for the latter.
-                counts = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
-                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (each.sent_by(rank), each.received_by(rank)))
-                    for each in counts
+                    Counter(rounded(n * max(item_size, LSE)) for n in step.buffer_sizes(rank, forward=forward))
+                    for forward in (True, False)
                 )
                 sizes += (sent | back).elements()
     return sum(sizes)
@@ -334,7 +334,8 @@ class _RankBytes:
         moments += [total + before + count * self._most_heads * row for count in parts]
         for stage in stages:
             if isinstance(stage.gradients, Return):
-                most, chunks = max(stage.gradients.fetch.split_counts.sent_by(self.kv_rank)), self._chunks
+                fetch, chunks = stage.gradients.fetch, self._chunks
+                most = max(max(hop.split_counts.sent_by(self.kv_rank)) for hop in (first_hop(fetch), fetch))
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
             if stage.remote_queries is not None:
