@@ -90,6 +90,7 @@ def forked_ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
         yield
+    assert torch.get_num_threads() == 1, "tests after these would compute with as many threads, which wait for others"
 
 
 @pytest.fixture(scope="session", autouse=True)

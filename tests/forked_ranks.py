@@ -48,6 +48,15 @@ def forking_context():
     return multiprocessing.get_context("forkserver")
 
 
+def as_launched(world: Any, port: int, **others: str) -> None:
+    """Sets what torchrun says to a rank. Of a rank without a number of threads accelerate makes one for each core."""
+    os.environ |= {
+        "RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", **others,
+    }  # fmt: skip
+
+
 def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
     """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
     return run_worlds_after(prepare, function, (size,), timeout=timeout)[size]

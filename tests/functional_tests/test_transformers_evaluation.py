@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, run_worlds_after
 from tests.functional_tests.test_transformers_launch import (
     LOSS_PRINTED,
     PAGE,
@@ -140,9 +140,7 @@ def numbers_of(trainer, **how):
 
 def all_numbers(world, folder, kinds):
     """Returns the numbers of stock trainers on 1 and 2 ranks, and ours on 2 and 4, of the kinds named for each size."""
-    # accelerate finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}  # fmt: skip
+    as_launched(world, 29998)
     found, folder = {}, folder / str(world.size)
     for name in kinds["stock", world.size]:
         found["stock", name] = numbers_of(trainer_of(folder, None, **KINDS[name]))

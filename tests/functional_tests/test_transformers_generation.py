@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, run_worlds_after
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
@@ -138,9 +138,7 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
 
 def set_ranks(world, sizes):
     """accelerate finds its ranks in the environment, and the reward the size of a group."""
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994",
-                   "GROUP_SIZE": str((sizes or {}).get("cp_size", 1))}  # fmt: skip
+    as_launched(world, 29994, GROUP_SIZE=str((sizes or {}).get("cp_size", 1)))
 
 
 def logged(trainer):

@@ -1,13 +1,12 @@
 """TRL's DPOTrainer and KTOTrainer over two ranks beside one: losses, gradient norms, and every metric that they log."""
 
 import importlib.util
-import os
 from functools import partial
 
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, run_worlds_after
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, trained_like_the_page
 from tests.limits import limit
 from tests.shared import once
@@ -96,9 +95,7 @@ def trainer_of(folder, name, adapter, cp, **changed):
 
 def all_numbers(world, folder):
     """Returns what each trainer logs: stock ones on one rank, ours on two."""
-    # accelerate finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29996"}  # fmt: skip
+    as_launched(world, 29996)
     found = {}
     for kind, (name, adapter, changed) in KINDS.items():
         trainer = trainer_of(folder / str(world.size), name, adapter, None if world.size == 1 else 2, **changed)
