@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import as_launched, run_worlds_after
+from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, trained_like_the_page
 from tests.limits import limit
 from tests.shared import once
@@ -22,21 +22,6 @@ KINDS = {
     "DPO, accumulation": ("DPO", False, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "KTO": ("KTO", False, {}), "KTO, adapter": ("KTO", True, {}),
 }  # fmt: skip
-
-
-def prepare():
-    import torch
-
-    torch.set_num_threads(1)
-    import datasets  # noqa: F401
-    import trl
-    from peft import LoraConfig  # noqa: F401
-
-    import megatron_cp.transformers.preference  # noqa: F401
-    from tests.transformers_cases import class_of
-
-    class_of("Llama")
-    trl.DPOTrainer, trl.KTOTrainer  # noqa: B018
 
 
 def preferences(name, count):
@@ -141,7 +126,7 @@ def found(tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("preference"))
 
     def run():
-        worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
+        worlds = run_worlds_after(import_trainers, numbers, [1, 2], timeout=limit(300))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "preference trainers", run)
