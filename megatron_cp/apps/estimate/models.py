@@ -165,13 +165,7 @@ class ModelSpec:
     @property
     def block_parameters(self) -> tuple[int, ...]:
         """The number of parameters of each different block, all experts included."""
-        found = []
-        for block in dict.fromkeys(self.blocks):
-            count = sum(gemm.multiply_adds for gemm in block.gemms(self.hidden_size)) + block.vectors(self.hidden_size)
-            if block.mlp:
-                count += (block.mlp.experts - block.mlp.experts_per_token) * block.mlp.expert(self.hidden_size)
-            found.append(count)
-        return tuple(found)
+        return tuple(sum(block.parameters(self.hidden_size)) for block in dict.fromkeys(self.blocks))
 
     @property
     def active_parameters(self) -> int:
