@@ -311,7 +311,6 @@ def _cheapest(
     Args:
         modes: the modes of latents to compare.
         scheme: the scheme whose modes are compared, in as many head chunks as it has by itself; None for all schemes.
-        candidates: the plans are appended to it.
     """
     on, topology, item_size = request.on, request.topology, request.search.item_size
     with warnings.catch_warnings():
