@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from tests.fuzz_cases import KINDS
+from tests.fuzz_cases import ATTENTIONS, KINDS
 
 PROJECTED = 6  # features of what is projected
 
@@ -35,7 +35,7 @@ def names_of(call):
 
 def problem_of(call, cp_size):
     leaves, whole = _leaves(call)
-    of_keys = frozenset({"k", "v", "y"}) if call.operation in ("attention", "projected_attention") else frozenset()
+    of_keys = frozenset({"k", "v", "y", "latent", "shared_key"}) if call.operation in ATTENTIONS else frozenset()
     if call.operation == "attention" and call.shared in ("=kv", "+kv"):
         of_keys = frozenset({call.shared})
     elif call.shared:
@@ -97,6 +97,8 @@ def _leaves(call):
         found, whole = _projected(call, draw)
     elif operation == "attention":
         found, whole = _attention(call, draw)
+    elif operation == "latent_attention":
+        found, whole = _latent(call, draw)
     else:
         found, whole = {"x": draw.normal(call.packing.total, *(call.heads, call.head_dim)[: call.batch])}, ()
     if not call.shared:
@@ -125,6 +127,20 @@ def _attention(call, draw):
         if call.seed % 3 == 0:
             found["sink"][0] = -torch.inf  # a head without one
     return found, {"sink"}
+
+
+def _latent(call, draw):
+    batch, (shared, rank) = (call.batch,) if call.batch else (), call.latent
+    keys = call.kv_packing.total
+    found = {
+        "q": draw.normal(call.packing.total, *batch, call.heads, call.head_dim),
+        "latent": draw.normal(keys, *batch, rank),
+        "shared_key": draw.normal(keys, *batch, shared),
+        "up": draw.normal(call.heads, call.head_dim - shared + call.value_head_dim, rank, by=rank**-0.5),
+    }
+    if call.sink:
+        found["sink"] = draw.normal(call.heads)
+    return found, {"up", "sink"}
 
 
 def _projected(call, draw):
@@ -196,7 +212,7 @@ def _output_shape(call):
     total = call.packing.total
     batch = (call.batch,) if call.batch else ()
     match call.operation:
-        case "attention" | "projected_attention":
+        case "attention" | "projected_attention" | "latent_attention":
             return (total, *batch, call.heads, call.value_head_dim)
         case "causal_conv1d":
             return (total, call.heads * call.value_head_dim)
