@@ -261,8 +261,8 @@ def expert_rows(folder: Path, of: Tables, dtype: str) -> Any:
     return rows.reset_index(drop=True)
 
 
-def fitted_experts(rows: Any, copy: float, random: np.random.Generator) -> tuple[tuple[float, float], Class]:
-    """Returns the rate of grouped products, and the rows of an expert at which half of it is reached.
+def fitted_experts(rows: Any, copy: float, random: np.random.Generator) -> tuple[list[float], Class]:
+    """Returns the rate of grouped products, the rows of an expert at which half of it is reached, and seconds beside.
 
     A row of the table routes, permutes and sums too: those bytes go at the rate of copies.
     """
@@ -279,7 +279,7 @@ def fitted_experts(rows: Any, copy: float, random: np.random.Generator) -> tuple
         return np.asarray(2 * adds / x[0] * (1 + x[1] * experts / (tokens * top)) + written / copy + x[2])
 
     found = fit(predict, [4e14, 200.0, 1e-5])
-    return (found[0], found[1]), Class("experts", fit.measured, predict(found), fit.drawn)
+    return found.tolist(), Class("experts", fit.measured, predict(found), fit.drawn)
 
 
 def fitted_convolution(rows: Any, launch: float, random: np.random.Generator) -> tuple[float, Class]:
@@ -390,18 +390,21 @@ def made(name: str, of: Tables, folder: Path) -> tuple[Machine, list[tuple[str, 
 def other_products(
     folder: Path, of: Tables, copy: float, random: np.random.Generator, lines: list[tuple[str, str]],
     given: Callable[..., str],
-) -> tuple[tuple[tuple[str, float, float, float, float], ...], str]:  # fmt: skip
+) -> tuple[tuple[tuple[str, float, float, float, float, float], ...], str]:  # fmt: skip
     """Returns the rates of FP8 and of experts with their source, and adds the lines of the table."""
     rows = table(folder, of.folder, "gemm", of.gemm, "gemm_perf.parquet")
     rows = rows[(rows.gemm_dtype == "fp8") & (rows.m >= 128) & (rows.n >= 1024) & (rows.k >= 1024)]
     rows = rows.reset_index(drop=True)
     (rate, *halves), found = fitted_products(rows, random, 3)
     lines.append(("products in FP8, 2,048 rows and more", found.line(rows.m.to_numpy() >= 2048)))
-    made, words = [("fp8", rate, halves[0], halves[1], halves[2])], f"fp8: {given('gemm', of.gemm, 'fp8', len(rows))}"
+    made, words = (
+        [("fp8", rate, halves[0], halves[1], halves[2], 0.0)],
+        f"fp8: {given('gemm', of.gemm, 'fp8', len(rows))}",
+    )
     for name, dtype in (("experts", "bfloat16"), ("experts fp8", "fp8")):
         rows = expert_rows(folder, of, dtype)
-        (rate, half), found = fitted_experts(rows, copy, random)
-        made.append((name, float(rate), float(half), 0.0, 0.0))
+        (rate, half, beside), found = fitted_experts(rows, copy, random)
+        made.append((name, rate, half, 0.0, 0.0, beside))
         each = (rows.num_tokens * rows.topk / rows.num_experts).to_numpy()
         lines += [
             (f"{name}, 128 to 1,023 rows an expert", found.line((each >= 128) & (each < 1024))),

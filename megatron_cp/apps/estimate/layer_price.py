@@ -87,11 +87,12 @@ def _expert_seconds(block: Block, hidden_size: int, tokens: int, job: Job, on: M
     rows = -(-each // _EXPERT_TILE) * _EXPERT_TILE
     dense = "fp8" if job.precision == "fp8" else None
     kind = f"experts {dense}" if dense else "experts"
-    known = [name for name, *_ in on.hardware.products]
+    beside = {name: seconds for name, *_, seconds in on.hardware.products}
     for gemm in mlp.routed_gemms(hidden_size) if tokens else ():
         shape = rows, gemm.out_features, gemm.in_features
-        one = max(on.hardware.product_seconds(*shape, each) for each in {dense, kind if kind in known else dense})
+        one = max(on.hardware.product_seconds(*shape, each) for each in {dense, kind if kind in beside else dense})
         found[:, AT["experts"]] += local * one * np.array([1.0, 2.0])
+    found[:, AT["experts"]] += beside.get(kind, 0.0) * np.array([1.0, 2.0])
     copies = 2 if job.ep == 1 else 4  # to the experts' order and back; over ranks, twice
     nbytes = BF16 * hidden_size * sent
     there = copies * nbytes / on.hardware.copy + 2 * all_to_all_seconds(nbytes, job.ep, 1, on)

@@ -276,8 +276,7 @@ def step_parts(
     chunks[-1] = chunks[-1] + _head_seconds(model, tokens, job, on)
     if job.sharding != "zero3":
         for number, (lo, hi) in enumerate(_chunks(model, job)):
-            weights = sum(sum(_on_rank(block, model, job)) for block in model.blocks[lo:hi])
-            chunks[number][1, AT["others"]] += weights * _ACCUMULATED / on.hardware.copy
+            chunks[number][1, AT["others"]] += sum(_on_rank(model, job, lo, hi)) * _ACCUMULATED / on.hardware.copy
     seconds = np.stack([chunk.sum(axis=1) for chunk in chunks], axis=1)
     across = job.pp > 1 and job.stage_ranks >= on.ranks_per_host
     nbytes, link = BF16 * model.hidden_size * tokens / job.tp, on.between if across else on.within
@@ -308,16 +307,15 @@ def _head_seconds(model: ModelSpec, tokens: int, job: Job, on: Machine) -> Secon
     return found
 
 
-def _on_rank(block: Block, model: ModelSpec, job: Job) -> tuple[float, float]:
-    """Returns the parameters of a block on a rank: outside of routed experts, and of its experts."""
-    dense, routed = block.parameters(model.hidden_size)
-    return dense / job.tp, routed / job.ep
+def _on_rank(model: ModelSpec, job: Job, lo: int, hi: int) -> tuple[float, float]:
+    """Returns the parameters of blocks on a rank: outside of routed experts, and of its experts."""
+    sizes = model.block_parameters[lo:hi]
+    return sum(dense for dense, _ in sizes) / job.tp, sum(routed for _, routed in sizes) / job.ep
 
 
 def _stage_parameters(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
     """Returns the parameters of a stage's rank, embedding and output head included."""
-    ranges = _chunks(model, job)[stage :: job.pp]
-    pairs = [_on_rank(block, model, job) for lo, hi in ranges for block in model.blocks[lo:hi]]
+    pairs = [_on_rank(model, job, lo, hi) for lo, hi in _chunks(model, job)[stage :: job.pp]]
     words = model.vocab_size * model.hidden_size / job.tp
     tables = (stage == 0) + (stage == job.pp - 1) * (not model.tied_embeddings or job.pp > 1)
     norm = model.hidden_size if stage == job.pp - 1 else 0
@@ -393,7 +391,7 @@ def _state_bytes(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
         parameters += _PARAMETER * count / over[0]
         states += _GRADIENT * count / over[1] + _OPTIMIZER * count / over[2]
     if job.sharding == "zero3" and job.gpus > 1:  # one block's weights and gradients are whole while it is computed
-        largest = max(sum(_on_rank(block, model, job)) for block in dict.fromkeys(model.blocks))
+        largest = max(dense / job.tp + routed / job.ep for dense, routed in model.block_parameters)
         parameters, states = parameters + largest * _PARAMETER, states + largest * _GRADIENT
     return parameters * (2 if job.precision == "fp8" and job.sharding != "zero3" else 1), states
 

@@ -90,7 +90,7 @@ class Hardware:
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
         products: other kinds of products than those of `matrix`: "fp8", "experts" (grouped products of experts in bf16)
             and "experts fp8". Each has operations a second, and the rows (of an expert), columns and inner size at
-            which half of that is reached, if the other two are large.
+            which half of that is reached, if the other two are large; and the seconds beside of a mixture of experts.
         sources: the source of each number.
     """
 
@@ -118,7 +118,7 @@ class Hardware:
     host: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
-    products: tuple[tuple[str, float, float, float, float], ...] = ()
+    products: tuple[tuple[str, float, float, float, float, float], ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,9 +129,9 @@ class Hardware:
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
         self._check_rule()
         for each in self.products:
-            is_row = len(each) == 5 and each[0] in PRODUCTS and all(map(_is_number, each[1:]))
+            is_row = len(each) == 6 and each[0] in PRODUCTS and all(map(_is_number, each[1:]))
             if not is_row or each[1] <= 0 or min(each[2:]) < 0:
-                wanted = f"{' or '.join(PRODUCTS)}, a rate above 0, and three sizes of at least 0"
+                wanted = f"{' or '.join(PRODUCTS)}, a rate above 0, three sizes and seconds of at least 0"
                 raise ArgumentError("products", each, wanted)
         for name, width in (("row", 3), ("chain", 4)):
             rows = getattr(self, name)
@@ -197,7 +197,7 @@ class Hardware:
     def product_seconds(self, rows: float, columns: float, inner: float, kind: str | None = None) -> float:
         """Returns the seconds of a product of matrices: of bf16, or of another kind that `products` has."""
         known = {name: numbers for name, *numbers in self.products}
-        rate, *halves = known[kind] if kind else (self.matrix, self.matrix_rows, 0.0, 0.0)
+        rate, *halves, _ = known[kind] if kind else (self.matrix, self.matrix_rows, 0.0, 0.0, 0.0)
         losses = sum(half / size for half, size in zip(halves, (rows, columns, inner), strict=True))
         return 2.0 * rows * columns * inner / rate * (1 + losses)
 
