@@ -106,6 +106,9 @@ def run_ranks_over_symmetric_memory(
 def _on_rank(memory: Memory, function: Callable[..., Any], group: RankGroup, *args: Any) -> Any:
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
+            clocks = _clocks()
+            assert clocks is not None
+            clocks.callers.add(ordering.stream())
             return function(group, *args)
     except BaseException:
         memory.abort()

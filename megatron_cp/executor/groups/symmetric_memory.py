@@ -164,7 +164,7 @@ def _obstacle(group: RankGroup) -> str:
     """Names what this rank can tell by itself, or returns an empty string."""
     if group.process_group is None:
         return "it is no rank of a torch.distributed group"
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():
         return "it has no CUDA device"
     backend = symmetric_backend(torch.device("cuda"))
     return "" if backend == "CUDA" else f'torch has the backend {backend} of symmetric memory, and not "CUDA"'

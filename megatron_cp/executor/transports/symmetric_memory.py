@@ -3,7 +3,7 @@
     start   queues copies and signals on a stream beside the caller's; `groups/symmetric_memory.py` has their order
     wait    lets the caller's stream wait for that one
 
-Copies are those of device memory, which copy engines do, and no kernel of a collective takes processors meanwhile.
+Copies between devices are plain ones, which copy engines do: no kernel of a collective takes processors meanwhile.
 """
 
 from __future__ import annotations

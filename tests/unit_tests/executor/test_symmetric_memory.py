@@ -88,7 +88,7 @@ def test_signals_are_taken_before_they_are_sent_again():
 def of_torch(monkeypatch):
     """Has ranks pass for those of torch.distributed with a device each, and the set-up that there is for these."""
     monkeypatch.setattr(transport_module, "window_of", symmetric_memory.window_of)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: "CUDA")
     monkeypatch.setattr(ThreadGroup, "process_group", ThreadGroup)
 
@@ -111,7 +111,7 @@ def test_rejects_ranks_that_are_threads(of_torch, monkeypatch):
 
 
 def test_rejects_ranks_without_a_device(of_torch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     refused(EACH + "rank 0: it has no CUDA device")
 
 
