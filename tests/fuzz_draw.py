@@ -12,7 +12,9 @@ from tests.fuzz_problem import names_of
 HEADS = ((6, 2), (5, 5), (5, 1), (4, 4), (1, 1), (6, 3), (2, 1), (3, 3), (8, 2))
 SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 # How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
-WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 2, "relayout": 2} | dict.fromkeys(KINDS, 3)
+WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 2, "relayout": 2} | dict.fromkeys(
+    (*KINDS, "sparse_attention"), 3
+)
 MASKS = (
     "causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
     "table",
@@ -116,7 +118,9 @@ def _call(r, cp_size, operation):
     )  # fmt: skip
     transport = r.choice(("collective", "collective", "pairwise", "hierarchical"))
     hosts = _hosts(r, cp_size) if transport == "hierarchical" else ()
-    if operation in ATTENTIONS:
+    if operation == "sparse_attention":
+        call = _sparse(r, dataclasses.replace(call, transport=transport, hosts=hosts))
+    elif operation in ATTENTIONS:
         call = _attention(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
     elif operation in KINDS:
         call = _linear(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
@@ -162,6 +166,14 @@ def _attention(r, call, cp_size):
         call, sink="sink" in special, softcap=1.5 * ("softcap" in special),
         dropout=0.3 * ("dropout" in special and not narrow),  # the oracle draws in float64
         scale=r.choice((-0.4, 0.0, 2.0)) if "scale" in special else None,
+    )  # fmt: skip
+
+
+def _sparse(r, call):
+    options = tuple(name for name in ("dense", "relu") if r.random() < 0.5)
+    return dataclasses.replace(
+        call, scheme=r.choice(("exact", "all_gather")), mask=_mask(r, call.lengths), width=r.choice((1, 2, 5, 40)),
+        options=options, scale=r.choice((None, None, -0.4)),
     )  # fmt: skip
 
 

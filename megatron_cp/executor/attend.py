@@ -62,7 +62,7 @@ def attend(
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
     acc_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(*q.shape[:-1], step.value_head_dim, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
+    out = q.new_empty(*q.shape[:-1], step.out_features, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     own, own_keys = _own_rows(step, kv_rank)
     if own.stop < len(q):

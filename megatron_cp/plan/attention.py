@@ -35,6 +35,7 @@ from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
+from megatron_cp.plan.selection import Selection, travelling_features
 from megatron_cp.plan.stage import Stage
 
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
@@ -54,6 +55,7 @@ class Attend(Memo):
             group; None if keys and values travel.
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
+        selection: the keys that queries choose among those that the mask shows; None if they attend to all.
     """
 
     mask: Mask
@@ -66,11 +68,22 @@ class Attend(Memo):
     head_chunks: int = 1
     tiled: TiledWork | None = None
     latent: tuple[int, int] | None = None
+    selection: Selection | None = None
 
     @property
     def key_features(self) -> tuple[int, int]:
         """Features of a key and of a value head as they travel."""
-        return self.latent or (self.head_dim, self.value_head_dim)
+        return travelling_features(self.head_dim, self.value_head_dim, self.latent, self.selection)
+
+    @property
+    def out_features(self) -> int:
+        """Features of an output head: those of latents where queries choose among them."""
+        return self.value_head_dim if self.latent is None or self.selection is None else self.latent[1]
+
+    @property
+    def expands(self) -> bool:
+        """True if latents are expanded to keys and values where they are used."""
+        return self.latent is not None and self.selection is None
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -265,6 +278,8 @@ class Attend(Memo):
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         if self.latent is not None:
             shape += f", latents of {self.latent[0]} and {self.latent[1]}"
+        if self.selection is not None:
+            shape += f", {self.selection.describe()}"
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,

@@ -89,6 +89,8 @@ def _attend(step: Attend) -> list[str]:
         return _tiled(step, among)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
     what, each = ("a key and its value are", " a head") if step.latent is None else ("a latent and its key are", "")
+    if step.selection is not None:
+        what, each = f"{step.selection.describe()}; a token's row is", ""
     return [f"attention: {way}{among}; {what} {row} elements{each}"]
 
 

@@ -20,6 +20,7 @@ from megatron_cp.plan.assignment import TiledWork
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
+from megatron_cp.plan.selection import Selection, checked_selection, travelling_features
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
@@ -50,6 +51,8 @@ def plan_attention(
     head_dim: int,
     value_head_dim: int | None = None,
     latent: tuple[int, int] | None = None,
+    topk: int | None = None,
+    indexer: tuple[int, int] | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
@@ -86,6 +89,10 @@ def plan_attention(
         value_head_dim: features of a value head; `head_dim` if None.
         latent: for `latent_attention`, features of the shared rotary key and of the latent of a token, such as
             (64, 512), which travel in place of keys and values; None where keys and values travel.
+        topk: for `sparse_attention`, the most keys that a query attends to; None where it attends to all that the mask
+            shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
+        indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
+            None where the caller has chosen them.
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -135,12 +142,13 @@ def plan_attention(
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     if latent is not None:
         latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1
+    selection = checked_selection(topk, indexer, kv_heads, scheme)
     request = _Request(
-        layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
-        search, on, latent,
+        layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
+        codec, transport, topology, search, on, latent, selection,
     )  # fmt: skip
     if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        return request.plan(scheme_named(scheme), ulysses_degree)
+        return request.plan(scheme_named(scheme, selects=selection is not None), ulysses_degree)
     key, planned = ("auto", *request.key, ulysses_degree), list[Plan]()
     found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
@@ -180,6 +188,7 @@ class _Request:
     search: TileSearch
     on: Machine
     latent: tuple[int, int] | None
+    selection: Selection | None
 
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
@@ -202,7 +211,7 @@ class _Request:
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent)
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent, self.selection)
         options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
         return (keys, self.mask, *sizes, *options)
 
@@ -211,7 +220,7 @@ class _Request:
         degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        key, value = self.latent or (self.head_dim, self.value_head_dim)
+        key, value = travelling_features(self.head_dim, self.value_head_dim, self.latent, self.selection)
         k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
@@ -243,7 +252,7 @@ class _Request:
         parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
         attend = Attend(
             self.mask, queries, keys, partition, scheme.kv_schedule, self.head_dim, self.value_head_dim, key_chunks,
-            latent=self.latent,
+            latent=self.latent, selection=self.selection,
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -275,9 +284,10 @@ def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Pl
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
         untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
+        untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
         refused = _add_candidates(request, untiled, candidates)
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
-        if request.search.seconds:
+        if request.search.seconds and request.selection is None:
             others = priced_candidates(candidates, on, topology, item_size) if candidates else []
             tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
             skipped = hopeless_tiles(tiled, candidates, others, on, topology, item_size)

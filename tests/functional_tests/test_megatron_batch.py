@@ -219,7 +219,7 @@ def count_syncs(kind, stock_rotary=False):
     with pytest.MonkeyPatch.context() as patch:
         if stock_rotary:
             patch.setattr(SelfAttention, "forward", megatron_attention.SelfAttention.forward)
-            patch.setattr(multi_latent_attention, "_Rotary", lambda embedding, config: embedding)
+            patch.setattr(multi_latent_attention, "PlannedRotary", lambda embedding, config: embedding)
             own, method = multi_latent_attention.MLASelfAttention, "get_query_key_value_tensors"
             patch.setattr(own, method, getattr(megatron_mla.MLASelfAttention, method))
         model = two_of_each() if kind == "hybrid" else tiny.build(kind)

@@ -38,7 +38,14 @@ LATENT = {
     "num_query_groups": None, "kv_channels": 6, "qk_layernorm": True, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rope_type": "rope",
 }  # fmt: skip
+# An indexer that chooses 8 keys, and learns.
+SPARSE = {
+    **LATENT, "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": 8, "dsa_indexer_loss_coeff": 0.5,
+    "dsa_indexer_rotate_activation": False,
+}  # fmt: skip
 KINDS |= {
+    "dsa_mla": {"num_layers": 3, "experimental_attention_variant": "dsa", **SPARSE},
+    "hybrid_dsa_mla": {"num_layers": 4, **SPARSE},  # GD+-
     "mla": {"num_layers": 2, **LATENT},
     "fused_mla": {"num_layers": 2, **LATENT},  # with one projection down to both latents
     "hybrid_mla": {"num_layers": 4, **LATENT},  # G++-
@@ -46,7 +53,13 @@ KINDS |= {
     "hybrid_mamba": {"num_layers": 4},  # MM*-
     "hybrid_both": {"num_layers": 4},  # MG*-
 }
-PATTERNS = {"hybrid": "GG*-", "hybrid_mla": "G++-", "hybrid_mamba": "MM*-", "hybrid_both": "MG*-"}
+PATTERNS = {
+    "hybrid": "GG*-",
+    "hybrid_mla": "G++-",
+    "hybrid_dsa_mla": "GD+-",
+    "hybrid_mamba": "MM*-",
+    "hybrid_both": "MG*-",
+}
 
 
 def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
@@ -62,6 +75,7 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.moe import moe_logging
 
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
@@ -73,6 +87,7 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     # What is logged of these losses is kept by layer, and the next model may have more layers.
     moe_logging.get_moe_metrics_tracker()._metrics.clear()
     multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
+    dsa.DSAIndexerLossLoggingHelper.tracker.clear()
     return parallel_state
 
 

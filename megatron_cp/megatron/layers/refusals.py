@@ -96,9 +96,9 @@ def unsupported(config: Any) -> Iterator[ArgumentError]:
 def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options for which GPTModel's spec here has no layers."""
     variant = config.experimental_attention_variant
-    if variant not in (None, "gated_delta_net"):
+    if variant not in (None, "gated_delta_net", "dsa"):
         remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
-        allowed = "gated_delta_net, or none for softmax attention"
+        allowed = "gated_delta_net, dsa, or none for softmax attention"
         yield ArgumentError("--experimental-attention-variant", variant, allowed, remedy)
     if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
         yield ArgumentError(
@@ -134,10 +134,17 @@ def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
         yield ArgumentError(flag, given, "none or float32", "States are float32 here.")
 
 
-def sparse_attention_over_ranks(pattern: str) -> ArgumentError:
-    """Returns the error for a layer of sparse attention on several ranks."""
-    allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
-    return _feature_error("sparse_attention", pattern, allowed, flag="hybrid_layer_pattern")
+def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
+    """Yields the errors for options that DSA layers do not support, beside `unsupported`."""
+    if config.tensor_model_parallel_size > 1 and config.dsa_indexer_loss_coeff:
+        remedy = "The indexer learns from the weights of all heads, of which a tensor-parallel rank has a share."
+        given = config.dsa_indexer_loss_coeff
+        yield ArgumentError("--dsa-indexer-loss-coeff", given, "0 with --tensor-model-parallel-size above 1", remedy)
+    if config.dsa_kernel_backend != "none":
+        remedy = "These kernels are not called here. Leave --spec out to keep Megatron's own layers, with their limits."
+        yield ArgumentError("--dsa-kernel-backend", config.dsa_kernel_backend, "none", remedy)
+    if config.softmax_type != "vanilla":
+        yield ArgumentError("--softmax-type", config.softmax_type, "vanilla with an indexer that chooses keys")
 
 
 def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:

@@ -131,7 +131,7 @@ def seconds_of_calls(
     row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
     of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
     found = seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
-    if step.latent is not None:  # all calls of a rank together expand the keys that it sees
+    if step.expands:  # all calls of a rank together expand the keys that it sees
         seconds = _expansion_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
         found = found + seconds * of_ranks.pairs / np.maximum(of_ranks.pairs.sum(0), 1)
     return found

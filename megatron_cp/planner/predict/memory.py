@@ -265,8 +265,9 @@ class _RankBytes:
 
     def expansion(self, *, forward: bool) -> int:
         """Returns the bytes of the latents of a stage that are expanded, and in backward of their gradients."""
-        if self.step.latent is None:
+        if not self.step.expands:
             return 0
+        assert self.step.latent is not None
         key, value = self.step.head_dim, self.step.value_head_dim
         own = key - self.step.latent[0] + value  # features that are expanded, and of those that keys are made of
         seen = max(_size(self.step.tiles(self.kv_rank, stage).key_rows) for stage in self.step.stages)
