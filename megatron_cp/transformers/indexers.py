@@ -70,5 +70,5 @@ def _rotation(module: nn.Module) -> str | None:
 
 
 def _stock_class(module: nn.Module) -> type:
-    """Returns the module's class in transformers, also after it has been replaced by one derived from it."""
-    return next((kind for kind in type(module).__mro__ if kind.__name__ in _ROTATIONS), type(module))
+    """Returns the module's class in transformers, also after it has been replaced by one of the same name."""
+    return next((kind for kind in reversed(type(module).__mro__) if kind.__name__ in _ROTATIONS), type(module))

@@ -418,7 +418,7 @@ REFUSED = {
     "no scheme in one layer": ("--cp-comm-type", "'tiles'", "Did you mean tiled?"),
     "p2p of a linear layer": ("--cp-comm-type", "'p2p'", "a2a or auto", "--linear-cp-mode"),
     "a product of 2": ("--cp-comm-type", "'a2a+p2p'", "2 has no other divisor"),
-    "sparse": ("--hybrid-layer-pattern", "M, G, *, + and -"),
+    "sparse": ("--multi-latent-attention", "got False", "an indexer"),
     "mtp of Megatron's batch": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
     "mtp of rows": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
     "mtp of Megatron's layers": ("mtp_block_spec", "megatron_cp.megatron.specs.gpt_mtp_block_spec"),

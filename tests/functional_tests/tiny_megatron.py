@@ -75,7 +75,6 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_token_prediction
-    from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.moe import moe_logging
 
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
@@ -87,7 +86,6 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     # What is logged of these losses is kept by layer, and the next model may have more layers.
     moe_logging.get_moe_metrics_tracker()._metrics.clear()
     multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
-    dsa.DSAIndexerLossLoggingHelper.tracker.clear()
     return parallel_state
 
 
@@ -127,9 +125,12 @@ def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **chang
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.experimental_attention_variant import dsa
 
     from megatron_cp.megatron import specs
 
+    dsa.DSAIndexerLossLoggingHelper.tracker.clear()  # is kept by layer, and the next model may have more layers
+    dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
     config = configure(kind, **changes) if config is None else config
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
     common |= arguments or {}

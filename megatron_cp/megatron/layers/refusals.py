@@ -136,7 +136,15 @@ def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
 
 def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options that DSA layers do not support, beside `unsupported`."""
-    if config.tensor_model_parallel_size > 1 and config.dsa_indexer_loss_coeff:
+    if not getattr(config, "multi_latent_attention", False):
+        yield ArgumentError("--multi-latent-attention", False, "True with layers whose keys an indexer chooses")
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        if getattr(config, name) is None:
+            yield ArgumentError(f"--{name.replace('_', '-')}", None, "an integer of at least 1")
+    if config.tensor_model_parallel_size > 1 and (config.context_parallel_size > 1 or not HAVE_TE):
+        remedy = "Gradients of latents over tensor-parallel ranks have not been shown to be right here."
+        yield ArgumentError("--tensor-model-parallel-size", config.tensor_model_parallel_size, "1 with DSA", remedy)
+    elif config.tensor_model_parallel_size > 1 and config.dsa_indexer_loss_coeff:
         remedy = "The indexer learns from the weights of all heads, of which a tensor-parallel rank has a share."
         given = config.dsa_indexer_loss_coeff
         yield ArgumentError("--dsa-indexer-loss-coeff", given, "0 with --tensor-model-parallel-size above 1", remedy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -61,13 +62,10 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         pg_collection: Any = None,
     ) -> None:
         refuse_attention(config, attn_mask_type, attention_type)
-        for error in unsupported_sparse_attention(config):
-            raise error
-        assert k_channels is not None
-        assert v_channels is not None
+        latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
         super().__init__(
             config, submodules, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale,
-            k_channels, v_channels, cp_comm_type or "p2p", pg_collection,
+            sum(latent), latent[1], cp_comm_type or "p2p", pg_collection,
         )  # fmt: skip
         self.ranks = cp_ranks(pg_collection.cp)
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
@@ -76,9 +74,8 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         self.slot = AttentionSpec(
             heads=config.num_attention_heads // pg_collection.tp.size(),
             kv_heads=config.num_attention_heads // pg_collection.tp.size(),
-            head_dim=k_channels, value_head_dim=v_channels, scheme=scheme,
-            latent=(config.qk_pos_emb_head_dim, config.kv_lora_rank), topk=config.dsa_indexer_topk,
-            indexer=None if self.skip_topk else sizes, **options,
+            head_dim=sum(latent), value_head_dim=latent[1], scheme=scheme, latent=latent,
+            topk=config.dsa_indexer_topk, indexer=None if self.skip_topk else sizes, **options,
         )  # fmt: skip
         refuse_unplannable(self.slot, self.ranks.size)
         if self.indexer is not None:
@@ -166,18 +163,18 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
     def _with_loss(
         self, out: Tensor, found: list[SparseOutput], plans: BatchPlan, ranks: int, coefficient: float
     ) -> Tensor:
-        """Attaches the indexer's loss, whose gradients Megatron adds over ranks, or takes the mean of."""
+        """Attaches the indexer's loss: a part of the sum over all ranks, or of the mean over all tokens."""
         loss = sum(each.index_loss.sum() for each in found if each.index_loss is not None) * coefficient
         assert isinstance(loss, Tensor)
         if not self.config.calculate_per_token_loss:
             tokens = plans.layout.packing.total if plans.lengths is None else int(plans.lengths.sum())
-            loss = loss * ranks / max(tokens * len(found), 1)
-        summed = self.config.calculate_per_token_loss
+            loss = loss / max(tokens * len(found), 1)
         group = self.pg_collection.cp if ranks > 1 else None
         dsa.DSAIndexerLossLoggingHelper.save_loss_to_tracker(
-            loss, self.layer_number, self.config.num_layers, reduce_group=group if summed else None,
-            avg_group=None if summed else group,
-        )  # fmt: skip
+            loss, self.layer_number, self.config.num_layers, reduce_group=group
+        )
+        if not self.config.calculate_per_token_loss and self.config.experimental_attention_variant != "dsa":
+            loss = loss * ranks  # since gradients are means over ranks; with dsa Megatron's schedule does it
         attached: Tensor = dsa.DSAIndexerLossAutoScaler.apply(out, loss)
         return attached
 
@@ -204,7 +201,7 @@ class SparseMLASelfAttention(AbsorbedMLASelfAttention):
     """Megatron's latent self-attention with the up-projection multiplied into queries, in any layout."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        for error in unsupported_latent_attention(config):
+        for error in itertools.chain(unsupported_sparse_attention(config), unsupported_latent_attention(config)):
             raise error
         if not HAVE_TE and config.qk_layernorm:
             submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)

@@ -26,7 +26,7 @@ def test_rejects_what_is_not_built(argument, value):
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
-    rejects(r"allowed: GPTModel or .*not built yet .*; use one rank \(", require, "megatron", "sparse_attention")
+    rejects(r"allowed: GPTModel or .*not built yet; self-attention only", require, "megatron", "cross_attention")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))
