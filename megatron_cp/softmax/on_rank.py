@@ -358,6 +358,8 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     """
     step = plan.attend
     assert step is not None
+    if step.selection is not None:  # computed without these kernels
+        return
     device = indexed(device)
     kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     kv_rank = rank // step.num_head_ranks
