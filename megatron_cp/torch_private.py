@@ -133,6 +133,16 @@ def limit_waits(limit: timedelta) -> list[dist.ProcessGroup]:
     return groups
 
 
+def wait_limit(group: dist.ProcessGroup) -> float:
+    """Returns the time limit in seconds of a group's waits on host tensors, or 600 where torch does not tell it."""
+    try:
+        limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        _LACKING.add("torch.distributed.ProcessGroup._get_backend")
+        return 600.0
+    return limit.total_seconds()
+
+
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 # The operators behind `scaled_dot_product_attention` on a CPU: only they return the log-sum-exp and take one. The

@@ -116,7 +116,7 @@ def _call(r, cp_size, operation):
         align=r.choice((1, 1, 1, 2, 4)), heads=heads, groups=groups, head_dim=head_dim, value_head_dim=value_head_dim,
         seed=r.randrange(10**6), strides=r.choice(("dense", "dense", "last", "turned", "odd")), ones=r.random() < 0.1,
     )  # fmt: skip
-    transport = r.choice(("collective", "collective", "pairwise", "hierarchical"))
+    transport = r.choice(("collective", "collective", "pairwise", "hierarchical", "shared_memory"))
     hosts = _hosts(r, cp_size) if transport == "hierarchical" else ()
     if operation == "sparse_attention":
         call = _sparse(r, dataclasses.replace(call, transport=transport, hosts=hosts))

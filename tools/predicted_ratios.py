@@ -31,9 +31,7 @@ def main() -> None:
     for name in sys.argv[1:] or ("h100", "h800"):
         on = machine(name)
         print(f"\n### {on.describe()}\n")
-        print(
-            print("| tokens | cp | headwise ms | chunkwise ms | ratio forward | ratio | a2a ms | p2p ms | p2p / a2a |")
-        )
+        print("| tokens | cp | headwise ms | chunkwise ms | ratio forward | ratio | a2a ms | p2p ms | p2p / a2a |")
         print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
         for tokens in (32768, 65536):
             for size in (2, 4, 8, 16, 32, 64):

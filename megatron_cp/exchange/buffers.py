@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
+        self._host_memory: Callable[[int], Tensor] | None = None
         self.allocations = 0
         self._free: defaultdict[Any, list[_Buffer]] = defaultdict(list)  # by place
         self._taken: dict[int, _Buffer] = {}  # by address
@@ -48,11 +50,18 @@ class Buffers:
         with self._lock:
             return sum(kept.capacity for free in (*self._free.values(), self._taken.values()) for kept in free)
 
+    def make_host_memory_by(self, make: Callable[[int], Tensor]) -> None:
+        """Makes later buffers that are neither pinned nor a device's by a function of the number of bytes."""
+        with self._lock:
+            self._host_memory = make
+            self._free.clear()
+
     def acquire(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Returns `[size]` uninitialised bytes on a device, or in host memory that `device` can access if `pinned`."""
         # Work of one stream is ordered, so that it may reuse a buffer; another stream would not wait for it.
         on_cuda = device.type == "cuda"
-        place, capacity = (device, pinned, current_stream(device) if on_cuda else 0), rounded(size)
+        maker = None if on_cuda or pinned else self._host_memory
+        place, capacity = (device, pinned, current_stream(device) if on_cuda else 0, maker), rounded(size)
         with self._lock:
             free, kept = self._free[place], None
             for each in free:
@@ -96,9 +105,12 @@ class Buffers:
 
     def _made(self, capacity: int, place: Any) -> _Buffer:
         self.allocations += 1
-        device, pinned, _ = place
+        device, pinned, _, make = place
         with torch.inference_mode(False), no_modes():  # outlives modes that count or poison
-            buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
+            if make is not None:
+                buffer = make(capacity)
+            else:
+                buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
         return _Buffer(buffer, buffer.untyped_storage().data_ptr(), place, capacity, self.allocations)
 
 
@@ -108,7 +120,7 @@ class _Buffer:
 
     Attributes:
         address: of its storage.
-        place: device, whether its memory is pinned, and stream.
+        place: device, whether its memory is pinned, stream, and what makes it.
         capacity: bytes that it can hold.
         number: its position among all buffers in the order of allocation.
         taken: the number of the acquisition that took it last.

@@ -105,16 +105,16 @@ def even_shares(work: Work, cp_size: int) -> list[Fragments]:
     total, everything = work.total, work.before(np.array([work.total]))[0] if work.total else 0
     cuts = (np.arange(cp_size + 1) * total // cp_size).tolist()
     contiguous = [[(start, end)] for start, end in pairwise(cuts)]
-    if total <= cp_size or _most_work(contiguous, work) * cp_size <= (1 + CLOSE) * everything:
+    if total <= cp_size or most_work(contiguous, work) * cp_size <= (1 + CLOSE) * everything:
         return contiguous
     few = total <= FEW_TOKENS * cp_size
 
     def cost(shares: list[Fragments]) -> tuple[int, int]:
-        excess, most_work = max(_most_fragments(shares) - MOST_FRAGMENTS, 0), _most_work(shares, work)
-        return (most_work, excess) if few else (excess, most_work)
+        excess, heaviest = max(_most_fragments(shares) - MOST_FRAGMENTS, 0), most_work(shares, work)
+        return (heaviest, excess) if few else (excess, heaviest)
 
     best = min(_attempts(work, cp_size, few=few), key=cost)
-    return min(contiguous, sorted(best), key=lambda shares: _most_work(shares, work))
+    return min(contiguous, sorted(best), key=lambda shares: most_work(shares, work))
 
 
 def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
@@ -419,7 +419,8 @@ def _most_fragments(shares: list[Fragments]) -> int:
     return max(map(len, shares))
 
 
-def _most_work(shares: list[Fragments], work: Work) -> int:
+def most_work(shares: list[Fragments], work: Work) -> int:
+    """Returns the work of the rank that has most."""
     flat = np.array([fragment for fragments in shares for fragment in fragments])
     loads = work.before(flat[:, 1]) - work.before(flat[:, 0])
     firsts = np.cumsum([0, *map(len, shares[:-1])])

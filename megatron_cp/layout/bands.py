@@ -133,6 +133,33 @@ def cut_up(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) 
     return boxes[kept], number[kept], origin[kept]
 
 
+def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns the keys that tight bands see, as starts and ends of the fewest ranges, in rising order."""
+    starts, ends, _ = ranges_seen_by_ranks(bands, np.array([0, len(bands)]))
+    return starts, ends
+
+
+def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Computes `ranges_seen` for several ranks at once.
+
+    Args:
+        bands: `[n, 6]`, grouped by rank.
+        offsets: `[ranks + 1]` offsets of the groups.
+
+    Returns:
+        starts and ends, grouped by rank, and `[ranks + 1]` offsets of the groups.
+    """
+    rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    apart = rank * (int(bands[:, 3].max(initial=0)) + 1)  # so that ranges of different ranks do not touch
+    starts, ends = bands[:, 2] + apart, bands[:, 3] + apart
+    order = np.argsort(starts, kind="stable")
+    starts, ends, apart, rank = starts[order], np.maximum.accumulate(ends[order]), apart[order], rank[order]
+    first = np.ones(starts.size, dtype=bool)
+    np.greater(starts[1:], ends[:-1], out=first[1:])
+    last = np.append(first[1:], True)[: starts.size]
+    return (starts - apart)[first], (ends - apart)[last], np.searchsorted(rank[first], np.arange(offsets.size))
+
+
 def moved(bands: IntArray, queries: IntArray | int, keys: IntArray | int) -> IntArray:
     """Shifts both axes: query `i` becomes `i + queries`, key `j` becomes `j + keys`."""
     q0, q1, k0, k1, lo, hi = bands.T

@@ -18,6 +18,7 @@ from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, c
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
 from megatron_cp.layout.memo import Memo, frozen
+from megatron_cp.layout.moved_keys import fewer_keys
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
 _SHORT = 64  # mean tokens of a fragment up to which placing tokens one by one is faster
@@ -146,8 +147,9 @@ class Layout(Memo):
         The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, occasionally four, and more at
         hundreds of ranks. Work is the number of keys that the tokens of a rank see. Each rank in turn misses the mean
         of the rest by at most 2 in 1,000 or, if tokens are few, half the work of one token. The result is never less
-        even than `contiguous`, nor with few tokens than `zigzag` if that holds no more fragments. Ranks are numbered by
-        their first tokens.
+        even than `contiguous`, nor with few tokens than `zigzag` if that holds no more fragments. Where
+        `contiguous` or `zigzag_of_pack` is as even, to 2 in 1,000, the one is taken whose busiest rank sends or
+        receives fewest keys. Ranks are numbered by their first tokens.
 
         Args:
             packing: the documents.
@@ -168,7 +170,12 @@ class Layout(Memo):
         mask = Mask.causal(packing) if mask is None else mask_of_queries(packing, mask)
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
-        shares = even_shares(Work(*seen_in_pieces(mask.bands, packing.total), packing.total), cp_size)
+        work = Work(*seen_in_pieces(mask.bands, packing.total), packing.total)
+        shares = even_shares(work, cp_size)
+        if packing.total > FEW_TOKENS * cp_size and mask.kv_packing == packing:
+            others = (make(packing, cp_size) for make in (cls.contiguous, cls.zigzag_of_pack))
+            made = [[[(a, b) for a, b in each.fragments_of(rank)] for rank in range(cp_size)] for each in others]
+            shares = fewer_keys(shares, made, work, mask.bands)
         flat = np.array([fragment for fragments in shares for fragment in fragments])
         offsets = np.concatenate([[0], np.cumsum([len(fragments) for fragments in shares])])
         layout = cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)

@@ -16,10 +16,10 @@ from functools import cached_property
 import numpy as np
 
 from megatron_cp.layout import Layout
-from megatron_cp.layout.bands import NO_BANDS, areas, cut, moved
+from megatron_cp.layout.bands import NO_BANDS, areas, cut, moved, ranges_seen
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
+from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys, bands_of_queries
 from megatron_cp.plan.flows import Ranges
 
 

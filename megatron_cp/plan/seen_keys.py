@@ -7,10 +7,10 @@ from functools import cached_property, partial
 import numpy as np
 
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.layout.bands import areas
+from megatron_cp.layout.bands import areas, ranges_seen_by_ranks
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tiles import bands_of_ranks, ranges_seen_by_ranks
+from megatron_cp.layout.tiles import bands_of_ranks
 
 _MOST_FRAGMENTS = 2**13  # fragments of the KV ranks that are cut out of a mask in one pass
 

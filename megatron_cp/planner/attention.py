@@ -30,11 +30,11 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
-    checked_topology,
     exchange_of,
     many_bands,
     no_chunks,
     notes_of,
+    priced_for,
 )
 from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
@@ -105,7 +105,8 @@ def plan_attention(
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: the transport of messages: "collective", "pairwise" or a `Transport`, which hierarchical needs.
+        transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
+            hierarchical needs.
         codec: the codec of heads in the messages of an exchange: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2)
             or "int8", each with a scale for each token and head.
         hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
@@ -138,7 +139,7 @@ def plan_attention(
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
-    topology = checked_topology(topology, on, layout.cp_size, transport)
+    on, topology = priced_for(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     if latent is not None:
         latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1

@@ -63,16 +63,23 @@ def _check_filler_is_unseen(layout: FilledLayout, mask: Mask, *, is_cross: bool)
     raise ArgumentError("mask", mask.name, allowed, remedy)
 
 
-def checked_topology(topology: Topology | None, on: Machine, cp_size: int, transport: Transport) -> Topology:
-    """Returns the given topology, or by default the ranks on the transport's hosts or on full hosts of the machine."""
+def priced_for(transport: Transport, on: Machine, topology: Topology | None, cp_size: int) -> tuple[Machine, Topology]:
+    """Returns the machine and the ranks for the prices of a transport.
+
+    Args:
+        transport: the transport.
+        on: the machine.
+        topology: the ranks; by default they are on the transport's hosts, or on full hosts of the machine.
+        cp_size: the number of ranks.
+    """
     if topology is None:
-        return on.topology(cp_size, transport.hosts or None)
+        topology = on.topology(cp_size, transport.hosts or None)
     if transport.hosts and isinstance(topology, Topology) and topology.hosts != transport.hosts:
         raise ArgumentError("topology", topology.hosts, f"the hosts of the transport, {transport.hosts}")
     if not isinstance(topology, Topology) or topology.size != cp_size:
         given = f"{topology.size} ranks" if isinstance(topology, Topology) else topology
         raise ArgumentError("topology", given, f"a Topology of the {cp_size} ranks")
-    return topology
+    return on.sharing_memory(topology) if transport.name == "shared_memory" else (on, topology)
 
 
 def checked_heads(**counts: int) -> tuple[int, int]:

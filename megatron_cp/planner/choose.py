@@ -22,7 +22,7 @@ _REASONS = {
     _TILES_BIAS: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
-_NEAR = 1.1  # of the first candidate's cost: slower ones gain too little by head chunks
+_NEAR = 1.2  # of the first candidate's cost: slower ones gain too little by head chunks
 _CHUNKS_BIAS = 0.05  # milliseconds
 # With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
 # ranks fetch ranges of keys are left out, since their tables would have as many ranges.

@@ -22,10 +22,10 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
-    checked_topology,
     exchange_of,
     no_chunks,
     notes_of,
+    priced_for,
 )
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.predict.price import priced, state_bounds
@@ -148,7 +148,7 @@ def plan_linear(
     on = machine(hardware)
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
-    topology = checked_topology(topology, on, layout.cp_size, transport)
+    on, topology = priced_for(transport, on, topology, layout.cp_size)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:

@@ -24,7 +24,8 @@ from tests.limits import limit
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tools" / "cluster"
 TINY = ["--device", "cpu", "--tokens-per-rank", "40", "--head-dim", "16", "--repeats", "2", "--json"]
-EVERY = [*TRANSPORTS, "naive loop", "all at once"]
+OVER_HOSTS = [name for name in TRANSPORTS if name != "shared_memory"]
+EVERY = [*OVER_HOSTS, "naive loop", "all at once"]
 OF_TRANSPORTS = (
     "collective_over_pairwise", "naive_over_pairwise", "at_once_over_pairwise", "flat_over_hierarchical",
     "gather_flat_over_hierarchical",
@@ -129,6 +130,12 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
     assert report["int8_byte_ratio"] == report["fp8_byte_ratio"]
 
 
+def test_shared_memory_is_compared_on_one_host():
+    one = ["--ranks", "threads", "--cp", "2", "--only", "transports", "--hosts", "1"]
+    _, report = reported(["bench", "wire", *one, *TINY])
+    assert "shared_memory" in report["transports_ms"]["all_to_all"]["2"]
+
+
 @pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = command("bench", "wire", "--only", "transports,codecs", *TINY, ranks=2)
@@ -169,7 +176,7 @@ def test_traffic_between_hosts_is_what_the_plan_sends_there():
 
 def sent_on(group, counts, hosts):
     moved, found = AllToAll(SplitCounts(counts), group.rank, "cpu"), {}
-    transports = {name: Transport(name, hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
+    transports = {name: Transport(name, hosts if name == "hierarchical" else ()) for name in OVER_HOSTS}
     calls = {name: partial(moved.by, transport) for name, transport in transports.items()}
     calls |= {"loop": moved.by_loop, "at once": moved.at_once, "rounds": lambda ranks: moved.by_rounds(1, ranks)}
     for name, call in calls.items():

@@ -142,7 +142,7 @@ def test_draws_are_wide():
         "same_loss", "own_loss",
     }  # fmt: skip
     assert seen("layout") == set(LAYOUTS)
-    assert seen("transport") == {"collective", "pairwise", "hierarchical"}
+    assert seen("transport") == {"collective", "pairwise", "hierarchical", "shared_memory"}
     assert seen("codec") == {"none", "fp8", "fp8_e5m2", "int8"}
     assert seen("dtype") == {"float64", "float32", "bfloat16"}
     assert seen("checkpoint") == {"", "reentrant", "non-reentrant"}

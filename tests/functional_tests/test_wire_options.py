@@ -30,7 +30,7 @@ from tests.random_tiles import assign_at_random
 from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
-TRANSPORTS = ("collective", "pairwise", "hierarchical")
+TRANSPORTS = ("collective", "pairwise", "hierarchical", "shared_memory")
 
 
 def run_poisoned(group: RankGroup, case: Case) -> dict[str, torch.Tensor]:

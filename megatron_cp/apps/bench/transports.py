@@ -24,7 +24,9 @@ Call = Callable[[RankGroup], None]
 
 def transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, Tensor]]:
     """Returns, by kind of exchange and transport, a call and the tensor that it fills."""
-    of_hosts = {name: Transport(name, job.hosts if knows_hosts(name) else ()) for name in TRANSPORTS}
+    one_host = len(set(job.hosts)) == 1 and job.sent.device == "cpu"
+    names = [name for name in TRANSPORTS if one_host or name != "shared_memory"]
+    of_hosts = {name: Transport(name, job.hosts if knows_hosts(name) else ()) for name in names}
     moved = AllToAll(split_counts_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
     exchanges: dict[str, Call] = {name: partial(moved.by, transport) for name, transport in of_hosts.items()}
     exchanges |= {NAIVE: moved.by_loop, AT_ONCE: moved.at_once}

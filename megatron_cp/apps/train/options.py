@@ -92,7 +92,9 @@ class TrainingOptions:
         None, "for a2a+...: ranks of one head exchange, and number of such groups", nargs=2, type=int
     )
     cp_head_chunks: int | None = _parallel(None, "chunks in which heads are exchanged, or keys are gathered")
-    cp_transport: str = _parallel("collective", "how messages are sent: collective, pairwise or hierarchical")
+    cp_transport: str = _parallel(
+        "collective", "how messages are sent: collective, pairwise, hierarchical or shared_memory"
+    )
     cp_codec: str = _parallel("none", "coding of heads that are exchanged: none, fp8, fp8_e5m2 or int8")
     cp_hardware: str | None = _parallel(None, "machine for which auto predicts: a preset such as h100, or a file")
     cp_search: float = _parallel(

@@ -116,12 +116,14 @@ class RankGroup(ABC):
         activity: description of the current operation, the same on every rank. Errors of waits show it, and where the
             backend allows it, a message is received only in the activity in which it was sent.
         details: the lines that are being compared, for errors only; they may differ from rank to rank.
+        path: the ranges of ranks by which `part` led here from a whole group.
     """
 
     rank: int
     size: int
     activity: str = ""
     details: tuple[str, ...] = ()
+    path: tuple[range, ...] = ()
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -132,6 +134,15 @@ class RankGroup(ABC):
     def agreed(self) -> Agreed:
         """The calls and plans that the ranks have compared."""
         return Agreed()
+
+    @property
+    def patience(self) -> float:
+        """The seconds that a rank waits for another."""
+        return 600.0
+
+    def has_failed(self) -> bool:
+        """Returns True once this rank knows that another one has failed."""
+        return False
 
     @abstractmethod
     def start_all_to_all(
@@ -204,8 +215,16 @@ class Part(RankGroup):
 
     def __init__(self, parent: RankGroup, ranks: range) -> None:
         self._parent, self._ranks = parent, ranks
+        self.path = (*parent.path, ranks)
         self.buffers = parent.buffers
         self.rank, self.size = ranks.index(parent.rank), len(ranks)
+
+    @property
+    def patience(self) -> float:
+        return self._parent.patience
+
+    def has_failed(self) -> bool:
+        return self._parent.has_failed()
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

@@ -41,7 +41,7 @@ class ThreadGroup(RankGroup):
         self._mailboxes = mailboxes  # [sender][receiver]
         self._awaited: list[deque[_Awaited]] = [deque() for _ in range(size)]  # by sender, in order
         self._aborted = aborted
-        self._timeout = timeout
+        self._limit = timeout
 
     @classmethod
     def create(cls, size: int, timeout: float = 60.0) -> list[ThreadGroup]:
@@ -50,6 +50,13 @@ class ThreadGroup(RankGroup):
         mailboxes: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in range(size)] for _ in range(size)]
         aborted = threading.Event()
         return [cls(rank, size, mailboxes, aborted, timeout) for rank in range(size)]
+
+    @property
+    def patience(self) -> float:
+        return self._limit
+
+    def has_failed(self) -> bool:
+        return self._aborted.is_set()
 
     def abort(self) -> None:
         """Fails all current and later waits of all ranks."""
@@ -107,9 +114,9 @@ class ThreadGroup(RankGroup):
     def _take(self, awaited: _Awaited, peer: int) -> None:
         here = f"rank {self.rank} of {self.size}, in {_describe(awaited.activity)}"
         try:
-            arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
+            arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._limit)
         except Empty:
-            raise PeerError(f"{here}: waited {self._timeout} s for rank {peer}", rank=self.rank, peer=peer) from None
+            raise PeerError(f"{here}: waited {self._limit} s for rank {peer}", rank=self.rank, peer=peer) from None
         if arrived is None:
             raise PeerError(f"{here}: stopped, since another rank of its group failed", rank=self.rank, peer=peer)
         found, piece = arrived.tensor, awaited.tensor

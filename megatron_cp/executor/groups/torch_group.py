@@ -28,7 +28,7 @@ from megatron_cp.executor.groups.base import (
 )
 from megatron_cp.executor.groups.tagged import TaggedMessages, is_peer_failure
 from megatron_cp.executor.groups.thread_group import ThreadGroup
-from megatron_cp.torch_private import limit_waits
+from megatron_cp.torch_private import limit_waits, wait_limit
 
 Group = RankGroup | dist.ProcessGroup | DeviceMesh  # the types that operations accept; a mesh must have one axis
 
@@ -100,6 +100,11 @@ class TorchGroup(RankGroup):
         self.buffers, self.agreed, self._tagged = state.buffers, state.agreed, state.tagged
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+
+    @property
+    def patience(self) -> float:
+        given = None if self._tagged is None else self._tagged.timeout
+        return wait_limit(self.group) if given is None else given
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

@@ -11,12 +11,14 @@ from megatron_cp.executor.transports.base import GroupTransport
 from megatron_cp.executor.transports.collective import Collective
 from megatron_cp.executor.transports.hierarchical import Hierarchical
 from megatron_cp.executor.transports.pairwise import Pairwise
+from megatron_cp.executor.transports.shared_memory import SharedMemory
 from megatron_cp.plan.transport import Transport
 
 TRANSPORTS: dict[str, type[GroupTransport]] = {
     "collective": Collective,
     "pairwise": Pairwise,
     "hierarchical": Hierarchical,
+    "shared_memory": SharedMemory,
 }
 
 
@@ -31,4 +33,4 @@ def transport_over(group: RankGroup, transport: Transport) -> GroupTransport:
     return TRANSPORTS[transport.name](group, transport)
 
 
-__all__ = ["TRANSPORTS", "Collective", "GroupTransport", "Hierarchical", "Pairwise", "transport_over"]
+__all__ = ["TRANSPORTS", "Collective", "GroupTransport", "Hierarchical", "Pairwise", "SharedMemory", "transport_over"]

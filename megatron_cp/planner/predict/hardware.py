@@ -9,7 +9,7 @@ import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ else:
     import tomli as tomllib
 
 _PRESETS = Path(__file__).parent / "presets"
+_SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy; measured, wire_cpu.md
 SAFE = "h100"  # the default where no machine is named
 
 
@@ -273,6 +274,18 @@ class Machine:
             if len(numbers) != ranks:
                 raise ArgumentError("hosts", hosts, f"the host of each of the {ranks} ranks")
         return Topology(tuple(numbers), self.within, self.between, self.rails, self.shares_cores)
+
+    def sharing_memory(self, topology: Topology) -> tuple[Machine, Topology]:
+        """Returns the machine and ranks of one host with the prices of transport `shared_memory`; devices' unchanged.
+
+        A message is one copy by its receiver, after two calls of the system.
+        """
+        if not self.hardware.cores or topology.num_hosts > 1:
+            return self, topology
+        link = Link(*_SHARED_MEMORY, bandwidth=self.hardware.copy)
+        at_each_end = 2 * self.hardware.copy  # though only the receiver copies
+        hardware = replace(self.hardware, collective=_SHARED_MEMORY[0], transfer=at_each_end)
+        return replace(self, hardware=hardware, within=link), replace(topology, within=link)
 
     def describe(self) -> str:
         """Returns the name and the description of the preset."""

@@ -30,6 +30,8 @@ def timelines(
         ArgumentError: a topology of another number of ranks.
     """
     topology = on.topology(plan.cp_size) if topology is None else topology
+    if plan.transport.name == "shared_memory":
+        on, topology = on.sharing_memory(topology)
     forward, backward = (
         simulate(
             program_of(plan, on.hardware, item_size, forward=is_forward, hosts=topology.hosts),

@@ -143,11 +143,3 @@ class Program:
     def transfers(self) -> Iterator[Start]:
         """The transfers, in the order in which every rank starts them."""
         return (operation for operation in self.operations if isinstance(operation, Start))
-
-    def busy(self) -> Seconds:
-        """Returns `[ranks]` the seconds of local work."""
-        total = np.zeros(self.ranks)
-        for operation in self.operations:
-            if isinstance(operation, Work):
-                total += operation.seconds
-        return total

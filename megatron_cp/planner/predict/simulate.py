@@ -308,37 +308,3 @@ def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
     return Timeline(spans, now, waited, program.host)
-
-
-def bounds(program: Program, topology: Topology) -> tuple[float, float]:
-    """Returns a lower and an upper bound on the seconds of a program, where every rank has a device of its own.
-
-    The lower one is the busiest rank's work, or the busiest port's bytes. The upper one is the sum over operations of
-    their slowest rank or port, as if all ranks waited for one another after each.
-    """
-    hosts, rail = np.array(topology.hosts), topology.rail
-    busiest, most = float(program.busy().max(initial=0.0)), 0.0
-    kinds = ((topology.within, np.arange(program.ranks), True), (topology.between, rail, False))
-    load = {
-        (kind, end): np.zeros(program.ranks + topology.num_hosts * topology.rails) for kind in (0, 1) for end in (0, 1)
-    }
-    for operation in program.operations:
-        if isinstance(operation, Work):
-            most += float(operation.seconds.max(initial=0.0))
-        elif isinstance(operation, Start):
-            longest = 0.0
-            near = hosts[operation.edges.senders] == hosts[operation.edges.receivers]
-            for kind, (link, port, is_near) in enumerate(kinds):
-                chosen = near if is_near else ~near
-                took = (operation.edges.nbytes / link.bandwidth + link.message) * chosen
-                both = []
-                for end, ranks in enumerate((operation.edges.senders, operation.edges.receivers)):
-                    port_seconds = np.bincount(port[ranks], took, minlength=load[kind, end].size)
-                    moved = np.bincount(port[ranks], operation.edges.nbytes * chosen, minlength=port_seconds.size)
-                    port_seconds = port_seconds + link.ramp * np.sqrt(moved)
-                    load[kind, end] += port_seconds
-                    both.append(float(port_seconds.max(initial=0.0)))
-                if chosen.any():
-                    longest = max(longest, sum(both) + link.latency * operation.starts)
-            most += longest + float(operation.handling.max(initial=0.0))
-    return max(busiest, *(float(each.max()) for each in load.values())), max(most, program.host)

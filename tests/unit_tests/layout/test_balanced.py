@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.balance import Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
+from megatron_cp.layout.moved_keys import most_keys_moved
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.layouts import random_layout
 from tests.refusals import rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
@@ -140,6 +143,78 @@ def test_work_that_is_even_stays_in_stream_order():
     packing = Packing([40, 3])
     layout = Layout.balanced(packing, 4, mask=Mask.from_slices(packing, []))
     assert layout == Layout.contiguous(packing, 4)
+
+
+def block_diffusion(tokens, block, documents=1):
+    """Noisy tokens, which see their own block and the clean ones before it, and then the clean tokens, which are causal
+    in blocks; so each document.
+    """
+    packing = Packing([2 * tokens] * documents)
+    slices = []
+    for noisy in packing.cu_seqlens[:-1].tolist():
+        clean = noisy + tokens
+        for start in range(0, tokens, block):
+            end = min(start + block, tokens)
+            slices += [(noisy + start, noisy + end, noisy + start, noisy + end, "full")]
+            slices += [(noisy + start, noisy + end, clean, clean + start, "full")] * (start > 0)
+            slices += [(clean + start, clean + end, clean, clean + end, "full")]
+    return Mask.from_slices(packing, slices)
+
+
+def keys_moved(layout, mask):
+    fragments = [layout.fragments_of(rank) for rank in range(layout.cp_size)]
+    return most_keys_moved(mask.bands, fragments)
+
+
+def test_of_shares_that_are_as_even_the_one_that_moves_fewer_keys():
+    mask = block_diffusion(65536, 1024)
+    layout = Layout.balanced(mask.packing, 8, mask=mask)
+    assert layout == Layout.zigzag(mask.packing, 8)
+    plan = plan_attention(mask.packing, layout, heads=32, kv_heads=8, head_dim=128, mask=mask, scheme="exact")
+    sent = [max(plan.bytes_sent(2, forward=forward)) for forward in (True, False)]
+    assert sent == [224 << 20, 444 << 20]  # by work alone 444 and 540
+    shares = even_shares(Work.from_tokens(mask.seen), 8)
+    assert 1.9 * keys_moved(layout, mask) < most_keys_moved(mask.bands, shares)
+
+
+def test_a_window_is_not_cut_in_two_for_a_thousandth_of_the_work():
+    mask = Mask.window(Packing([262_144]), 1024, 1024)  # contiguous has 1.002 of the mean
+    layout = Layout.balanced(mask.packing, 32, mask=mask)
+    assert layout == Layout.contiguous(mask.packing, 32)
+    assert keys_moved(layout, mask) == 2048 < most_keys_moved(mask.bands, even_shares(Work.from_tokens(mask.seen), 32))
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 8])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        block_diffusion(2000, 150), block_diffusion(500, 100, documents=4), Mask.causal(Packing([4001])),
+        *(Mask.named(Packing([4001]), name) for name in ("window:500,0", "prefix:900", "first:60+window:200,0")),
+        Mask.causal(heavy_tailed(0, scale=30)),
+    ],
+    ids=["blocks", "blocks4", "causal", "window", "prefix", "first", "heavy"],
+)  # fmt: skip
+def test_fewer_keys_and_no_less_even_than_the_shares_of_work_alone(mask, cp_size):
+    layout = Layout.balanced(mask.packing, cp_size, mask=mask)
+    check_shares(layout)
+    shares = Layout.from_fragments(mask.packing, even_shares(Work.from_tokens(mask.seen), cp_size))
+    assert imbalance(layout, mask) <= 1.002 * imbalance(shares, mask)
+    assert keys_moved(layout, mask) <= keys_moved(shares, mask)
+
+
+@ragged
+@given(lengths=LENGTHS.filter(any), cp_size=st.integers(1, 5), spec=st.sampled_from(MASKS), seed=st.integers(0, 9))
+def test_keys_that_ranks_send_and_receive(lengths, cp_size, spec, seed):
+    mask = Mask.named(Packing(lengths), spec)
+    layout = random_layout(mask.packing, cp_size, seed=seed)
+    held = [set(layout.tokens(rank).tolist()) for rank in range(cp_size)]
+    seen = np.zeros((mask.packing.total,) * 2, dtype=bool)
+    for q_start, q_end, k_start, k_end, lo, hi in mask.bands.tolist():
+        offset = np.arange(k_start, k_end) - np.arange(q_start, q_end)[:, None]
+        seen[q_start:q_end, k_start:k_end] |= (lo <= offset) & (offset <= hi)
+    wanted = [set(np.flatnonzero(seen[sorted(own)].any(0)).tolist()) - own for own in held]
+    moved = [len(each) for each in wanted] + [sum(len(each & own) for each in wanted) for own in held]
+    assert keys_moved(layout, mask) == max(moved)
 
 
 @pytest.mark.parametrize("align", [1, 3, 16])

@@ -6,14 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.bands import ranges_seen, ranges_seen_by_ranks
 from megatron_cp.layout.tiles import (
     Tiles,
     bands_of_held_keys,
     bands_of_keys,
     bands_of_queries,
     bands_of_ranks,
-    ranges_seen,
-    ranges_seen_by_ranks,
 )
 from megatron_cp.planner.layouts import layout_by_name
 from tests.mask_oracle import causal, pairs_of, window
