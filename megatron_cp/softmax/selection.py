@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.arguments import accumulation_dtype
-from megatron_cp.layout.tiles import Tiles, ranges_seen
+from megatron_cp.layout.bands import ranges_seen
+from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.softmax.kernels.reference import cut_to_blocks
