@@ -13,6 +13,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install
 from megatron_cp.plan.schemes import AUTO, DEFAULT
 from megatron_cp.planner.capabilities import remark
 
@@ -142,8 +143,11 @@ def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
         if getattr(config, name) is None:
             yield ArgumentError(f"--{name.replace('_', '-')}", None, "an integer of at least 1")
     if config.tensor_model_parallel_size > 1 and (config.context_parallel_size > 1 or not HAVE_TE):
+        allowed = "1 with an indexer that chooses keys"
         remedy = "Gradients of latents over tensor-parallel ranks have not been shown to be right here."
-        yield ArgumentError("--tensor-model-parallel-size", config.tensor_model_parallel_size, "1 with DSA", remedy)
+        if config.context_parallel_size == 1:
+            remedy = f"Only Transformer Engine's layers sum the gradients of latents: {install('te')}."
+        yield ArgumentError("--tensor-model-parallel-size", config.tensor_model_parallel_size, allowed, remedy)
     elif config.tensor_model_parallel_size > 1 and config.dsa_indexer_loss_coeff:
         remedy = "The indexer learns from the weights of all heads, of which a tensor-parallel rank has a share."
         given = config.dsa_indexer_loss_coeff

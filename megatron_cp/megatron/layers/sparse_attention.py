@@ -231,9 +231,7 @@ class DuplicatedLinear(nn.Linear):
     """torch's linear layer as Megatron calls the indexer's, of which every tensor-parallel rank has a copy."""
 
     def __init__(self, size: int, out: int, *, config: Any, init_method: Any, bias: bool, **others: Any) -> None:
-        on_device = torch.cuda.is_available() and not config.use_cpu_initialization
-        device = torch.cuda.current_device() if on_device else "cpu"
-        super().__init__(size, out, bias=bias, device=device, dtype=config.params_dtype)
+        super().__init__(size, out, bias=bias, dtype=config.params_dtype)
         if config.perform_initialization:
             init_method(self.weight)
 
