@@ -35,13 +35,34 @@ def pytest_collection_modifyitems(items):
     items.sort(key=_turn)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files whose ranks are forks of one process that has imported trainers go to one worker, as one file would."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "trainers" if any(name in file for name in _TRAINERS) else file
+
+    return Scheduling(config, log)
+
+
+_TRAINERS = (
+    "functional_tests/test_transformers_preference", "functional_tests/test_transformers_evaluation",
+    "functional_tests/test_transformers_generation", "functional_tests/test_transformers_compile",
+    "functional_tests/test_transformers_training",
+)  # fmt: skip
+
+
 # These take half of the time: the dearest first, so that at the end no process is left alone with one of them.
 _DEAR = (
-    "megatron_models", "tiles/test_search", "transformers_preference", "test_train", "transformers_evaluation",
-    "transformers_generation", "test_tiled", "fla_kernels", "test_schemes", "flex_compiled", "test_cli", "test_compile",
-    "megatron_matrix", "emulated_device", "test_launch", "transformers_compile", "test_fuzz", "test_memory",
-    "softmax/test_kernels", "wire_options", "megatron_stock", "triton_compiled", "tiny_layouts", "test_parity",
-    "megatron_batch", "triton_kernels", "bench_exchange", "gates_compiled", "transformers_training", "message_buffers",
+    *_TRAINERS, "megatron_models", "test_schemes", "megatron_stock", "tiles/test_search", "test_train", "test_cli",
+    "megatron_matrix", "wire_options", "test_tiled", "test_compile", "test_parity", "softmax/test_kernels",
+    "emulated_device", "triton_compiled", "flex_compiled", "test_memory", "test_launch", "fla_kernels", "tiny_layouts",
+    "test_fuzz", "megatron_batch", "triton_kernels", "bench_exchange", "gates_compiled", "message_buffers",
     "test_gather", "kernel_copies", "layout_choice",
 )  # fmt: skip
 
@@ -90,6 +111,7 @@ def forked_ranks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
         yield
+    assert torch.get_num_threads() == 1, "tests after these would compute with as many threads, which wait for others"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -48,6 +49,31 @@ def forking_context():
     return multiprocessing.get_context("forkserver")
 
 
+def import_trainers() -> None:
+    """Imports transformers, its trainers and TRL's: the files whose ranks need them share a process that has."""
+    torch.set_num_threads(1)
+    import datasets  # noqa: F401
+    import trl
+    from peft import LoraConfig  # noqa: F401
+
+    import megatron_cp.transformers.generation
+    import megatron_cp.transformers.preference
+    import megatron_cp.transformers.trainer  # noqa: F401
+    from tests.transformers_cases import class_of
+
+    class_of("Llama"), class_of("Qwen3Next")
+    trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.SFTTrainer  # noqa: B018
+
+
+def as_launched(world: Any, port: int, **others: str) -> None:
+    """Sets what torchrun says to a rank. Of a rank without a number of threads accelerate makes one for each core."""
+    os.environ |= {
+        "RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1", **others,
+    }  # fmt: skip
+
+
 def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
     """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
     return run_worlds_after(prepare, function, (size,), timeout=timeout)[size]
@@ -57,8 +83,14 @@ def run_worlds_after(
     prepare: Callable[[], None], function: Callable[..., Any], sizes: Iterable[int], *, timeout: float
 ) -> dict[int, Any]:
     """`run_ranks_after` for several numbers of ranks, all of them forks of one process, which imports once."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return {size: process.submit(_run_forks, prepare, function, size, timeout).result() for size in sizes}
+    process = _process_after(prepare)
+    return {size: process.submit(_run_forks, prepare, function, size, timeout).result() for size in sizes}
+
+
+@functools.lru_cache(maxsize=1)
+def _process_after(prepare: Callable[[], None]) -> ProcessPoolExecutor:
+    """The process that has called `prepare`; it serves until another is asked for."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:

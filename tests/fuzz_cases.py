@@ -16,7 +16,7 @@ KINDS = {
     "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "mamba2": "mamba",
     "mamba2_mixer": "mamba", "causal_conv1d": "conv1d",
 }  # fmt: skip
-ATTENTIONS = ("attention", "projected_attention", "sparse_attention")
+ATTENTIONS = ("attention", "projected_attention", "latent_attention", "sparse_attention")
 OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
 
 
@@ -33,6 +33,7 @@ class Call:
         ulysses_degree, head_chunks, codec: as the planning functions take them.
         transport, hosts: how messages travel; the host of each rank where it is hierarchical.
         heads, groups: query and key/value heads, value and key heads, heads and groups of B and C.
+        latent, latent_mode: of latent attention, as `plan_attention` takes them.
         head_dim, value_head_dim: of keys and of values; of mamba of B and C, and of a head of x.
             conv1d has `heads * value_head_dim` channels.
         batch: entries of SBHD; 0 for packed THD without one. Of gather and relayout the number of feature axes.
@@ -69,6 +70,8 @@ class Call:
     hosts: tuple = ()
     heads: int = 1
     groups: int = 1
+    latent: tuple = ()
+    latent_mode: str = "expand"
     head_dim: int = 4
     value_head_dim: int = 4
     batch: int = 0
@@ -257,7 +260,7 @@ def simpler(case):
 
 
 def _simpler_calls(call):
-    kept = ("operation", "lengths", "kv_lengths", "seed")
+    kept = ("operation", "lengths", "kv_lengths", "seed", "latent")
     for field in dataclasses.fields(call):
         if field.name not in kept and getattr(call, field.name) != field.default:
             yield dataclasses.replace(call, **{field.name: field.default})

@@ -58,6 +58,8 @@ def plan_of(call, cp_size):
         if call.operation not in ATTENTIONS:
             return layout, other
         cross = {"kv_packing": call.kv_packing, "kv_layout": other} if is_cross else {}
+        if call.latent:
+            cross |= {"latent": call.latent, "latent_mode": call.latent_mode}
         return cp.plan_attention(
             call.packing, layout, heads=call.heads, kv_heads=call.groups, head_dim=call.head_dim,
             value_head_dim=call.value_head_dim, mask=mask, scheme=call.scheme, ulysses_degree=call.ulysses_degree,
@@ -208,6 +210,9 @@ def _attended(call, plan, group, tensors):
     }  # fmt: skip
     if call.operation == "attention":
         return cp.attention(tensors["q"], tensors["k"], tensors["v"], plan, group, **options)
+    if call.operation == "latent_attention":
+        names = ("q", "latent", "shared_key", "up")
+        return cp.latent_attention(*(tensors[name] for name in names), plan, group, **options)
     x, y = tensors["x"], tensors.get("y", tensors["x"])
 
     def project(heads, kv_heads):

@@ -5,6 +5,7 @@ import itertools
 import random
 
 from megatron_cp.layout.block_masks import BLOCK_TABLES
+from megatron_cp.plan.attention import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES
 from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
 from tests.fuzz_problem import names_of
@@ -12,9 +13,8 @@ from tests.fuzz_problem import names_of
 HEADS = ((6, 2), (5, 5), (5, 1), (4, 4), (1, 1), (6, 3), (2, 1), (3, 3), (8, 2))
 SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 # How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
-WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 2, "relayout": 2} | dict.fromkeys(
-    (*KINDS, "sparse_attention"), 3
-)
+WEIGHTS = {"attention": 8, "projected_attention": 4, "latent_attention": 4, "gather": 2, "relayout": 2}
+WEIGHTS |= dict.fromkeys((*KINDS, "sparse_attention"), 3)
 MASKS = (
     "causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
     "table",
@@ -121,12 +121,22 @@ def _call(r, cp_size, operation):
     if operation == "sparse_attention":
         call = _sparse(r, dataclasses.replace(call, transport=transport, hosts=hosts))
     elif operation in ATTENTIONS:
+        call = _of_latents(r, call) if operation == "latent_attention" else call
         call = _attention(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
     elif operation in KINDS:
         call = _linear(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
     else:
         call = _moved(r, call)
     return _used(r, call)
+
+
+def _of_latents(r, call):
+    """The call with sizes of latents, and keys for each head."""
+    head_dim = max(call.head_dim, 2)
+    latent = (r.randint(1, head_dim - 1), r.choice((1, 3, 8, 12)))
+    return dataclasses.replace(
+        call, groups=call.heads, head_dim=head_dim, latent=latent, latent_mode=r.choice(LATENT_MODES)
+    )
 
 
 def _hosts(r, cp_size):
@@ -147,7 +157,7 @@ def _attention(r, call, cp_size):
         chunks = r.randint(1, _most_groups(call, degree))
     special = {name for name, often in SPECIAL.items() if r.random() < often}
     # A ring adds up in float32 what others round, and so shows how it adds.
-    narrow = call.operation == "attention" and r.random() < (0.7 if scheme == "p2p" else 0.2)
+    narrow = call.operation != "projected_attention" and r.random() < (0.7 if scheme == "p2p" else 0.2)
     kv_lengths = tuple(_length(r) for _ in call.lengths) if cross else ()
     call = dataclasses.replace(
         call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
@@ -179,13 +189,13 @@ def _sparse(r, call):
 
 def _most_groups(call, degree):
     """Key heads of the rank that has most."""
-    return max(1, -(-call.groups // degree))
+    groups = 1 if call.latent and call.latent_mode != "heads" else call.groups
+    return max(1, -(-groups // degree))
 
 
 def _narrow(r, call):
-    return dataclasses.replace(
-        call, dtype=r.choice(("float32", "bfloat16", "bfloat16", "bfloat16")), whole=r.random() < 0.65
-    )
+    dtype = r.choice(("float32", "bfloat16", "bfloat16", "bfloat16"))
+    return dataclasses.replace(call, dtype=dtype, whole=r.random() < 0.65 and not call.latent)
 
 
 def _mask(r, lengths, kv_lengths=()):

@@ -10,7 +10,7 @@ FAMILIES = dict.fromkeys(ATTENTIONS, "attention") | dict.fromkeys(KINDS, "linear
 _FIELDS = {
     "attention": (
         "operation", "scheme", "codec", "transport", "kernel", "dtype", "whole", "checkpoint", "twice", "strides",
-        "ones", "shared", "batch", "sink", "kv_layout",
+        "ones", "shared", "batch", "sink", "kv_layout", "latent_mode",
     ),
     "linear": (
         "operation", "scheme", "codec", "transport", "kernel", "dtype", "checkpoint", "twice", "strides", "ones",
@@ -33,6 +33,7 @@ def features_of(case, call):
         found |= {"mask": call.mask[0], "cross": bool(call.kv_lengths), "dropout": bool(call.dropout)}
         found |= {"softcap": bool(call.softcap), "head chunks": (call.head_chunks or 1) > 1}
         found["kv_layout"] = call.kv_layout if call.kv_lengths else None
+        found["latent_mode"] = call.latent_mode if call.latent else None
     if family == "linear":
         found |= {"head chunks": (call.head_chunks or 1) > 1}
         found |= {f"with {option}": True for option in call.options}

@@ -103,15 +103,23 @@ def _attention(call, plan, tensors):
             torch.einsum("t...m,hmd->t...hd", rows, tensors[weight])
             for rows, weight in ((x, "wq"), (y, "wk"), (y, "wv"))
         )
+    elif call.operation == "latent_attention":
+        q, k, v = (tensors[name] for name in ("q", "shared_key", "latent"))
+        k, v = (x.unsqueeze(-2) for x in (k, v))
+        if call.latent_mode == "heads":
+            k, v = _expanded(call, k, v, tensors["up"])
     else:
         q, k, v = (tensors[name] for name in "qkv")
     if not call.batch:
         q, k, v = (x[:, None] for x in (q, k, v))
-    ratio, outputs = call.heads // call.groups, []
+    ratio, outputs = call.heads // k.shape[2], []
     for (first, last), (first_group, last_group) in _shares(call, plan):
         own = _sent(call, plan, q[:, :, first:last])
         keys, values = (_sent(call, plan, x[:, :, first_group:last_group]) for x in (k, v))
         groups = torch.tensor([head // ratio - first_group for head in range(first, last)])
+        if call.latent and call.latent_mode != "heads":
+            keys, values = _expanded(call, keys, values, tensors["up"][first:last])
+            groups = torch.arange(last - first)
         sink = tensors["sink"][first:last] if call.sink else None
         of_heads = own, keys[:, :, groups], values[:, :, groups]
         out = _along_paths(call, partial(_attended, of_heads, sink, first))
@@ -142,6 +150,13 @@ def _chosen(tensors, call, tokens):
     predicted = softmax_over(among, index)
     terms = target * (target.clamp_min(1e-10).log() - torch.where(among, predicted, 1).log())
     return torch.cat([out.flatten(1), terms.sum(-1, keepdim=True)], 1)
+
+
+def _expanded(call, shared, latent, up):
+    """Keys and values of each head, from shared keys and latents `[..., 1, d]`."""
+    own = up.shape[1] - call.value_head_dim
+    made = torch.einsum("...xr,hnr->...hn", latent, up)
+    return torch.cat([made[..., :own], shared.expand(*made.shape[:-1], -1)], -1), made[..., own:]
 
 
 def _attended(of_heads, sink, first_head, call, tokens):

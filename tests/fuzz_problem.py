@@ -36,7 +36,8 @@ def names_of(call):
 
 def problem_of(call, cp_size):
     leaves, whole = _leaves(call)
-    of_keys = frozenset({"k", "v", "y", "index_k"}) if call.operation in ATTENTIONS else frozenset()
+    of_keys = {"k", "v", "y", "latent", "shared_key", "index_k"} if call.operation in ATTENTIONS else set()
+    of_keys = frozenset(of_keys)
     if call.operation == "attention" and call.shared in ("=kv", "+kv"):
         of_keys = frozenset({call.shared})
     elif call.shared:
@@ -100,6 +101,8 @@ def _leaves(call):
         found, whole = _attention(call, draw)
     elif operation == "sparse_attention":
         found, whole = _sparse(call, draw)
+    elif operation == "latent_attention":
+        found, whole = _latent(call, draw)
     else:
         found, whole = {"x": draw.normal(call.packing.total, *(call.heads, call.head_dim)[: call.batch])}, ()
     if not call.shared:
@@ -141,6 +144,20 @@ def _sparse(call, draw):
     found["index_k"] = integers(call.kv_packing.total, INDEX_DIM)
     found["index_weights"] = integers(call.packing.total, INDEX_HEADS)
     return found, whole
+
+
+def _latent(call, draw):
+    batch, (shared, rank) = (call.batch,) if call.batch else (), call.latent
+    keys = call.kv_packing.total
+    found = {
+        "q": draw.normal(call.packing.total, *batch, call.heads, call.head_dim),
+        "latent": draw.normal(keys, *batch, rank),
+        "shared_key": draw.normal(keys, *batch, shared),
+        "up": draw.normal(call.heads, call.head_dim - shared + call.value_head_dim, rank, by=rank**-0.5),
+    }
+    if call.sink:
+        found["sink"] = draw.normal(call.heads)
+    return found, {"up", "sink"}
 
 
 def _projected(call, draw):
@@ -212,7 +229,7 @@ def _output_shape(call):
     total = call.packing.total
     batch = (call.batch,) if call.batch else ()
     match call.operation:
-        case "attention" | "projected_attention":
+        case "attention" | "projected_attention" | "latent_attention":
             return (total, *batch, call.heads, call.value_head_dim)
         case "sparse_attention":  # with the indexer's loss behind the heads
             return (total, call.heads * call.value_head_dim + 1)

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.step import StepChoice, predict_step
+from megatron_cp.apps.estimate.step import predict_step
 from megatron_cp.data.even import GlobalBatch, even_packs
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSpec
@@ -34,7 +35,7 @@ class Steps:
 
     def __init__(self, model: ModelSpec, cp_size: int, on: Machine) -> None:
         self.model, self.on, self.topology = model, on, on.topology(cp_size)
-        self.choice = StepChoice(cp_size, "balanced", sharding="none")
+        self.choice = Job(cp_size, "balanced", sharding="none")
         self.known: dict[tuple[int, ...], float] = {}
 
     def of(self, lengths: Sequence[int]) -> float:

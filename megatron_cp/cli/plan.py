@@ -31,7 +31,7 @@ from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import working
-from megatron_cp.planner.choose import detail_of
+from megatron_cp.planner.choose import CHUNKS, detail_of
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.hardware import SAFE
@@ -49,7 +49,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument(
-        *flags("cp"), type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        *flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4; all with --gpus)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
@@ -71,13 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
+    args.cp = args.cp or (None if args.whole and args.gpus else [4])
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
         _refuse(args, ("plot", "parents"), "without --whole")
         report: Report = application("estimate").run_whole(args)
         return report
-    _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
+    _refuse(args, application("estimate").WHOLE, "with --whole")
     if len(args.cp) > 1:
         _refuse(args, ("plot",), "with one --cp")
     return _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
@@ -101,7 +102,7 @@ def _announce_search(args: argparse.Namespace) -> None:
 
 def _check_hosts(args: argparse.Namespace) -> None:
     """Refuses a number of hosts that does not divide the ranks evenly."""
-    for cp in args.cp:
+    for cp in args.cp or []:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
             remedy = f"Every host must have as many ranks of --cp {cp}: take one of these, or another --cp."
@@ -191,7 +192,8 @@ def _verdict(
         + describe_ties(_ties(plan, schemes)),
         f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
         f"exposed transfers and {price.imbalance:.3f} ms imbalance, on {price.hardware}",
-        f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}",
+        f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}"
+        + price.describe_links(),
         *([f"memory: {size(needs)} on rank 0 beyond q, k and v"] if needs is not None else []),
         f"work: the busiest rank has {plan.work_imbalance:.3f} x the mean",
         f"why: {_reason(plan, schemes, name)}",
@@ -205,15 +207,26 @@ def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
     """Says which other candidate is fastest, in the numbers of the table, and why it was not taken."""
     price, times = plan.prices[0], _other_times(plan, schemes)
     if not times:
-        return f"{name} is the only candidate that was priced"
+        least = [f"; {each.scheme}{each.detail} takes at least {each.total:.3f} ms" for each in plan.prices[1:2]]
+        return f"{name} is the only candidate that was priced{''.join(least)}"
     other = min(times, key=lambda scheme: times[scheme])
     if times[other] >= price.total:
-        return f"it is predicted to be fastest; next is {other}, {times[other]:.3f} ms"
+        return (
+            f"it is predicted to be fastest; next is {other}, {times[other]:.3f} ms{_difference(plan, schemes, other)}"
+        )
     ratio = price.total / times[other]
     gain = f"{other} is predicted to be {f'{ratio - 1:.1%} faster' if ratio < 1.5 else f'{ratio:.1f} times as fast'}"
     if len(plan.prices) == 1:
         return f"it was asked for; {gain}, {times[other]:.3f} ms"
     return f"{gain}, {times[other]:.3f} ms, but {price.reason or 'auto leaves such gains alone'}: see docs/planning.md"
+
+
+def _difference(plan: Plan, schemes: dict[str, Any], other: str) -> str:
+    """Returns a clause on the part of the other candidate's time that exceeds the plan's most."""
+    prices = {f"{price.scheme}{price.detail}": price.parts for price in plan.prices[1:]}
+    parts = schemes[other]["parts_ms"] if schemes else prices[other]
+    more, most = max((value - plan.prices[0].parts[name], name) for name, value in parts.items())
+    return f": it has {more:.3f} ms more {most}" if more >= 0.001 else ""
 
 
 def _ties(plan: Plan, schemes: dict[str, Any]) -> list[str]:
@@ -254,11 +267,12 @@ def _faster_layout(case: LayerCase, plan: Plan) -> dict[str, Any] | None:
 def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
     """Returns the bytes, memory, balance and predicted time of each scheme for the same batch, layout and options."""
     found = {}
-    for scheme in working("scheme"):
-        if scheme == AUTO or (
-            scheme != chosen.scheme and scheme_named(scheme).assigns_tiles and not case.search_seconds
-        ):
-            continue  # tiles take seconds to assign
+    one_host = machine(case.machine).topology(case.cp, case.machine_hosts).num_hosts == 1
+    for scheme in (name for name in working("scheme") if name != AUTO):
+        record = scheme_named(scheme)
+        costs_a_search = record.assigns_tiles and not case.search_seconds  # tiles take seconds to assign
+        if scheme != chosen.scheme and (costs_a_search or (record.goes_by_host and one_host)):
+            continue
         with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # schemes that these ranks cannot run
             warnings.simplefilter("ignore", UserWarning)
             plan = chosen if scheme == chosen.scheme else _like(case, scheme)
@@ -276,6 +290,7 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
                 "buffer_bytes_of_rank_0": buffer_bytes(plan, 0, item_size),
                 "work_imbalance": plan.work_imbalance,
                 "predicted_ms": {"forward": price.forward, "backward": price.backward},
+                "parts_ms": price.parts,
             }
     return found
 
@@ -293,11 +308,11 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     degree = case.ulysses_degree if candidate.is_product and scheme_named(case.scheme).is_product else None
     like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
     plan = like.plan()
-    most = plan.partition.most_groups
-    chunks = min(case.head_chunks, most) if case.head_chunks is not None and candidate.takes_chunks else None
-    if chunks in (None, _head_chunks(plan)):
-        return plan
-    return replace(like, head_chunks=chunks).plan()
+    most = plan.partition.most_groups if candidate.takes_chunks else 0
+    tried = CHUNKS if case.head_chunks is None else (min(case.head_chunks, most or 1),)
+    others = [replace(like, head_chunks=n).plan() for n in tried if n <= most and n != _head_chunks(plan)]
+    plans = others or [plan] if case.head_chunks is not None else [plan, *others]
+    return min(plans, key=lambda each: _priced_as(case, each).total) if len(plans) > 1 else plans[0]
 
 
 def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
@@ -359,6 +374,7 @@ def _table(schemes: dict[str, Any], chosen: str) -> list[str]:
 
 
 _BOTH = {"forward": True, "backward": False}
+_LINKS = ("within_hosts", "between_hosts")
 
 
 def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
@@ -423,6 +439,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
                 "backward": price.backward,
                 "exposed": price.exposed,
                 "imbalance": price.imbalance,
+                "bytes_by_link": None if price.by_link is None else dict(zip(_LINKS, price.by_link, strict=True)),
                 "is_bound": price.is_bound,
             }
             for price in plan.prices

@@ -28,7 +28,7 @@ class HeadPartition:
     groups: tuple[HeadRange, ...]
     parent: HeadPartition | None = None
 
-    @property
+    @cached_property
     def heads_per_group(self) -> int:
         partition = self.parent or self
         return max(hi for _, hi in partition.heads) // max(hi for _, hi in partition.groups)

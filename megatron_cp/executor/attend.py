@@ -251,17 +251,22 @@ class _Backward(RowTransfers):
             returned.copy_(dq)
 
     def merge(self, bound: Bound) -> None:
-        """Adds received gradients of own queries, or of keys, in the order of ranks."""
+        """Adds received gradients of own queries, or of own or forwarded keys, in the order of ranks."""
         do, chunk, message = bound.do, bound.chunk, self.buffers[bound.do.buffer]
         if do.target is not None:
-            self.buffers[do.target].add_(message)
-            return
-        if do.flow is None:
+            target = self.buffers[do.target]
+            if do.flow is None:
+                target.add_(message)
+                return
+            sums: Sequence[Tensor] = self.columns(target.zero_(), bound)
+        elif do.flow is None:
             for target, source in zip(self.own_gradients, self.columns(message, bound), strict=True):
                 target.copy_(source)
             return
-        is_keys = do.payload is Payload.KEY_GRADIENTS
-        sums = [narrow(x, -2, chunk.groups) for x in self.key_sums] if is_keys else [self.rows.heads(chunk).dq]
+        elif do.payload is Payload.KEY_GRADIENTS:
+            sums = [narrow(x, -2, chunk.groups) for x in self.key_sums]
+        else:
+            sums = [self.rows.heads(chunk).dq]
         for total, column in zip(sums, self.columns(message, bound), strict=True):
             for index, first, count in bound.pieces:
                 total.index_add_(0, index, column.narrow(0, first, count).to(total.dtype))

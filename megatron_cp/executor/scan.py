@@ -168,7 +168,16 @@ class _Maps:
                 self.pending = self._start()
 
     def _start(self) -> Pending:
-        size, forward = self.comm.size, self.forward
+        size, forward, activity = self.comm.size, self.forward, f"maps of segments, {direction(forward=self.forward)}"
+        if self.step.gathers:
+            share = self.step.share(forward=forward)
+            own = self.step.leaving(self.comm.rank, forward=forward).tolist()
+            parts = [part.reshape(-1) for number in own for part in self.maps[number] if part is not None]
+            self.sent = self.comm.buffers.acquire_like(self.like, share)
+            self.received = self.comm.acquire_like(self.like, share * size)
+            if parts:
+                torch.cat(parts, out=self.sent[: sum(part.numel() for part in parts)])
+            return self.comm.start_all_gather(self.received, self.sent, activity)
         messages = [
             part.reshape(-1)
             for target in range(size)
@@ -181,9 +190,7 @@ class _Maps:
         self.received = self.comm.acquire_like(self.like, sum(split_counts.received_by(self.comm.rank)))
         if messages:
             torch.cat(messages, out=self.sent)
-        return self.comm.start_all_to_all(
-            self.received, self.sent, split_counts, f"maps of segments, {direction(forward=forward)}"
-        )
+        return self.comm.start_all_to_all(self.received, self.sent, split_counts, activity)
 
     def fold(self) -> Tensor:
         """Waits for the maps and composes them; call it once.
@@ -247,9 +254,14 @@ class _Maps:
                 states[self.slots[parent]] = after[parent]
 
     def _sort_arrivals(self) -> None:
-        step, at = self.step, 0
+        step, at, rank = self.step, 0, self.comm.rank
         for source in range(self.comm.size):
-            for number in self.segments.sent(source, self.comm.rank, forward=self.forward).tolist():
+            if step.gathers:
+                at = source * step.share(forward=self.forward)
+                numbers = step.leaving(source, forward=self.forward) if source != rank else ()
+            else:
+                numbers = self.segments.sent(source, rank, forward=self.forward)
+            for number in map(int, numbers):
                 constant = self.received[at : at + step.state_size].view(step.heads, step.key_dim, step.value_dim)
                 at += step.state_size
                 transition = None

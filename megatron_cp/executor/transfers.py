@@ -114,6 +114,9 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
     match do:
         case Pack(flow=None):
             return bound._replace(rows=int(step.keys.token_counts[kv_rank]))
+        case Pack(flow=Return() as flow) | Allocate(like=None, flow=Fetch() as flow):
+            sent_back = flow if isinstance(flow, Return) else Return(flow)
+            return bound._replace(rows=sum(sent_back.split_counts.sent_by(kv_rank)))
         case Pack(flow=Fetch() as flow):
             rows = flow.message_rows(kv_rank).sent
             assert rows is not None
@@ -182,6 +185,10 @@ class RowTransfers(ABC):
         """Packs own keys, or the columns of own queries that are sent, into a buffer of the group."""
         do, chunk = bound.do, bound.chunk
         buffer = self.buffers[do.buffer] = self._acquire(bound, bound.rows)
+        if do.source is not None:
+            rows = self.buffers[do.source]
+            buffer.copy_(rows) if bound.picked is None else torch.index_select(rows, 0, bound.picked, out=buffer)
+            return
         if do.payload is Payload.KEYS:
             own: Sequence[Tensor] = self.own_keys(chunk)
         else:
@@ -228,7 +235,8 @@ class RowTransfers(ABC):
 
     def allocate(self, bound: Bound) -> None:
         """Takes an uninitialised buffer of the group."""
-        self.buffers[bound.do.buffer] = self._acquire(bound, self.buffers[bound.do.like].shape[0])
+        like = bound.do.like
+        self.buffers[bound.do.buffer] = self._acquire(bound, bound.rows if like is None else len(self.buffers[like]))
 
     def release(self, bound: Bound) -> None:
         """Returns a buffer to the group or the transport that it was taken from."""

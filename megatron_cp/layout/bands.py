@@ -149,9 +149,19 @@ def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, 
     Returns:
         starts and ends, grouped by rank, and `[ranks + 1]` offsets of the groups.
     """
+    return unions(bands[:, 2:4], offsets)
+
+
+def unions(ranges: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the fewest ranges that cover those of each rank: starts and ends, grouped by rank, and new offsets.
+
+    Args:
+        ranges: `[n, 2]` starts and ends, grouped by rank.
+        offsets: `[ranks + 1]` offsets of the groups.
+    """
     rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
-    apart = rank * (int(bands[:, 3].max(initial=0)) + 1)  # so that ranges of different ranks do not touch
-    starts, ends = bands[:, 2] + apart, bands[:, 3] + apart
+    apart = rank * (int(ranges[:, 1].max(initial=0)) + 1)  # so that ranges of different ranks do not touch
+    starts, ends = ranges[:, 0] + apart, ranges[:, 1] + apart
     order = np.argsort(starts, kind="stable")
     starts, ends, apart, rank = starts[order], np.maximum.accumulate(ends[order]), apart[order], rank[order]
     first = np.ones(starts.size, dtype=bool)

@@ -32,6 +32,8 @@ class TransformerConfig(MegatronTransformerConfig):
             gather keys, 2 if None and there are as many key/value heads.
         cp_transport: the transport of messages: collective, pairwise, hierarchical or shared_memory.
         cp_codec: the codec of exchanged heads: none, fp8, fp8_e5m2 or int8.
+        cp_latent_mode: what is done with the latents of multi-latent attention: "heads", they are expanded to keys and
+            values, which travel; expand, absorb or auto; see `plan_attention`.
         cp_hardware: the hardware for which `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100"
             if None.
         cp_search: seconds for which OR-Tools may search for better tiles in `tiled` and `a2a+tiled`, for each pack and
@@ -52,6 +54,7 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_head_chunks: int | None = None
     cp_transport: str = "collective"
     cp_codec: str = "none"
+    cp_latent_mode: str = "heads"
     cp_hardware: str | None = None
     cp_search: float = 0.0
     cp_search_cache: str | None = None
@@ -122,8 +125,12 @@ def check_options(config: Any) -> None:
     Raises:
         ArgumentError: the first such option, by its flag.
     """
-    for option in ("layout", "transport", "codec"):
-        setattr(config, f"cp_{option}", require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}"))
+    for option in ("layout", "transport", "codec", "latent_mode"):
+        name = f"cp_{option}"
+        setattr(config, name, require(option, getattr(config, name), name=f"--{name.replace('_', '-')}"))
+    if config.cp_latent_mode != "heads" and not config.multi_latent_attention:
+        remedy = "Other attention has no latents."
+        raise ArgumentError("--cp-latent-mode", config.cp_latent_mode, "heads without --multi-latent-attention", remedy)
     config.linear_cp_mode = require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
     checked_search(
@@ -164,6 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-packed-order", help=f"{orders}; derived from --sft or its masking by default")
     codecs = "codec of exchanged heads: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
+    latents = "what multi-latent attention does with latents: heads (they are expanded before they travel), expand"
+    group.add_argument("--cp-latent-mode", default="heads", help=f"{latents} (on arrival), absorb (in queries) or auto")
     hardware = f"hardware for which auto predicts: {', '.join(presets())} or a file; {SAFE} by default"
     group.add_argument("--cp-hardware", help=hardware)
     search = "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0 auto"

@@ -9,6 +9,7 @@ gradients of these rows.
     p2p          stage s has the keys of the KV rank s places before, passed on from neighbour to neighbour
     all_gather   one stage for each head chunk: all keys, in one collective
     exact        one stage for each head chunk: the keys that own queries see and no others, in one collective
+    exact_by_host    as exact, in two collectives: a key crosses to each other host once, and goes on from there
     tiled        own queries and own keys; then, for each head chunk, the other tiles that a rank was assigned: keys of
                  other ranks, and queries of other ranks, whose partial results are sent back and merged by the owner
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
 from megatron_cp.plan.assignment import AssignedTiles, TiledWork
+from megatron_cp.plan.by_host import ByHost
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, owned_fragments
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 from megatron_cp.plan.payloads import Payload, RowSizes
@@ -41,6 +43,30 @@ from megatron_cp.plan.stage import Stage
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
 
 
+LATENT_MODES = ("expand", "absorb", "heads")
+
+
+class Latent(NamedTuple):
+    """The latents of a layer.
+
+    Attributes:
+        shared, rank: features of the rotary key that all heads share, and of the latent of a token.
+        made: features of a head that the up-projection makes of a latent: of its key, and of its value.
+        mode: one of `LATENT_MODES`: latents are expanded to keys and values where they arrive; or queries absorb the
+            up-projection, and meet latents; or latents are expanded to keys and values, which travel.
+    """
+
+    shared: int
+    rank: int
+    made: int
+    mode: str
+
+    @property
+    def travels(self) -> bool:
+        """True if shared keys and latents travel, in one group; False if keys and values do."""
+        return self.mode != "heads"
+
+
 @dataclass(frozen=True)
 class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
@@ -50,9 +76,9 @@ class Attend(Memo):
         queries, keys: the ranks that hold each token, by `kv_rank`.
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
-        head_dim, value_head_dim: features of a key and of a value head.
-        latent: features of the shared rotary key and of the latent that travel in place of keys and values, in one
-            group; None if keys and values travel.
+        head_dim, value_head_dim: features of a key and of a value head, as the kernel takes them.
+        hosts: for exact_by_host, the host of each `kv_rank`; else empty.
+        latent: the latents from which keys and values are made; None for keys and values that are given.
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
         selection: the keys that queries choose among those that the mask shows; None if they attend to all.
@@ -67,23 +93,25 @@ class Attend(Memo):
     value_head_dim: int
     head_chunks: int = 1
     tiled: TiledWork | None = None
-    latent: tuple[int, int] | None = None
+    latent: Latent | None = None
+    hosts: tuple[int, ...] = ()
     selection: Selection | None = None
 
     @property
     def key_features(self) -> tuple[int, int]:
         """Features of a key and of a value head as they travel."""
-        return travelling_features(self.head_dim, self.value_head_dim, self.latent, self.selection)
+        latent = None if self.latent is None or not self.latent.travels else self.latent[:2]
+        return travelling_features(self.head_dim, self.value_head_dim, latent, self.selection)
 
     @property
     def out_features(self) -> int:
         """Features of an output head: those of latents where queries choose among them."""
-        return self.value_head_dim if self.latent is None or self.selection is None else self.latent[1]
+        return self.value_head_dim if self.latent is None or self.selection is None else self.latent.rank
 
     @property
-    def expands(self) -> bool:
-        """True if latents are expanded to keys and values where they are used."""
-        return self.latent is not None and self.selection is None
+    def latent_mode(self) -> str:
+        """The mode of latents, one of `LATENT_MODES`; "" without latents, or where queries choose among them."""
+        return "" if self.latent is None or self.selection is not None else self.latent.mode
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -224,9 +252,9 @@ class Attend(Memo):
     def bytes_needed(self, item_size: int, *, forward: bool) -> IntArray:
         """Returns `bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
 
-        With assigned tiles it is `bytes_sent` itself.
+        With assigned tiles, and where keys cross between hosts once, it is `bytes_sent` itself.
         """
-        if self.tiled is not None:
+        if self.tiled is not None or self.hosts:
             return self.bytes_sent(item_size, forward=forward)
         return self._bytes({Payload.KEYS: self._rows_needed(forward=forward)}, item_size)
 
@@ -277,7 +305,10 @@ class Attend(Memo):
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         if self.latent is not None:
-            shape += f", latents of {self.latent[0]} and {self.latent[1]}"
+            shape += f", latents of {self.latent.shared} and {self.latent.rank}"
+            shape += f" by {self.latent_mode}" if self.latent_mode else ""
+        if self.hosts:
+            shape += f", hosts {self.hosts}"
         if self.selection is not None:
             shape += f", {self.selection.describe()}"
         return [
@@ -356,6 +387,10 @@ class Attend(Memo):
         assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
         self.memo(("seen",), lambda: other._seen)
         self.needed.share_memo(other.needed)
+        if self.hosts == other.hosts:
+            mine, theirs = self.stages[0].keys, other.stages[0].keys
+            if isinstance(mine, ByHost) and isinstance(theirs, ByHost):
+                mine.share_tables(theirs)
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------
@@ -382,6 +417,13 @@ def _gather_all(step: Attend, _: bool) -> tuple[Stage, ...]:
 
 def _fetch_needed(step: Attend, _: bool) -> tuple[Stage, ...]:
     return (Stage(0, step.needed, Return(step.needed)),)
+
+
+def _fetch_by_host(step: Attend, _: bool) -> tuple[Stage, ...]:
+    if len(set(step.hosts)) in (0, 1, step.num_kv_ranks):  # one host, or no host of several KV ranks
+        return _fetch_needed(step, _)
+    flow = step.memo(("by host", step.hosts), lambda: ByHost(step.needed, step.hosts))
+    return (Stage(0, flow, Return(flow)),)
 
 
 def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
@@ -412,4 +454,5 @@ def _stages_of_tiles(
 
 SCHEDULES: dict[str, Callable[[Attend, bool], tuple[Stage, ...]]] = {
     "p2p": _ring, "all_gather": _gather_all, "exact": _fetch_needed, "tiled": _assigned,
+    "exact_by_host": _fetch_by_host,
 }  # fmt: skip

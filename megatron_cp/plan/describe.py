@@ -77,6 +77,8 @@ def describe_step(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) 
 
 
 def _way(step: Halo | Scan) -> str:
+    if step.crosses and isinstance(step, Scan) and step.gathers:
+        return "one all-gather"
     return "one exchange" if step.crosses else "nothing moves: no document is on two ranks"
 
 
@@ -88,7 +90,8 @@ def _attend(step: Attend) -> list[str]:
     if step.tiled is not None:
         return _tiled(step, among)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
-    what, each = ("a key and its value are", " a head") if step.latent is None else ("a latent and its key are", "")
+    latents = step.latent is not None and step.latent.travels
+    what, each = ("a latent and its key are", "") if latents else ("a key and its value are", " a head")
     if step.selection is not None:
         what, each = f"{step.selection.describe()}; a token's row is", ""
     return [f"attention: {way}{among}; {what} {row} elements{each}"]

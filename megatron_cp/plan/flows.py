@@ -216,7 +216,7 @@ class Fetch(Memo, KeyFlow):
 
         It describes an all-to-all, and gradients that are returned; see `puts_in_order` for an all-gather.
         """
-        _, _, owners = self._wanted_pieces(rank)
+        _, _, owners = self.wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
 
     @property
@@ -227,9 +227,10 @@ class Fetch(Memo, KeyFlow):
     def _arrive_in_order(self) -> NDArray[np.bool_]:
         if self.equal_shares:
             return np.full(self.size, self.arrives_in_order(0))
-        (edges, owners), (starts, ends, offsets) = owned_fragments(self.layout), self._all_wanted
-        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
-        reader, owner = np.repeat(np.arange(self.size), np.diff(offsets))[number], owners[piece]
+        (edges, owners), (starts, ends, offsets) = owned_fragments(self.layout), self.all_wanted
+        number, piece = meetings(starts, ends, edges[:-1], edges[1:])
+        reader = np.repeat(np.arange(self.size), np.diff(offsets))[number]
+        owner = self.senders(reader, owners[piece])
         falls = (owner[1:] < owner[:-1]) & (reader[1:] == reader[:-1])
         found = np.ones(self.size, dtype=bool)
         found[reader[1:][falls]] = False
@@ -254,7 +255,7 @@ class Fetch(Memo, KeyFlow):
 
     def _make_tables(self, rank: int) -> FetchTables:
         # A piece has one owner and lies in one range.
-        starts, ends, owners = self._wanted_pieces(rank)
+        starts, ends, owners = self.wanted_pieces(rank)
         sizes, by_owner = ends - starts, np.argsort(owners, kind="stable")
         in_order = bool((by_owner[1:] > by_owner[:-1]).all())
         order: IndexTable | None = None
@@ -276,25 +277,20 @@ class Fetch(Memo, KeyFlow):
         if self.equal_shares:
             rows = self._rows_within(rank, *self.wanted(rank), np.array([0, self.wanted(rank)[0].size]))[0]
             return np.concatenate([rows] * self.size), np.full(self.size, rows.size)
-        return self._rows_within(rank, *self._all_wanted)
+        return self._rows_within(rank, *self.all_wanted)
+
+    def senders(self, readers: IntArray | int, owners: IntArray) -> IntArray:
+        """Returns the ranks that send rows of these owners to these readers."""
+        return owners
 
     def _count_rows(self) -> IntArray:
         """Returns the counts as `[owners, readers]`."""
         if self.equal_shares:
             return np.repeat(self.layout.token_counts[:, None], self.size, axis=1)
-        edges, owner = owned_fragments(self.layout)
-        starts, ends, offsets = self._all_wanted
-        places = np.concatenate([starts, ends])
-        # Counts whole pieces from where a range begins to where it ends, and corrects for the parts outside the range.
-        piece = np.searchsorted(edges[1:-1], places, side="right")
-        within, sign = places - edges[piece], np.repeat([-1, 1], [starts.size, ends.size])
-        reader = np.tile(np.repeat(np.arange(self.size), np.diff(offsets)), 2)
-        counts = count_by_owner(owner, np.diff(edges), piece[: starts.size], piece[starts.size :], offsets, self.size)
-        np.add.at(counts, (owner[piece], reader), sign * within)
-        return counts
+        return count_wanted(self.layout, *self.all_wanted)
 
     @property
-    def _all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
+    def all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
         """The ranges that all ranks want, grouped by rank, and `[ranks + 1]` offsets of the groups."""
         return self.memo(("all wanted",), self._join_wanted)
 
@@ -302,11 +298,12 @@ class Fetch(Memo, KeyFlow):
         starts, ends = zip(*(self.wanted(reader) for reader in range(self.size)), strict=True)
         return np.concatenate(starts), np.concatenate(ends), np.cumsum([0, *(ranges.size for ranges in starts)])
 
-    def _wanted_pieces(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+    def wanted_pieces(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
         """Returns the starts, ends and owners of a rank's wanted ranges, cut at changes of owner, in stream order."""
         (edges, owners), (starts, ends) = owned_fragments(self.layout), self.wanted(rank)
-        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
-        return np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1]), owners[piece]
+        number, piece = meetings(starts, ends, edges[:-1], edges[1:])
+        starts, ends = np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1])
+        return starts, ends, self.senders(rank, owners[piece])
 
     def _rows_within(
         self, rank: int, starts: IntArray, ends: IntArray, offsets: IntArray
@@ -326,7 +323,7 @@ class Fetch(Memo, KeyFlow):
         first_rows = np.cumsum(local_ends - local_starts) - (local_ends - local_starts)
         order = np.argsort(local_starts, kind="stable")
         local_starts, local_ends, first_rows = local_starts[order], local_ends[order], first_rows[order]
-        met, piece = _meetings(starts, ends, local_starts, local_ends)
+        met, piece = meetings(starts, ends, local_starts, local_ends)
         begins, stops = np.maximum(local_starts[piece], starts[met]), np.minimum(local_ends[piece], ends[met])
         shift, readers = first_rows[piece] - local_starts[piece], offsets.size - 1
         reader = np.repeat(np.arange(readers), np.diff(offsets))[met]
@@ -380,7 +377,21 @@ def _pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
     return np.append(starts, layout.packing.total), layout.located(starts)[0]
 
 
-def _meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> Ranges:
+def count_wanted(layout: Layout, starts: IntArray, ends: IntArray, offsets: IntArray) -> IntArray:
+    """Returns `[owners, readers]` the rows of each owner in ranges of the stream, which are grouped by reader."""
+    edges, owner = owned_fragments(layout)
+    places = np.concatenate([starts, ends])
+    # Counts whole pieces from where a range begins to where it ends, and corrects for the parts outside the range.
+    piece = np.searchsorted(edges[1:-1], places, side="right")
+    within, sign = places - edges[piece], np.repeat([-1, 1], [starts.size, ends.size])
+    reader = np.tile(np.repeat(np.arange(offsets.size - 1), np.diff(offsets)), 2)
+    whole = piece[: starts.size], piece[starts.size :], offsets
+    counts = count_by_owner(owner, np.diff(edges), *whole, layout.cp_size)
+    np.add.at(counts, (owner[piece], reader), sign * within)
+    return counts
+
+
+def meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> Ranges:
     """Returns the index pairs of a range and a disjoint rising range that overlap, in this order."""
     lowest = np.searchsorted(rising_ends, starts, side="right")
     last = np.maximum(np.searchsorted(rising_starts, ends, side="left"), lowest)

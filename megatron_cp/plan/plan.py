@@ -46,6 +46,8 @@ class Price:
         detail: the candidate's options, printed after its scheme.
         reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
         imbalance: milliseconds of both directions by which the busiest rank's work exceeds that of the mean rank.
+        by_link: the bytes that all ranks send within hosts and between them, both directions; None for a bound and
+            where all ranks are on one host. The way of a backend's all-gather is counted as it is predicted.
     """
 
     scheme: str
@@ -58,11 +60,25 @@ class Price:
     detail: str = ""
     reason: str = ""
     imbalance: float = 0.0
+    by_link: tuple[int, int] | None = None
 
     @property
     def total(self) -> float:
         """Milliseconds of both directions."""
         return self.forward + self.backward
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The milliseconds of both directions by cause."""
+        work = self.total - self.exposed - self.imbalance
+        return {"work": work, "exposed transfers": self.exposed, "imbalance": self.imbalance}
+
+    def describe_links(self) -> str:
+        """Returns a clause on the bytes within and between hosts; nothing for one host."""
+        if self.by_link is None:
+            return ""
+        within, between = map(size, self.by_link)
+        return f"; all ranks send {within} within hosts and {between} between hosts, both directions"
 
     def describe(self, which: str) -> str:
         """Returns a line of text."""
@@ -74,7 +90,7 @@ class Price:
         return (
             f"{which} {name:<20} predicted {self.forward:.3f} ms forward, {self.backward:.3f} ms backward, "
             f"{self.exposed:.3f} ms of it exposed transfers and {self.imbalance:.3f} ms imbalance; a rank sends at "
-            f"most {size(self.bytes_sent)} forward"
+            f"most {size(self.bytes_sent)} forward{self.describe_links()}"
         )
 
 
@@ -191,8 +207,10 @@ class Plan(Memo):
                 return Section("out", heads, value_dim, ((0, heads),))
             case Halo(channels=channels):
                 return Section("out", channels, 1, ((0, channels),))
-            case Attend(partition=partition, value_head_dim=value_dim):
+            case Attend(partition=partition, value_head_dim=value_dim, latent=latent):
                 heads = partition.heads[-1][1]
+                if latent is not None and latent.mode == "absorb":  # values are latents
+                    value_dim = latent.made + latent.shared - self.sections.blocks[0].head_dim
                 return Section("out", heads, value_dim, partition.heads)
         raise AssertionError(f"a plan that ends in {self.steps[-1]}")
 
@@ -261,7 +279,9 @@ class Plan(Memo):
             exchange.bytes_sent(item_size, to_heads=to_heads, alignment=alignment)
             for exchange, to_heads in self.exchanges(forward=forward)
         ]
-        sent += [step.bytes_sent(item_size, forward=forward) for step in self.recurrent_steps]
+        for step in self.recurrent_steps:
+            least = replace(step, gathers=False) if needed and isinstance(step, Scan) and step.gathers else step
+            sent.append(least.bytes_sent(item_size, forward=forward))
         if self.attend is not None:
             along = self.attend.bytes_needed if needed else self.attend.bytes_sent
             sent.append(along(item_size, forward=forward).tolist())

@@ -8,10 +8,11 @@ module imports no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_cp.plan.by_host import ByHost, first_hop
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.stage import Stage
@@ -35,18 +36,20 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Pack:
-    """Copies own rows into a new buffer.
+    """Copies own rows, or those of another buffer, into a new buffer, in the type in which they travel.
 
     Attributes:
         buffer: number of the new buffer.
         payload: the kind of rows.
-        flow: selects the rows that are sent; None for all own rows.
+        flow: selects the rows that are sent; None for all own rows, `Return` for all rows of `source`.
+        source: the other buffer; None for own rows.
     """
 
     part: Part
     buffer: int
     payload: Payload
-    flow: Fetch | None
+    flow: Fetch | Return | None
+    source: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -96,14 +99,14 @@ class Allocate:
     Attributes:
         buffer: number of the new buffer.
         payload: the kind of rows.
-        like: the other buffer.
+        like: the other buffer; None for as many rows as `flow` receives.
         flow: the flow of the rows of `like`; None if they are own rows.
     """
 
     part: Part
     buffer: int
     payload: Payload
-    like: int
+    like: int | None
     flow: Fetch | PassOn | None
 
 
@@ -148,8 +151,8 @@ class Merge:
     Attributes:
         buffer: the received rows.
         payload: the kind of rows: partial outputs are merged by their log-sum-exps, gradients are added.
-        flow: maps received rows to own rows, in the order of ranks; None in a ring.
-        target: the buffer that they are added to; None for the own rows.
+        flow: maps received rows to own rows or those of `target`, in the order of ranks; None in a ring.
+        target: the buffer that they are added to, or with a flow their sums are written to; None for the own rows.
     """
 
     part: Part
@@ -259,11 +262,20 @@ class _Builder:
             stage, flow = part.stage, part.stage.keys
             assert isinstance(flow, Fetch)
             (sent, keys), queries = arriving[0], arriving[1:]
-            yield Wait(part, keys, Payload.KEYS, flow)
+            hop = first_hop(flow)
+            yield Wait(part, keys, Payload.KEYS, hop)
             yield Release(part, sent)
+            if hop is not flow:  # before the next chunk's first hop, which is longer
+                held, sent, keys = keys, next(self._numbers), next(self._numbers)
+                yield Pack(part, sent, Payload.KEYS, flow, held)
+                yield Release(part, held)
+                yield Start(part, sent, keys, Payload.KEYS, flow)
             if following is not None:
                 starts, arriving = self._start(following)
                 yield from starts
+            if hop is not flow:
+                yield Wait(part, keys, Payload.KEYS, flow)
+                yield Release(part, sent)
             yield Order(part, keys, Payload.KEYS, flow)
             gradient = None
             if not self.forward:
@@ -276,7 +288,10 @@ class _Builder:
             if gradient is not None:
                 assert isinstance(stage.gradients, Return)
                 yield from self._merge_returned(Payload.KEY_GRADIENTS)
-                yield from self._return(part, gradient, Payload.KEY_GRADIENTS, stage.gradients)
+                if hop is not flow:
+                    gradient = yield from self._sum_within_host(part, gradient, stage.gradients, hop)
+                back = stage.gradients if hop is flow else Return(hop)
+                yield from self._return(part, gradient, Payload.KEY_GRADIENTS, back)
             yield Release(part, keys)
         yield from self._merge_returned(Payload.PARTIALS if self.forward else Payload.QUERY_GRADIENTS)
         yield from self._merge_returned(Payload.KEY_GRADIENTS)
@@ -284,7 +299,7 @@ class _Builder:
     def _start(self, part: Part) -> tuple[list[Instruction], list[tuple[int, int]]]:
         """Returns the instructions that fetch keys and remote queries, and the sent and received buffers of each."""
         assert isinstance(part.stage.keys, Fetch)
-        flows = [(Payload.KEYS, part.stage.keys)]
+        flows = [(Payload.KEYS, first_hop(part.stage.keys))]
         if part.stage.remote_queries is not None:
             flows.append(
                 (Payload.QUERIES if self.forward else Payload.QUERIES_AND_GRADIENTS, part.stage.remote_queries)
@@ -313,9 +328,24 @@ class _Builder:
         yield from self._merge_returned(returned)
         yield from self._return(part, results, returned, back)
 
+    def _sum_within_host(self, part: Part, made: int, flow: Return, hop: Fetch) -> Generator[Instruction, None, int]:
+        """Sums gradients of the rows that a rank sent on within its host; returns the buffer of the rounded sums."""
+        received, sums, rounded = (next(self._numbers) for _ in range(3))
+        yield Order(part, made, Payload.KEY_GRADIENTS, flow)
+        yield Start(part, made, received, Payload.KEY_GRADIENTS, flow)
+        yield Wait(part, received, Payload.KEY_GRADIENTS, flow)
+        yield Release(part, made)
+        yield Allocate(part, sums, Payload.KEY_GRADIENT_SUMS, None, hop)
+        yield Merge(part, received, Payload.KEY_GRADIENTS, flow, sums)
+        yield Release(part, received)
+        yield Pack(part, rounded, Payload.KEY_GRADIENTS, Return(hop), sums)
+        yield Release(part, sums)
+        return rounded
+
     def _return(self, part: Part, made: int, payload: Payload, flow: Return) -> Iterator[Instruction]:
         received = next(self._numbers)
-        yield Order(part, made, payload, flow)
+        if not isinstance(part.stage.keys, ByHost):
+            yield Order(part, made, payload, flow)
         yield Start(part, made, received, payload, flow)
         self._returns[payload] = part, made, received, flow
 

@@ -185,6 +185,8 @@ class Scan(Memo):
         key_dim, value_dim: sizes of the state.
         dense: True if M is a matrix `[key_dim, key_dim]` for each head, as in a delta rule; else it is one number.
         continued: True if documents continue the states of earlier calls, forward only; see `Segments`.
+        gathers: True if every rank gets the maps of all ranks in one all-gather, with each share padded to the longest;
+            else those that it needs, in one all-to-all. Both are folded in the same order.
     """
 
     layout: Layout
@@ -193,6 +195,7 @@ class Scan(Memo):
     value_dim: int
     dense: bool
     continued: bool = False
+    gathers: bool = False
 
     @property
     def segments(self) -> Segments:
@@ -236,8 +239,33 @@ class Scan(Memo):
         np.fill_diagonal(counts, 0)
         return SplitCounts(counts)
 
+    def leaving(self, rank: int, *, forward: bool) -> IntArray:
+        """Returns the segments of a rank whose maps any segment waits for; rising."""
+        segments = self.segments
+        return np.flatnonzero((segments.future if forward else segments.past) & (segments.rank == rank))
+
+    def share(self, *, forward: bool) -> int:
+        """Returns the elements of the longest share of an all-gather."""
+        return self.memo(("share", forward), lambda: self._make_share(forward))
+
+    def _make_share(self, forward: bool) -> int:
+        segments = self.segments
+        ids = np.flatnonzero(segments.future if forward else segments.past)
+        elements = np.bincount(segments.rank[ids], self.sizes(ids, forward=forward), minlength=self.layout.cp_size)
+        return int(elements.max())
+
+    def buffer_sizes(self, rank: int, *, forward: bool) -> tuple[int, int]:
+        """Returns the elements that a rank sends in one message, and those that it receives."""
+        if self.gathers:
+            return self.share(forward=forward), self.share(forward=forward) * self.layout.cp_size
+        counts = self.split_counts(forward=forward)
+        return sum(counts.sent_by(rank)), sum(counts.received_by(rank))
+
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """Returns the bytes of the maps that each rank sends, in at least 4 bytes an element."""
+        ranks = self.layout.cp_size
+        if self.gathers:
+            return [self.share(forward=forward) * (ranks - 1) * max(item_size, 4)] * ranks
         ids = np.arange(self.segments.start.size)
         elements = self.segments.receivers(forward=forward) * self.sizes(ids, forward=forward)
         sent = np.bincount(self.segments.rank, weights=elements, minlength=self.layout.cp_size)
@@ -245,4 +273,5 @@ class Scan(Memo):
 
     def describe(self) -> str:
         kind = "matrices" if self.dense else "numbers"
-        return f"scan of {self.heads} states {self.key_dim} x {self.value_dim}, transitions are {kind}"
+        maps = ", maps gathered" if self.gathers else ""
+        return f"scan of {self.heads} states {self.key_dim} x {self.value_dim}, transitions are {kind}{maps}"

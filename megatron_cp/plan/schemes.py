@@ -43,6 +43,11 @@ class Scheme:
         return self.kv_schedule == "tiled"
 
     @property
+    def goes_by_host(self) -> bool:
+        """True if its keys' route depends on the hosts of the ranks."""
+        return self.kv_schedule == "exact_by_host"
+
+    @property
     def takes_chunks(self) -> bool:
         """True if heads travel in parts; a ring alone passes on all heads of a key at once."""
         return self.chunks_keys or self.exchanges_heads
@@ -80,6 +85,10 @@ _ALL = (
     ),
     Scheme("a2a+all_gather", "likewise, and keys are gathered from all groups", True, True, "all_gather", True),
     Scheme("a2a+exact", "likewise, and a group receives the keys that its queries see", True, True, "exact", True),
+    Scheme(
+        "exact_by_host", "as exact, but a key crosses to each other host once, and goes on from there",
+        False, True, "exact_by_host", True,
+    ),
     Scheme("a2a+tiled", "likewise, and tiles of the mask are assigned to groups", True, True, "tiled", True),
 )  # fmt: skip
 
@@ -96,7 +105,7 @@ def scheme_named(name: str, *, selects: bool = False) -> Scheme:
 
 def alternatives(scheme: Scheme) -> list[Scheme]:
     """Returns the other schemes that fetch keys and exchange as many heads as this one."""
-    fetching = (other for other in _ALL if other.exchanges_keys and other.chunks_keys and not other.assigns_tiles)
+    fetching = (other for other in _ALL if other.chunks_keys and not other.assigns_tiles and not other.goes_by_host)
     return [other for other in fetching if other != scheme and other.exchanges_heads == scheme.exchanges_heads]
 
 

@@ -17,7 +17,7 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.attention import Attend, Latent
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.selection import Selection, checked_selection, travelling_features
@@ -36,7 +36,9 @@ from megatron_cp.planner.checks import (
     notes_of,
     priced_for,
 )
-from megatron_cp.planner.choose import VERY_MANY, best_chunks, describe_degree, detail_of, priced_candidates, reason
+from megatron_cp.planner.choose import best_chunks, describe_degree, detail_of, priced_candidates, reason
+from megatron_cp.planner.degrees import checked_degree, degrees_to_try
+from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
@@ -53,6 +55,7 @@ def plan_attention(
     latent: tuple[int, int] | None = None,
     topk: int | None = None,
     indexer: tuple[int, int] | None = None,
+    latent_mode: str | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
@@ -76,6 +79,7 @@ def plan_attention(
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
+        exact_by_host    exact over several hosts: a key crosses once to each other host that sees it, and goes on there
         tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
                          queries, whose partial results return (after UltraAttn, doi 10.1145/3712285.3759894)
         a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
@@ -88,7 +92,10 @@ def plan_attention(
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
         latent: for `latent_attention`, features of the shared rotary key and of the latent of a token, such as
-            (64, 512), which travel in place of keys and values; None where keys and values travel.
+            (64, 512); None for `attention`.
+        latent_mode: "expand": latents travel and are expanded where they arrive; "absorb": latents travel and queries
+            are multiplied by the up-projection; "heads": keys and values travel; "auto": whichever is predicted to be
+            fastest. If None, "auto" with scheme "auto", else "expand".
         topk: for `sparse_attention`, the most keys that a query attends to; None where it attends to all that the mask
             shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
         indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
@@ -141,20 +148,33 @@ def plan_attention(
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     on, topology = priced_for(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
+    latent_mode = checked_latent_mode(latent_mode, latent)
     if latent is not None:
-        latent, kv_heads = checked_latent(latent, heads, kv_heads, head_dim), 1
-    selection = checked_selection(topk, indexer, kv_heads, scheme)
+        latent = checked_latent(latent, heads, kv_heads, head_dim)
+    selection = checked_selection(topk, indexer, kv_heads if latent is None else 1, scheme)
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
         codec, transport, topology, search, on, latent, selection,
     )  # fmt: skip
-    if scheme != AUTO or layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        return request.plan(scheme_named(scheme, selects=selection is not None), ulysses_degree)
-    key, planned = ("auto", *request.key, ulysses_degree), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, planned))
+    modes, selects = latent_modes(latent_mode, scheme, latent, on), selection is not None
+    wanted = None if scheme == AUTO else scheme_named(scheme)
+    if layout.cp_size == 1 or isinstance(layout, FilledLayout):
+        modes, wanted = modes[:1], scheme_named(scheme, selects=selects)
+    if selects:
+        modes = modes[:1]
+    if wanted is not None and len(modes) == 1:
+        return request.in_mode(modes[0]).plan(wanted, ulysses_degree)
+    return _chosen(request, modes, wanted, ulysses_degree)
+
+
+def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None) -> Plan:
+    """Returns the plan of the candidate that is predicted to be fastest; see `_cheapest`."""
+    key, planned = ("auto", *request.key, scheme, modes, ulysses_degree), list[Plan]()
+    found: _Choice = request.layout.memo(key, lambda: _cheapest(request, modes, scheme, ulysses_degree, planned))
     # The plan is made again, from the same tables, so that its warnings are given now.
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.scheme, found.degree, planned)
-    return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
+    chosen = replace(request, head_chunks=found.head_chunks).in_mode(found.latent_mode)
+    plan = chosen.plan(found.scheme, found.degree, planned)
+    return replace(plan, prices=found.prices, notes=(*plan.notes, *found.notes))
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
@@ -167,6 +187,7 @@ class _Choice(NamedTuple):
     scheme: Scheme
     degree: int | None
     head_chunks: int | None
+    latent_mode: str
     prices: tuple[Price, ...]
     notes: tuple[str, ...]
 
@@ -190,11 +211,18 @@ class _Request:
     on: Machine
     latent: tuple[int, int] | None
     selection: Selection | None
+    latent_mode: str = "expand"
+
+    def in_mode(self, latent_mode: str) -> _Request:
+        """Returns the request with one of `LATENT_MODES`; without latents, itself."""
+        if self.latent is None:
+            return self
+        return replace(self, latent_mode=latent_mode, kv_heads=self.heads if latent_mode == "heads" else 1)
 
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent)
+        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
@@ -212,16 +240,18 @@ class _Request:
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent, self.selection)
+        heads = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
+        sizes = (*heads, self.latent, self.latent_mode, self.selection)
         options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
         return (keys, self.mask, *sizes, *options)
 
     def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
         """Plans a scheme, and shares tables with one of `others` of the same degree."""
-        degree = _degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
+        degree = checked_degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        key, value = travelling_features(self.head_dim, self.value_head_dim, self.latent, self.selection)
+        latent = None if self.latent_mode == "heads" else self.latent
+        key, value = travelling_features(self.head_dim, self.value_head_dim, latent, self.selection)
         k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
@@ -251,9 +281,14 @@ class _Request:
             for each in (layout, kv_layout)
         )
         parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+        sizes, latent = (self.head_dim, self.value_head_dim), None
+        if self.latent is not None:
+            shared, rank = self.latent
+            latent = Latent(shared, rank, sum(sizes) - shared, self.latent_mode)
+            sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
         attend = Attend(
-            self.mask, queries, keys, partition, scheme.kv_schedule, self.head_dim, self.value_head_dim, key_chunks,
-            latent=self.latent, selection=self.selection,
+            self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent,
+            hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (), selection=self.selection,
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -276,22 +311,36 @@ class _Request:
         scheme = SCHEMES[plan.scheme]
         if self.head_chunks is not None or not scheme.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(scheme, plan.ulysses_degree, [plan])
+        assert plan.attend is not None
+        chunked = replace(self, head_chunks=chunks).in_mode(plan.attend.latent_mode)
+        return chunked.plan(scheme, plan.ulysses_degree, [plan])
 
 
-def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Plan]) -> _Choice:
-    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`."""
+def _cheapest(
+    request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None,
+    candidates: list[Plan],
+) -> _Choice:  # fmt: skip
+    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`.
+
+    Args:
+        modes: the modes of latents to compare.
+        scheme: the scheme whose modes are compared, in as many head chunks as it has by itself; None for all schemes.
+    """
     on, topology, item_size = request.on, request.topology, request.search.item_size
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
-        untiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=False)
+        untiled = [(scheme, ulysses_degree)] if scheme is not None else _schemes_to_try(
+            request.layout, ulysses_degree, topology, tiles=False
+        )  # fmt: skip
         untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
-        refused = _add_candidates(request, untiled, candidates)
+        refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
-        if request.search.seconds and request.selection is None:
+        if request.search.seconds and scheme is None and request.selection is None:
+            request = request.in_mode(modes[0])
             others = priced_candidates(candidates, on, topology, item_size) if candidates else []
             tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = hopeless_tiles(tiled, candidates, others, on, topology, item_size)
+            alike = [plan for plan in candidates if plan.attend is None or plan.attend.latent_mode in ("", modes[0])]
+            skipped = hopeless_tiles(tiled, alike, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
             not_tiled = _add_candidates(request, hopeful, candidates)
@@ -299,25 +348,29 @@ def _cheapest(request: _Request, ulysses_degree: int | None, candidates: list[Pl
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = priced_candidates(new, on, topology, item_size, others)
-        found = best_chunks(found, request.with_chunks, on, topology, item_size)
+        if scheme is None:
+            found = best_chunks(found, request.with_chunks, on, topology, item_size)
         price, plan = found[0]
+    assert plan.attend is not None
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
-        assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, reason=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
     notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
-    return _Choice(scheme, degree, chunks, prices, notes)
+    return _Choice(scheme, degree, chunks, plan.attend.latent_mode, prices, notes)
 
 
 def _schemes_to_try(
     layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
 ) -> list[tuple[Scheme, int | None]]:
     """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    schemes = [scheme for scheme in SCHEMES.values() if scheme.assigns_tiles == tiles]
-    return [(scheme, degree) for scheme in schemes for degree in _degrees(scheme, layout, ulysses_degree, topology)]
+    shared = 1 < topology.num_hosts < layout.cp_size  # several hosts, one of which has several ranks
+    schemes = [s for s in SCHEMES.values() if s.assigns_tiles == tiles and (shared or not s.goes_by_host)]
+    return [
+        (scheme, degree) for scheme in schemes for degree in degrees_to_try(scheme, layout, ulysses_degree, topology)
+    ]
 
 
 _Refusals = list[tuple[str, ArgumentError]]
@@ -350,59 +403,6 @@ def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     own = chosen.scheme, chosen.ulysses_degree
     others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _degrees(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
-    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
-    if asked is not None or not scheme.is_product:
-        return [asked]
-    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
-    degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
-    if not is_many:
-        return degrees
-    host = topology.hosts.count(topology.hosts[0])
-    return [degree for degree in degrees if degree == host] or degrees[:1]
-
-
-def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
-    products = [other.name for other in SCHEMES.values() if other.is_product]
-    if not scheme.is_product:
-        degree = cp_size if scheme.exchanges_heads else 1
-        if ulysses_degree is not None:
-            ulysses_degree = checked_integer("ulysses_degree", ulysses_degree, 1)
-        if ulysses_degree is not None and ulysses_degree != degree:
-            allowed = f"{degree} or None for {scheme.name}"
-            raise ArgumentError("ulysses_degree", ulysses_degree, allowed, f"Use {' or '.join(products)}.")
-        return degree
-    divisors = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
-    if not divisors:
-        remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
-        raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
-    if ulysses_degree is None:
-        # The largest degree that shares key/value heads evenly; else the largest that leaves no rank without one.
-        even, some = (
-            [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
-        )
-        return max(even or some or divisors[:1])
-    if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
-        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
-    return ulysses_degree
-
-
-def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Returns the features of a shared key and of a latent after checking them.
-
-    Raises:
-        ArgumentError: other than two numbers of features, or heads that share keys.
-    """
-    if not isinstance(latent, tuple | list) or len(latent) != 2:
-        raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
-    shared, rank = checked_integer("latent[0]", latent[0], 1), checked_integer("latent[1]", latent[1], 1)
-    if shared >= head_dim:
-        raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
-    if kv_heads != heads:
-        raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
-    return shared, rank
 
 
 def _codec_remedy() -> str:

@@ -24,8 +24,9 @@ from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import checked_latent, plan_attention
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.latents import checked_latent, checked_latent_mode
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.tiled import checked_search
@@ -65,6 +66,7 @@ class AttentionSpec:
     latent: tuple[int, int] | None = None
     topk: int | None = None
     indexer: tuple[int, int] | None = None
+    latent_mode: str | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_dim is None:
@@ -72,6 +74,7 @@ class AttentionSpec:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
         _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
         _check_topology(self.topology)
+        object.__setattr__(self, "latent_mode", checked_latent_mode(self.latent_mode, self.latent))
         if self.latent is not None:
             object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):

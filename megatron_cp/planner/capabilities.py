@@ -35,6 +35,11 @@ _BALANCE = (
     "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and"
     " --moe-router-load-balancing-type none), or use one rank"
 )
+_LATENT_MODES = {
+    "expand": "latents travel, and are expanded to keys and values where they arrive",
+    "absorb": "latents travel, and meet queries that absorb the up-projection",
+    "heads": "latents are expanded before they travel",
+}
 
 CAPABILITIES = (
     *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
@@ -63,6 +68,8 @@ CAPABILITIES = (
     *(Capability("kind", kind.name, True, kind.remark) for kind in KINDS.values()),
     *(Capability("mode", mode.name, True, mode.remark) for mode in MODES.values()),
     Capability("mode", "auto", True, "the mode that is predicted to be fastest"),
+    *(Capability("latent_mode", name, True, words) for name, words in _LATENT_MODES.items()),
+    Capability("latent_mode", AUTO, True, "the mode that is predicted to be fastest"),
     Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
     Capability("transport", "hierarchical", True, "one message a rank to each other host, and on from there"),

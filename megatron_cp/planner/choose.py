@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES, Scheme
-from megatron_cp.planner.predict.bound import bounds_of_directions
+from megatron_cp.planner.predict.bound import bound_in_chunks, bounds_of_directions
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.price import described, priced
 
@@ -22,7 +22,6 @@ _REASONS = {
     _TILES_BIAS: "tiles are searched for with every batch",
 }
 CHUNKS = (1, 2, 4)
-_NEAR = 1.2  # of the first candidate's cost: slower ones gain too little by head chunks
 _CHUNKS_BIAS = 0.05  # milliseconds
 # With more fragments in a layout a plan takes seconds: then candidates are compared by their bounds, and those whose
 # ranks fetch ranges of keys are left out, since their tables would have as many ranges.
@@ -70,15 +69,20 @@ def best_chunks(
 ) -> list[tuple[Price, Plan]]:  # fmt: skip
     """Returns the candidates again, the first one in as many head chunks as are predicted to be fastest.
 
-    Another candidate that is nearly as fast replaces it if, in its own best chunks, it is faster by more than
-    `_CHUNKS_BIAS`. The others keep their prices. Of very many fragments the first one alone is tried.
+    Another candidate replaces it if, in its own best chunks, it is faster by more than `_CHUNKS_BIAS`. Every candidate
+    is tried that chunks could make the fastest. The others keep their prices. Of very many fragments the first one
+    alone is tried.
     """
     if found[0][1].layout.starts.size > VERY_MANY:
         tried = [with_chunks(found[0][1], chunks) for chunks in CHUNKS if chunks != _num_chunks(found[0][1])]
         prices = [(_detailed_price(plan, on, topology, item_size), plan) for plan in tried if plan is not None]
         return [min((found[0], *prices), key=lambda pair: pair[0].total), *found[1:]]
-    most = _NEAR * _biased_cost(found[0][0].total, found[0][1])
-    near = [plan for price, plan in found if _biased_cost(price.total, plan) <= most]
+    most = _biased_cost(found[0][0].total, found[0][1]) - _CHUNKS_BIAS
+    near = [
+        plan
+        for price, plan in found
+        if plan is found[0][1] or _biased_cost(_least(price, plan, on, topology, item_size), plan) < most
+    ]
     chunked = [with_chunks(plan, chunks) for plan in near for chunks in CHUNKS if chunks != _num_chunks(plan)]
     others = [plan for plan in chunked if plan is not None]
     by_cost = priced_candidates(others, on, topology, item_size, found)
@@ -90,6 +94,13 @@ def best_chunks(
     return [best, first, *(pair for pair in found[1:] if _name_of(pair) != _name_of(best))]
 
 
+def _least(price: Price, plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
+    """Returns a number of milliseconds that a candidate takes at least, in any number of head chunks."""
+    if SCHEMES[plan.scheme].takes_chunks:
+        return bound_in_chunks(plan, on, topology, item_size)
+    return price.total
+
+
 def _detailed_price(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Price:
     return replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
 
@@ -99,8 +110,9 @@ def _num_chunks(plan: Plan) -> int:
     return max(plan.head_chunks, plan.attend.head_chunks)
 
 
-def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int]:
-    return pair[1].scheme, pair[1].ulysses_degree
+def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int, str]:
+    assert pair[1].attend is not None
+    return pair[1].scheme, pair[1].ulysses_degree, pair[1].attend.latent_mode
 
 
 def reason(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
@@ -119,11 +131,12 @@ def _describe_bias(plan: Plan) -> str:
 
 
 def detail_of(plan: Plan) -> str:
-    """Describes the degree and the chunks of a plan, which its scheme's name does not say."""
+    """Describes the degree, the chunks and the mode of latents of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
     degree = describe_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
     chunks = _num_chunks(plan)
-    return degree + (f", {chunks} chunks" if chunks > 1 else "")
+    mode = plan.attend.latent_mode
+    return degree + (f", {chunks} chunks" if chunks > 1 else "") + (f", {mode}" if mode else "")
 
 
 def describe_degree(scheme: Scheme, degree: int | None) -> str:

@@ -27,8 +27,10 @@ from megatron_cp.planner.checks import (
     notes_of,
     priced_for,
 )
+from megatron_cp.planner.predict.bound import gathering_exposes_less
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.predict.price import priced, state_bounds
+from megatron_cp.planner.predict.walk_base import gathers_over_hosts
 
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
@@ -214,8 +216,25 @@ def _priced_candidates(
             if bound is not None:
                 found.append((bound, None))  # a full prediction would take longer and not change the choice
                 continue
-        found.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
+        plan = _with_maps(plan, on, topology, item_size)
+        detail = ", maps gathered" if isinstance(plan.steps[-1], Scan) and plan.steps[-1].gathers else ""
+        price = replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name, detail=detail)
+        found.append((price, plan))
     return sorted(found, key=lambda pair: pair[0].total)
+
+
+def _with_maps(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Plan:
+    """Returns a chunkwise plan with its maps gathered, if less of their time is then exposed; else the same plan.
+
+    An all-gather sends a map to every rank, but over several hosts of devices only once to each host.
+    """
+    *before, scan = plan.steps
+    hosts = gathers_over_hosts(plan, on.hardware, topology.hosts)
+    if not isinstance(scan, Scan) or not scan.crosses or not hosts:
+        return plan
+    if not gathering_exposes_less(plan, scan, on, topology, item_size):
+        return plan
+    return replace(plan, steps=(*before, replace(scan, gathers=True)))
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:

@@ -1,10 +1,11 @@
-"""`Expansion`: computes tiles of latents, which it expands to keys and values.
+"""`Expansion` and `Absorption`: compute tiles of latents, expanded to keys and values or as they are.
 
 Shapes: `n` features of a key without the shared ones, `v` features of a value, `r` features of a latent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -68,6 +69,57 @@ class Expansion:
     @staticmethod
     def _chunk_rows(weight: Tensor, chunk: HeadChunk) -> Tensor:
         return weight.narrow(0, chunk.first_head, chunk.heads.stop - chunk.heads.start)
+
+
+class Absorption:
+    """Computes tiles of latents by queries that have absorbed the up-projection.
+
+    The key that all heads share is the latent and the shared key, and its value is the latent.
+
+    Args:
+        work: computes tiles of keys and values.
+    """
+
+    def __init__(self, work: TileWork) -> None:
+        self.work = work
+
+    @property
+    def unrounded_partials(self) -> bool:
+        return self.work.unrounded_partials
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
+    ) -> None:
+        """Computes the tiles for a chunk's heads; see `TileWork`. k and v are shared keys and latents."""
+        self.work.forward(out, lse, q, torch.cat([v, k], -1), v, tiles, chunk)
+
+    def backward(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, dlse: Tensor | None, tiles: Tiles, chunk: HeadChunk,
+    ) -> None:  # fmt: skip
+        """Computes the gradients of the tiles for a chunk's heads; see `TileWork`."""
+        keys = torch.cat([v, k], -1)
+        dkeys, dvalues = (torch.empty_like(x, dtype=accumulation_dtype(dv.dtype)) for x in (keys, v))
+        self.work.backward(dq, dkeys, dvalues, dout, q, keys, v, out, lse, dlse, tiles, chunk)
+        dk.copy_(dkeys[..., v.shape[-1] :])
+        dv.copy_(dvalues.add_(dkeys[..., : v.shape[-1]]))
+
+
+def absorbed(q: Tensor, up: Tensor) -> Tensor:
+    """Returns queries `[t, (b,) h, r + shared]` that meet latents and shared keys.
+
+    Args:
+        q: `[t, (b,) h, n + shared]`.
+        up: the keys' part of the up-projection, `[h, n, r]`.
+    """
+    own, rest = q.split([up.shape[1], q.shape[-1] - up.shape[1]], -1)
+    return torch.cat([torch.einsum("...hn,hnr->...hr", own, up), rest], -1)
+
+
+def of_tokens(product: Callable[[Tensor], Tensor], x: Tensor, tokens: int) -> Tensor:
+    """Returns a product of the first rows of x, and zeros for its pads, which may hold anything, as gradients may."""
+    made = product(x[:tokens])
+    return made if len(x) == tokens else torch.cat([made, made.new_zeros(len(x) - tokens, *made.shape[1:])])
 
 
 def _every_head(chunk: HeadChunk) -> HeadChunk:

@@ -1,4 +1,5 @@
-"""`latent_attention`: multi-latent attention whose latents travel, and are expanded to keys and values on arrival.
+"""`latent_attention`: multi-latent attention whose latents travel, and are expanded to keys and values on arrival, or
+not at all.
 
 DeepSeek-V2 (arXiv 2405.04434) projects a token to one latent, from which an up-projection makes the keys and values of
 all heads, and to one rotary key that all heads share. The two are many times smaller than what they are expanded to:
@@ -7,6 +8,7 @@ all heads, and to one rotary key that all heads share. The two are many times sm
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
@@ -16,6 +18,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.attention import refuse_selection
+from megatron_cp.softmax.expansion import of_tokens
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.softmax.on_rank import AttentionOnRank
 
@@ -39,8 +42,13 @@ def latent_attention(
     """Computes multi-latent attention within each document, over the ranks of `group`; differentiable.
 
     It is `attention` of keys `[up's first features of the latent, shared_key]` and values `up's last features of the
-    latent`, but sends latents and shared keys, in every scheme and in both directions, and expands them where they are
-    used, once more in backward. A rank so expands all keys that its queries see.
+    latent`, by the plan's `latent_mode`:
+
+        expand      sends latents and shared keys, in every scheme and in both directions, and expands them where they
+                    are used, once more in backward. A rank so expands all keys that its queries see.
+        absorb      sends the same, multiplies own queries by the keys' part of `up`, and own results by the values':
+                    attention of one key head of r + shared features.
+        heads       expands own latents, and sends keys and values.
 
     Args:
         q: `[t, heads, head_dim]`, this rank's rows in the plan's layout, whose last features meet the shared key.
@@ -72,13 +80,19 @@ def latent_attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     q, latent, shared_key, up = lowered(q, latent, shared_key, up)
     layer = AttentionOnRank(plan, group, q, sink, kernel, options)
-    (shared, rank), step, heads = plan.attend.latent, plan.attend, plan.sections.blocks[0].num_heads
+    shared, rank, made_size, mode = plan.attend.latent
+    block, own_size = plan.sections.blocks[0], plan.sections.blocks[0].head_dim - shared
     rows, key_rows = (int(each.row_counts[layer.ranks.rank]) for each in (plan.layout, plan.kv_layout))
-    check_tensor("q", q, (rows, *layer.batch, heads, step.head_dim), like=q)
+    check_tensor("q", q, (rows, *layer.batch, block.num_heads, block.head_dim), like=q)
     check_tensor("latent", latent, (key_rows, *layer.batch, rank), like=q, same_dtype=True)
     check_tensor("shared_key", shared_key, (key_rows, *layer.batch, shared), like=q, same_dtype=True)
-    check_tensor("up", up, (heads, step.head_dim - shared + step.value_head_dim, rank), like=q, same_dtype=True)
+    check_tensor("up", up, (block.num_heads, made_size, rank), like=q, same_dtype=True)
     key, value = shared_key.unsqueeze(-2), latent.unsqueeze(-2)  # as they travel
+    if mode == "heads":
+        tokens = int(plan.kv_layout.token_counts[layer.ranks.rank])
+        made = of_tokens(lambda x: (x @ up.flatten(0, 1).T).unflatten(-1, up.shape[:2]), latent, tokens)
+        key = torch.cat([made[..., :own_size], key.expand(*made.shape[:-1], shared)], -1)
+        value = made[..., own_size:]
     inputs = layer.checked(q, key, value)
     layer.agree("latent_attention", q, key, value, up)
     layer.up = up

@@ -17,7 +17,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_stream, check_tensor, narrow, rows_first
-from megatron_cp.executor.attend import attend, attend_backward
+from megatron_cp.executor.attend import TileWork, attend, attend_backward
 from megatron_cp.executor.cache import LayerCache, checked_cache, refuse_gradients
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
@@ -32,7 +32,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import ToHeads, ToTokens
-from megatron_cp.softmax.expansion import Expansion
+from megatron_cp.softmax.expansion import Absorption, Expansion, absorbed, of_tokens
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 from megatron_cp.softmax.options import checked_options
 
@@ -156,14 +156,29 @@ class AttentionOnRank:
                 comm = comm.chunk_comm(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
-                out, lse = _Attention.apply(self, comm, step, sink, self.up, *tensors)
+                up = self.up if step.latent_mode == "expand" else None
+                out, lse = _Attention.apply(self, comm, step, sink, up, *tensors)
                 if lses is not None:
                     lses.append(lse)
                 return [out]
 
-            return {"attend": computed}
+            def absorbing(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+                assert self.up is not None
+                own_queries = step.queries.token_counts
+                up, tokens = self.up[slice(*step.partition.heads[self.head_rank])], int(own_queries[self.kv_rank])
+                of_keys, of_values = up.split([up.shape[1] - self.plan.out.head_dim, self.plan.out.head_dim], 1)
+                (out,) = computed(of_tokens(lambda x: absorbed(x, of_keys), q, tokens), k, v)
+                return [of_tokens(lambda x: torch.einsum("...hr,hvr->...hv", x, of_values), out, tokens)]
+
+            return {"attend": absorbing if step.latent_mode == "absorb" else computed}
 
         return chunk_work
+
+    def tile_work(self, step: Attend, up: Tensor | None) -> TileWork:
+        """Returns the object that computes tiles of keys and values, or of latents, by `up` if it is to expand them."""
+        if step.latent is None or not step.latent.travels:
+            return self
+        return Absorption(self) if up is None else Expansion(self, up, step.value_head_dim)
 
     @cached_property
     def key_comm(self) -> Communicator:
@@ -309,8 +324,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
         q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
-        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
-        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, work, q, k, v)
+        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer.tile_work(step, up), q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
@@ -338,7 +352,7 @@ class _Attention(torch.autograd.Function):
             if dlse is not None:
                 dsink += (share * dlse[..., :num_tokens]).sum((*range(share.ndim - 2), -1))
             dsink = dsink.to(sink.dtype)
-        work = layer if up is None else Expansion(layer, up, step.value_head_dim)
+        work = layer.tile_work(step, up)
         dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, work, dout, q, k, v, out, lse, dlse)
         if isinstance(work, Expansion):
             dup = torch.zeros_like(work.up) if work.gradient is None else work.gradient.to(work.up.dtype)
@@ -386,10 +400,12 @@ def attention_call(
         ArgumentError: an invalid scale, soft cap or dropout, or dropout without a seed.
     """
     assert plan.mask is not None
-    head_dim, value_head_dim = plan.sections.blocks[0].head_dim, plan.out.head_dim
-    options = checked_options(head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
+    assert plan.attend is not None
+    options = checked_options(
+        plan.sections.blocks[0].head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed
+    )
     for_graphs = device.type == "cuda" and plan.tables is not None
     return AttentionCall(
-        options.scale, head_dim, value_head_dim, dtype, device, options.softcap, options.dropout, options.seed,
-        for_graphs,
+        options.scale, plan.attend.head_dim, plan.attend.value_head_dim, dtype, device, options.softcap,
+        options.dropout, options.seed, for_graphs,
     )  # fmt: skip

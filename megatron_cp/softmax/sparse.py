@@ -127,7 +127,7 @@ def sparse_attention(
     tokens, rows = int(plan.layout.token_counts[ranks.rank]), len(q)
     if up is not None:
         assert step.latent is not None
-        own = step.head_dim - step.latent[0]
+        own = step.head_dim - step.latent.shared
         q = q[:tokens]  # pad rows, and their gradients, may hold anything
         q = _fill_up(torch.cat([torch.einsum("thn,hnr->thr", q[..., :own], up[:, :own]), q[..., own:]], -1), rows)
     out, found, loss = _Sparse.apply(
@@ -150,7 +150,7 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     if step.latent is None:
         wanted |= {"k": (key_rows, kv_heads, step.head_dim), "v": (key_rows, kv_heads, step.value_head_dim)}
     else:
-        shared, latent = step.latent
+        shared, latent = step.latent[:2]
         wanted |= {"k": (key_rows, shared), "v": (key_rows, latent)}
         if given["up"] is None:
             wanted["q"] = rows, query_heads, latent + shared

@@ -3,6 +3,7 @@ from .enable import ContextParallel as ContextParallel
 from .enable import enable_context_parallel as enable_context_parallel
 from .generation import ContextParallelGRPOMixin as ContextParallelGRPOMixin
 from .log_probs import token_log_probs as token_log_probs
+from .meta import build_on_meta as build_on_meta
 from .parallelism import Parallelism as Parallelism
 from .preference import ContextParallelPreferenceMixin as ContextParallelPreferenceMixin
 from .trainer import ContextParallelMixin as ContextParallelMixin

@@ -99,8 +99,9 @@ def enable_context_parallel(
         scheme: the scheme of softmax attention, as in `plan_attention`.
         linear_mode: the mode of linear layers, as in `plan_linear`.
         ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
-        latents: True to send latents in place of keys and values in multi-latent attention, and to expand them on every
-            rank that uses them; see `latent_attention`.
+        latents: True for multi-latent attention that gets its latents: they travel in place of keys and values, and are
+            expanded on every rank that uses them; with scheme "auto", in the mode that is predicted to be fastest. See
+            `latent_attention`.
         align: every rank's rows are filled up to a multiple of it.
         kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
 

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_cp.cli.main import main
+from megatron_cp.cli.main import main, parsed
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from tests.commands import reported
@@ -157,6 +157,19 @@ def test_doctor_judges_published_launches(name):
     assert {flag for flag, verdict in verdicts.items() if verdict == "refused"} == REFUSED.get(name, set())
     assert status == (1 if name in REFUSED else 0)
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-next", "nemotron-h"])
+def test_doctor_accepts_the_launch_that_plan_names(model):
+    shape = ["plan", "--whole", "--model", model, "--lengths", "8192", "--layout", "zigzag", "--cp", "2", "--tp", "2"]
+    shape += ["--pp", "2", "--replicas", "16", "--microbatches", "4", "--precision", "fp8", "--recompute", "full"]
+    args = parsed([*shape, *(["--ep", "8"] if model == "qwen3-next" else [])])
+    take_this = args.run(args).data["take_this"]
+    script = take_this.split().index("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py")
+    verdicts, status = judged(shlex.join(take_this.split()[script + 1 :]))
+    assert status == 0
+    assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == ["--vocab-size"]
+    assert "--pipeline-model-parallel-size" in verdicts
 
 
 @pytest.mark.parametrize(

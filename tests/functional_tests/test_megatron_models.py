@@ -26,7 +26,8 @@ TIMEOUT = 200.0
 FLOAT64, TENSOR_PARALLEL, FLOAT32 = 1e-12, 1e-6, 5e-6
 
 
-OF_SEVERAL = ("linear_cp_mode", "cp_head_chunks", "cp_transport", "cp_codec")  # options of several ranks
+# Options of several ranks. One rank has the heads that Megatron's own up-projection makes of latents.
+OF_SEVERAL = ("linear_cp_mode", "cp_head_chunks", "cp_transport", "cp_codec", "cp_latent_mode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +218,38 @@ SPARSE_TWO = [
     sparse(recompute="full"), sparse(recompute="all_of_mla"), Case("hybrid_dsa_mla"), Case("hybrid_dsa_mla", "random"),
 ]  # fmt: skip
 SPARSE_THREE = [sparse((SHARED,), layout="contiguous"), sparse(layout="lopsided"), Case("hybrid_dsa_mla")]
+
+
+def latents(mode, kind, scheme="auto", layout="zigzag", *more, **others):
+    changes = (("cp_comm_type", scheme), ("cp_latent_mode", mode), *more)
+    return Case(kind, layout, changes=changes, **others)
+
+
+# Any two of place, model, mode, scheme and layout meet.
+LATENTS = covering(
+    ("cp3", "cp2"), ("mla", "fused_mla", "hybrid_mla"), ("expand", "absorb", "auto"), ("a2a", "p2p", "exact"),
+    ("zigzag", "random", "lopsided"),
+)  # fmt: skip
+LATENTS_TWO = [
+    *[latents(mode, "mla", "exact", "random", *FEATURES, *YARN) for mode in ("expand", "absorb")],
+    *[latents(mode, "mla", "p2p", "zigzag", *UNRANKED, batches="tiny") for mode in ("expand", "absorb")],
+    *[latents("expand", "mla", "exact", "zigzag", *YARN, batches=SHARDED_BY_MEGATRON[how], how=how)
+      for how in SHARDED_BY_MEGATRON],
+    latents("absorb", "mla", "p2p", batches="even", how="unpacked"), latents("expand", "mla", "exact", dtype="float32"),
+]  # fmt: skip
+LATENTS_RECOMPUTED = [
+    latents(mode, "mla", "exact", recompute=what)
+    for mode in ("expand", "absorb") for what in ("full", "core_attn", "mla_up_proj", "all_of_mla")
+]  # fmt: skip
+LATENTS_BY_TENSOR_RANKS = [
+    latents(mode, "mla", "exact", sequence_parallel=both) for mode in ("expand", "absorb") for both in (False, True)
+]
+
+
+def latents_at(place):
+    return [latents(mode, kind, scheme, layout) for at, kind, mode, scheme, layout in LATENTS if at == place]
+
+
 RECOMPUTED = [
     Case(kind, recompute=what)
     for kind, what in (
@@ -227,6 +260,7 @@ RECOMPUTED = [
 RECOMPUTED += [
     one for what in ("full", "core_attn", "mla_up_proj", "all_of_mla") for one in latent("a2a", "p2p", recompute=what)
 ]
+RECOMPUTED += LATENTS_RECOMPUTED
 RECOMPUTED += [
     spread(mode, "gpt_gdn", recompute=what) for mode in ("headwise", "chunkwise") for what in ("gdn_norm_out", "full")
 ]
@@ -262,7 +296,7 @@ PLACES = {
         [
             *everywhere("cp2"), *RECOMPUTED, *[dataclasses.replace(case, recompute="") for case in RECOMPUTED],
             *REDISTRIBUTED, DETERMINISTIC, ONE_KEY_HEAD, NORMED, MIXED, *KEYS_TRAVEL, *latent_at("cp2"), *LATENT_TWO,
-            *SPARSE_TWO, WHOLE, *IN_CHUNKS,
+            *SPARSE_TWO, WHOLE, *IN_CHUNKS, *latents_at("cp2"), *LATENTS_TWO,
         ],
     ),
     "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
@@ -270,7 +304,7 @@ PLACES = {
         1,
         3,
         [
-            *everywhere("cp3"), *latent_at("cp3"), *OF_MAMBA, *SPARSE_THREE,
+            *everywhere("cp3"), *latent_at("cp3"), *latents_at("cp3"), *OF_MAMBA, *SPARSE_THREE,
             spread("redistribute", "hybrid_both", recompute="full"),
         ],
     ),
@@ -279,7 +313,7 @@ PLACES = {
         2,
         [
             *over_four("tp2cp2"), *MIXED_OVER_FOUR, *SINGLE, NORMED, Case("mla"), *latent("p2p"),
-            Case("mla", sequence_parallel=True),
+            Case("mla", sequence_parallel=True), *LATENTS_BY_TENSOR_RANKS,
         ],
     ),
     "dp2cp2": (1, 2, [*over_four("dp2cp2"), *MIXED_OVER_FOUR, *SINGLE]),

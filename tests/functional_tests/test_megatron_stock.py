@@ -81,13 +81,18 @@ def compare(group):
         replace_cuda_kernels(patch)
         stock = {kind: stock_model(kind) for kind in MODELS}
         found["states"] = {kind: exchanged_states(our_model(kind), stock[kind]) for kind in MODELS}
-        expected = {kind: each_document_alone(stock[kind]) for kind in MODELS}
-        for name in LAYERS:
-            layer = stock_layer(name)
-            found["states"][name] = exchanged_states(our_layer(name), layer)
-            expected[name] = layer_on_each_document(layer)
+        layers = {name: stock_layer(name) for name in LAYERS}
+        found["states"] |= {name: exchanged_states(our_layer(name), layers[name]) for name in LAYERS}
+        alone = {}
+        if group.rank == 0:
+            alone = {kind: each_document_alone(stock[kind]) for kind in MODELS}
+            alone |= {name: layer_on_each_document(layers[name]) for name in LAYERS}
+    dist.broadcast_object_list(given := [alone])
+    (expected,) = given
     for place, layout in PLACES:
         tiny.start(cp=int(place[2:]))
+        if place == "cp1" and group.rank > 0:  # which would do what the first does
+            continue
         for kind in MODELS:
             found[kind, place, layout] = errors(packed(kind, layout), expected[kind])
         for name in LAYERS:
@@ -358,7 +363,7 @@ def stored(module):
 @pytest.mark.parametrize(("place", "layout"), PLACES)
 @pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
 def test_a_packed_batch_is_each_document_alone_through_megatrons_modules(ranks, kind, place, layout):
-    for found in ranks:
+    for found in ranks[: int(place[2:])]:
         rows, gradients = found[kind, place, layout]
         assert rows <= TOLERANCE
         assert gradients <= TOLERANCE

@@ -82,6 +82,19 @@ def test_the_smallest_size_that_fits_is_taken():
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
 
 
+def test_gpus_name_jobs_and_what_the_search_left_out():
+    shape = ["--whole", "--model", "llama3-8b", "--lengths", "8192", "--gpus", "4", "--global-batch", "16", "--tp", "2"]
+    out, found = printed(*shape)
+    assert found["fits"]
+    assert found["take_this"].startswith("torchrun --nnodes 1 --nproc-per-node 4 pretrain_gpt.py ")
+    assert found["best"]["flags"] in found["take_this"]
+    assert all(row["gpus"] == 4 and row["tp"] == 2 and row["fits"] for row in found["rows"])
+    search = found["search"]
+    assert f"searched: {search['counted']} jobs, of which {search['too_large']} have" in out
+    assert search["bound_ms"] >= found["best"]["milliseconds"]["step"]
+    assert "\na tenth of the step: products " in out
+
+
 @pytest.mark.parametrize("seconds", ["9", "2"])
 def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
     """The line is on standard error, before the plan: standard output is JSON all the same."""
@@ -97,7 +110,7 @@ def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
 @pytest.mark.parametrize("fit", ["14GiB", "30GiB", "70GiB"])
 def test_the_length_that_is_said_to_fit_does(fit, batch):
     """Asked again, with the documents scaled to it; and a tenth more does not."""
-    shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit]
+    shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit, "--sharding", "zero3"]
     out, found = printed(*shape, *batch)
     longest, given = found["longest"], [int(length) for length in batch[1].split(",")]
     assert f" {longest} tokens " in out
@@ -156,6 +169,15 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
             "--parents: got [-1, 0]; allowed: only without --whole",
         ),
         (["--fit", "80GiB"], "--fit"),
+        (["--gpus", "8"], "--gpus: got 8; allowed: only with --whole"),
+        (["--whole", "--global-batch", "8"], "--global-batch: got 8; allowed: only with --gpus"),
+        (["--whole", "--gpus", "8", "--replicas", "2"], "--replicas: got 2; allowed: only without --gpus"),
+        (["--whole", "--gpus", "8", "--cp", "2,4"], "--cp: got [2, 4]; allowed: one size with --gpus"),
+        (
+            ["--whole", "--gpus", "7", "--global-batch", "2", "--pp", "1", "--cp", "1"],
+            "--gpus: got 7; allowed: a number",
+        ),
+        (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),

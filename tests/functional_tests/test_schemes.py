@@ -163,7 +163,6 @@ def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
 @pytest.mark.parametrize("mask", ["causal", "window:5,2", "prefix:9", "first:2+window:4,0"])
 @pytest.mark.few
 def test_a_head_exchange_is_bitwise_equal_to_one_rank(mask, layout):
-    torch.set_num_threads(1)
     for heads, groups, sink in ((6, 2, True), (7, 7, False), (7, 1, False)):
         for size in (2, 4, 5):
             case = Case("attention", size, (7, 1, 130, 64, 2, 11), layout, heads=heads, groups=groups, mask=mask,
@@ -277,6 +276,7 @@ def lse_of_rank(group, case, plan, batch):
 @pytest.mark.filterwarnings("ignore:.*ranks get no")
 @pytest.mark.parametrize("batch", [False, True], ids=["thd", "sbhd"])
 @pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: f"{case.scheme} over {case.cp}")
+@pytest.mark.few
 def test_the_log_sum_exp_is_that_of_all_scores_and_has_their_gradient(case, batch, monkeypatch):
     if case.scheme in TILED:
         assign_at_random(monkeypatch)

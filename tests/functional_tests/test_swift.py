@@ -7,11 +7,11 @@ python -m pytest tests/functional_tests/test_swift.py
 import importlib.util
 import inspect
 import json
-import os
 
 import pytest
 
 from megatron_cp.executor.launch import run_ranks
+from tests.forked_ranks import as_launched
 from tests.limits import limit
 
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
@@ -49,9 +49,7 @@ def trained(world, name, folder):
     import torch.distributed as dist
 
     # ms-swift finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "LOCAL_WORLD_SIZE": str(world.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29995",
-                   "HF_HUB_OFFLINE": "1", "MODELSCOPE_CACHE": str(folder / "cache")}  # fmt: skip
+    as_launched(world, 29995, HF_HUB_OFFLINE="1", MODELSCOPE_CACHE=str(folder / "cache"))
     from swift import SftArguments
     from swift.pipelines import SwiftSft
 

@@ -121,6 +121,7 @@ def test_what_is_known_of_a_plan_is_said():
 def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme):
     """Also where auto priced tiles and took others."""
     monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)
+    monkeypatch.setattr("megatron_cp.planner.tiles.fast.USUAL_STEPS", 400)  # of that search
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_of("global_local", scheme=scheme, search_seconds=0.02)

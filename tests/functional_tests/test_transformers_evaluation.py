@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
 from tests.functional_tests.test_transformers_launch import (
     LOSS_PRINTED,
     PAGE,
@@ -36,20 +36,6 @@ KINDS = {
     "SFTTrainer, padding-free": {"sft": True, "padding_free": True, "max_length": None},
     "SFTTrainer, bf16": {"sft": True, "bf16": True},
 }
-
-
-def prepare():
-    import torch
-
-    torch.set_num_threads(1)
-    import datasets  # noqa: F401
-    import transformers  # noqa: F401
-    import trl  # noqa: F401
-
-    import megatron_cp.transformers.trainer  # noqa: F401
-    from tests.transformers_cases import class_of
-
-    class_of("Llama")
 
 
 def documents(count, seed, labels=slice(None)):
@@ -140,9 +126,7 @@ def numbers_of(trainer, **how):
 
 def all_numbers(world, folder, kinds):
     """Returns the numbers of stock trainers on 1 and 2 ranks, and ours on 2 and 4, of the kinds named for each size."""
-    # accelerate finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}  # fmt: skip
+    as_launched(world, 29998)
     found, folder = {}, folder / str(world.size)
     for name in kinds["stock", world.size]:
         found["stock", name] = numbers_of(trainer_of(folder, None, **KINDS[name]))
@@ -171,7 +155,7 @@ def found(request, tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("trainer"), kinds=kinds)
 
     def run():
-        worlds = run_worlds_after(prepare, numbers, sizes, timeout=limit(240))
+        worlds = run_worlds_after(import_trainers, numbers, sizes, timeout=limit(240))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "trainers", run)

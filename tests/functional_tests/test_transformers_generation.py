@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
@@ -34,21 +34,6 @@ TEMPLATE = (
 )
 # Standard deviations of rewards count a completion once for every rank.
 UNLIKE = ("runtime", "per_second", "epoch", "time", "reward_std", "reward/std")
-
-
-def prepare():
-    import torch
-
-    torch.set_num_threads(1)
-    import datasets  # noqa: F401
-    import trl
-    from peft import LoraConfig  # noqa: F401
-
-    import megatron_cp.transformers.generation  # noqa: F401
-    from tests.transformers_cases import class_of
-
-    class_of("Llama"), class_of("Qwen3Next")
-    trl.GRPOTrainer, trl.RLOOTrainer  # noqa: B018
 
 
 def reward(completion_ids, **others):
@@ -138,9 +123,7 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
 
 def set_ranks(world, sizes):
     """accelerate finds its ranks in the environment, and the reward the size of a group."""
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29994",
-                   "GROUP_SIZE": str((sizes or {}).get("cp_size", 1))}  # fmt: skip
+    as_launched(world, 29994, GROUP_SIZE=str((sizes or {}).get("cp_size", 1)))
 
 
 def logged(trainer):
@@ -176,7 +159,7 @@ def found(tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("generation"))
 
     def run():
-        worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
+        worlds = run_worlds_after(import_trainers, numbers, [1, 2], timeout=limit(300))
         assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
         rewarded_alike("".join(rank["the page's script"] for rank in worlds[2]))
         return {size: ranks[0] for size, ranks in worlds.items()}
@@ -211,7 +194,7 @@ def replicas(world, folder):
 
 @pytest.mark.thorough
 def test_two_groups_train_as_the_stock_trainer_on_two_ranks(tmp_path):
-    worlds = run_worlds_after(prepare, partial(replicas, folder=tmp_path), [2, 4], timeout=limit(300))
+    worlds = run_worlds_after(import_trainers, partial(replicas, folder=tmp_path), [2, 4], timeout=limit(300))
     ours, stock = worlds[4][0], worlds[2][0]
     assert set(ours) == set(stock)
     assert stock["grad_norm 0"] > 1e-3

@@ -1,13 +1,12 @@
 """TRL's DPOTrainer and KTOTrainer over two ranks beside one: losses, gradient norms, and every metric that they log."""
 
 import importlib.util
-import os
 from functools import partial
 
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import run_worlds_after
+from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, trained_like_the_page
 from tests.limits import limit
 from tests.shared import once
@@ -23,21 +22,6 @@ KINDS = {
     "DPO, accumulation": ("DPO", False, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
     "KTO": ("KTO", False, {}), "KTO, adapter": ("KTO", True, {}),
 }  # fmt: skip
-
-
-def prepare():
-    import torch
-
-    torch.set_num_threads(1)
-    import datasets  # noqa: F401
-    import trl
-    from peft import LoraConfig  # noqa: F401
-
-    import megatron_cp.transformers.preference  # noqa: F401
-    from tests.transformers_cases import class_of
-
-    class_of("Llama")
-    trl.DPOTrainer, trl.KTOTrainer  # noqa: B018
 
 
 def preferences(name, count):
@@ -96,9 +80,7 @@ def trainer_of(folder, name, adapter, cp, **changed):
 
 def all_numbers(world, folder):
     """Returns what each trainer logs: stock ones on one rank, ours on two."""
-    # accelerate finds its ranks in the environment.
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29996"}  # fmt: skip
+    as_launched(world, 29996)
     found = {}
     for kind, (name, adapter, changed) in KINDS.items():
         trainer = trainer_of(folder / str(world.size), name, adapter, None if world.size == 1 else 2, **changed)
@@ -144,7 +126,7 @@ def found(tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("preference"))
 
     def run():
-        worlds = run_worlds_after(prepare, numbers, [1, 2], timeout=limit(300))
+        worlds = run_worlds_after(import_trainers, numbers, [1, 2], timeout=limit(300))
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "preference trainers", run)

@@ -219,7 +219,7 @@ def as_rank_of_two():
     before = dict(os.environ)
     AcceleratorState._reset_state(True)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "unused",
-                   "MASTER_PORT": "1"}  # fmt: skip
+                   "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield

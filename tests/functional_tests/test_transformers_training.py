@@ -4,7 +4,6 @@ In float64, since training amplifies what a CPU rounds: in fp32 logits differ by
 """
 
 import copy
-import os
 import threading
 from functools import partial
 
@@ -27,6 +26,7 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
+from tests.forked_ranks import as_launched, import_trainers, run_ranks_after
 from tests.refusals import rejects
 from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
@@ -234,8 +234,7 @@ def mean_loss(model, data):
 
 def on_rank(world, kind, name, folder):
     """accelerate finds its ranks in the environment, and keeps what it found: a process has one trainer."""
-    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}  # fmt: skip
+    as_launched(world, 29999)
     return by_trainer(kind, name, folder, world.size, scheme="exact")
 
 
@@ -249,7 +248,8 @@ def on_rank(world, kind, name, folder):
     ],
 )
 def test_trainers_train_as_one_rank(kind, name, tmp_path):
-    logged, expected, steps, evaluated = run_ranks(on_rank, 2, kind, name, tmp_path, kind="processes", timeout=200)[0]
+    run = partial(on_rank, kind=kind, name=name, folder=tmp_path)
+    logged, expected, steps, evaluated = run_ranks_after(import_trainers, run, 2, timeout=200)[0]
     assert evaluated is None or evaluated[0] == pytest.approx(evaluated[1], abs=FLOAT64)
     assert steps == STEPS
     assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=LOGGED)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 # Nothing of transformers may be imported here: the ranks import this module before they know where the patched one is.
-from tests.forked_ranks import run_ranks_after
+from tests.forked_ranks import as_launched, run_ranks_after
 from tests.limits import limit
 
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "peft", "transformers", "trl")):
@@ -71,10 +71,7 @@ def use(site):
 
 def on_rank(world, folder):
     """Returns the results of `by_trainer` for the stock trainers."""
-    os.environ |= {
-        "RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999", "PARALLELISM_CONFIG_CP_BACKEND": "megatron_cp",
-    }  # fmt: skip
+    as_launched(world, 29999, PARALLELISM_CONFIG_CP_BACKEND="megatron_cp")
     exec(blocks("python")[0], {"__name__": "backend"})
     from accelerate.commands.launch import launch_command_parser
     from accelerate.parallelism_config import ParallelismConfig

@@ -238,7 +238,8 @@ CALLS = {
         **{name: optional([*NO_INTEGER, 0]) for name in ("value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT}),
+        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT,
+        "latent_mode": [*optional(NO_NAME), "expand"]}),
     "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, {
         "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER}),
     "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
@@ -275,6 +276,7 @@ CALLS = {
         "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE, "latent": NO_LATENT,
+        "latent_mode": [*optional(NO_NAME), "expand"],
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,

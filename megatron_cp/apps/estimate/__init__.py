@@ -5,8 +5,8 @@ flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`
 with the layouts and schemes that `together` plans; `command` compares candidates, and `page/` shows one as a web page.
 """
 
-from megatron_cp.apps.estimate.command import add_arguments, run_whole
+from megatron_cp.apps.estimate.command import WHOLE, add_arguments, run_whole
 from megatron_cp.apps.estimate.layer_shapes import MODELS, layer_shapes
 from megatron_cp.apps.estimate.model_files import read_model
 
-__all__ = ["MODELS", "add_arguments", "layer_shapes", "read_model", "run_whole"]
+__all__ = ["MODELS", "WHOLE", "add_arguments", "layer_shapes", "read_model", "run_whole"]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_cp.apps.estimate.built_models import can_build, read_built
 from megatron_cp.apps.estimate.hub_configs import LEFT_OUT, MODEL_TYPES, TIED
 from megatron_cp.apps.estimate.megatron_flags import read_flags
 from megatron_cp.apps.estimate.model_fields import Fields
@@ -66,10 +67,9 @@ def _exists(text: str) -> bool:
 def _read_config(text: str) -> ModelSpec:
     path, values = _loaded(text)
     model_type = values.get("model_type")
+    name = path.absolute().parent.name or str(model_type)
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        allowed = f"the model types {', '.join(MODEL_TYPES)}"
-        remedy = did_you_mean(model_type, MODEL_TYPES, alike=0.85)
-        raise ArgumentError(f"{text}: model_type", model_type, allowed, remedy or "Or describe it by Megatron's flags.")
+        return _built(text, values, model_type, name)
     config = Fields(values)
     try:
         sizes = config.size("hidden_size"), config.size("vocab_size")
@@ -78,10 +78,23 @@ def _read_config(text: str) -> ModelSpec:
             f"{words} ({config.get(name)})" for name, words in LEFT_OUT.get(model_type, {}).items() if config.get(name)
         ]
         source = ", without ".join([f"{text}, model type {model_type}", *left_out])
-        name = path.absolute().parent.name or model_type
         return ModelSpec(name, *sizes, tied, MODEL_TYPES[model_type](config), source)
     except ArgumentError as error:
         raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None
+
+
+def _built(text: str, values: dict[str, Any], model_type: object, name: str) -> ModelSpec:
+    """Returns a model of a type whose fields are not known here, by building it where transformers is installed."""
+    near = did_you_mean(model_type, MODEL_TYPES, alike=0.85)
+    remedy = near or "Or describe it by Megatron's flags."
+    try:
+        if isinstance(model_type, str) and not near and can_build():
+            return read_built(values, name, f"{text}, built by transformers without memory")
+    except ArgumentError as error:
+        if error.given != model_type:
+            raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None
+    allowed = f"the model types {', '.join(MODEL_TYPES)}, or another that the installed transformers builds"
+    raise ArgumentError(f"{text}: model_type", model_type, allowed, remedy)
 
 
 def _loaded(text: str) -> tuple[Path, dict[str, Any]]:

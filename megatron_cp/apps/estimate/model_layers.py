@@ -291,12 +291,18 @@ class MLP:
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
         """Returns the products of one token."""
+        first, *more = self.dense_gemms(hidden_size)
+        return first, *self.routed_gemms(hidden_size), *more
+
+    def routed_gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """Returns the products of one token with its routed experts; none of a dense MLP."""
+        return self._of_size(self.experts_per_token, self.intermediate_size, hidden_size) if self.experts else ()
+
+    def dense_gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """Returns the products that every token has: those of a dense MLP, or of router and shared experts."""
         if not self.experts:
             return self._of_size(1, self.intermediate_size, hidden_size)
-        found = [
-            Gemm(1, hidden_size, self.experts),
-            *self._of_size(self.experts_per_token, self.intermediate_size, hidden_size),
-        ]
+        found = [Gemm(1, hidden_size, self.experts)]
         if self.shared_size:
             found += self._of_size(1, self.shared_size, hidden_size)
         return *found, *([Gemm(1, hidden_size, 1)] if self.shared_size and self.shared_gate else [])
@@ -369,6 +375,14 @@ class Block:
         """Returns the number of parameters that every token meets outside of products, norms included."""
         norms = len(self.parts) * hidden_size * (2 if self.post_norms else 1)
         return norms + sum(part.vectors(hidden_size) for part in self.parts)
+
+    def parameters(self, hidden_size: int) -> tuple[int, int]:
+        """Returns the number of parameters outside of routed experts, and of all routed experts."""
+        met = sum(gemm.multiply_adds for gemm in self.gemms(hidden_size)) + self.vectors(hidden_size)
+        if self.mlp is None or not self.mlp.experts:
+            return met, 0
+        expert = self.mlp.expert(hidden_size)
+        return met - self.mlp.experts_per_token * expert, self.mlp.experts * expert
 
     def saved(self, hidden_size: int, recompute: str) -> int:
         """Returns the bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megatron_cp.apps.estimate.model_layers import (
@@ -162,16 +163,11 @@ class ModelSpec:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return self.active_parameters + resting + embedding
 
-    @property
-    def block_parameters(self) -> tuple[int, ...]:
-        """The number of parameters of each different block, all experts included."""
-        found = []
-        for block in dict.fromkeys(self.blocks):
-            count = sum(gemm.multiply_adds for gemm in block.gemms(self.hidden_size)) + block.vectors(self.hidden_size)
-            if block.mlp:
-                count += (block.mlp.experts - block.mlp.experts_per_token) * block.mlp.expert(self.hidden_size)
-            found.append(count)
-        return tuple(found)
+    @cached_property
+    def block_parameters(self) -> tuple[tuple[int, int], ...]:
+        """The number of parameters of each block: outside of routed experts, and of all its experts."""
+        known = {block: block.parameters(self.hidden_size) for block in dict.fromkeys(self.blocks)}
+        return tuple(known[block] for block in self.blocks)
 
     @property
     def active_parameters(self) -> int:

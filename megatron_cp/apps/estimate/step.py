@@ -1,66 +1,46 @@
-"""`predict_step`: predicts the time and memory of a whole model's training step on named machines. No torch in here.
+"""`predict_step`: predicts the time and memory of a job's step on named machines. No torch in here.
 
-The step is that of one pack in one context-parallel group. The simulator predicts the operation of every layer; rates
-predict the products of weights and other activations; and the bytes that enter a host predict the transfers of sharded
-weights and gradients.
+`layer_price` prices a layer of one microbatch on one rank, `walk_pipeline` plays the stages over all microbatches,
+and sums of gradients, gathers of weights and the optimizer come on top. `docs/planning.md` has the formulas.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from megatron_cp.apps.estimate.model_layers import FULL, LinearMixer
+import numpy as np
+
+from megatron_cp.apps.estimate.job import Job
+from megatron_cp.apps.estimate.layer_price import (
+    AT,
+    LAYER_PARTS,
+    Seconds,
+    layer_seconds,
+    product_seconds,
+    ring_seconds,
+)
+from megatron_cp.apps.estimate.model_layers import BF16, FULL, NONE, SELECTIVE, AttentionMixer, Block, Gemm, LinearMixer
 from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.apps.estimate.pipeline import walk_pipeline
 from megatron_cp.apps.estimate.together import plan_together
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.plan import DEFAULT, KINDS, SCHEMES, Plan, Transport
 from megatron_cp.planner import Machine, Slot, Topology, buffer_bytes, peak_bytes, priced, stage_shapes, timelines
 
-SHARDINGS = ("none", "zero1", "zero3")
 _PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
-_BACKWARD = 2  # products of a layer's weights in backward, over those forward
 _LOGITS = 6  # bytes of a word's logit and gradient while the loss is computed, beside the probability that is saved
 RUNTIME_BYTES = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
-_EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
-
-
-@dataclass(frozen=True)
-class StepChoice:
-    """A choice of how a model is split over ranks.
-
-    Attributes:
-        cp: context-parallel size.
-        layout: "zigzag", "contiguous" or "balanced".
-        scheme, ulysses_degree: attention's; "auto" compares all.
-        mode: the mode of linear layers; "auto" compares all.
-        recompute: as `ModelSpec.activation_bytes` takes it.
-        head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
-        sharding: how parameters, gradients and optimizer are sharded over all ranks: "none"; "zero1" (optimizer:
-            Megatron's distributed optimizer); "zero3" (all of them: FSDP).
-        replicas: number of data-parallel groups that share that sharding.
-        hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
-        search_seconds, search_cache: for tiles of attention; see `plan_attention`.
-    """
-
-    cp: int
-    layout: str
-    scheme: str = "auto"
-    ulysses_degree: int | None = None
-    mode: str = "auto"
-    recompute: str = "selective"
-    head_chunks: int | None = None
-    transport: str = "collective"
-    codec: str = "none"
-    sharding: str = "zero1"
-    replicas: int = 1
-    hardware: str | None = None
-    search_seconds: float = 0.0
-    search_cache: str | None = None
+# Bytes of a parameter that the optimizer reads and writes: the gradient's norm and scale 4 + 8; Adam reads gradient,
+# weight and two moments in fp32, and writes the latter three and the weight in bf16: 16 + 14.
+_OPTIMIZER_TRAFFIC = 42
+_ACCUMULATED = 4  # bytes of a parameter that a microbatch adds to the sums of gradients: as many read as written
 
 
 @dataclass(frozen=True)
@@ -68,9 +48,10 @@ class StepMemory:
     """Bytes of the rank that holds most.
 
     Attributes:
-        parameters: weights in bf16.
+        parameters: weights in bf16, and their copies in FP8.
         optimizer: gradients in fp32, and the optimizer's states.
-        activations: bytes that the forward of all layers saves, and the largest working set of one layer or the loss.
+        activations: bytes that the forwards of all layers and microbatches in flight save, and the largest working set
+            of one layer or the loss.
         buffers: message buffers, and the memory that CUDA and its libraries keep.
     """
 
@@ -87,33 +68,27 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class StepPrice:
-    """The predicted time of a step, in milliseconds of the rank that ends last, and its memory.
+    """The predicted time of a step, in milliseconds of the busiest stage's last rank, and its memory.
 
     Attributes:
-        choice: how the model is split.
-        attention, linear: time inside the layers' operations, without transfers and waits.
-        products: time of the weights' products: forward, backward and recomputed.
-        exposed: time by which layers' transfers exceed the work of their busiest rank.
-        imbalance: time by which the busiest rank's kernels of layers exceed those of the mean rank.
-        others: time of norms, activations and all else that reads and writes memory.
-        shards: time by which sums of gradients and gathers of weights exceed all of that, behind which they hide.
+        job: the way in which the model is trained.
+        parts: milliseconds by part; their sum is the step. attention, linear: inside the layers' operations on the mean
+            rank, without transfers and waits; products: of weights; experts: grouped products; dispatch: experts'
+            all-to-alls and permutations; tensor: gathers and sums of tensor parallelism; exposed: time by which
+            context parallelism's transfers exceed the kernels; imbalance: time by which its busiest rank's kernels
+            exceed those of the mean; others: all else that reads and writes memory; pipeline: time in which the
+            busiest stage waits; shards: gathers of weights and sums of gradients that nothing overlaps; optimizer.
         memory: bytes of a rank.
-        tokens: number of tokens in the pack.
-        operations: floating-point operations of the pack that the model needs, without recomputation.
+        tokens: number of tokens of all packs in the step.
+        operations: floating-point operations that the model needs for them, without recomputation.
         plans: the plan of each kind of layer, with how often it occurs.
         modules: value of `--recompute-modules` for what selective recomputation computes again.
         schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
         head_chunks: value of `--cp-head-chunks`; None to leave it out.
     """
 
-    choice: StepChoice
-    attention: float
-    linear: float
-    products: float
-    exposed: float
-    imbalance: float
-    others: float
-    shards: float
+    job: Job
+    parts: Mapping[str, float]
     memory: StepMemory
     tokens: int
     operations: float
@@ -124,41 +99,41 @@ class StepPrice:
 
     @property
     def step(self) -> float:
-        """Milliseconds of a forward and a backward."""
-        return self.attention + self.linear + self.products + self.exposed + self.imbalance + self.others + self.shards
+        """Milliseconds of a step."""
+        return sum(self.parts.values())
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """The throughput of one context-parallel group, over its ranks."""
-        return self.tokens / self.step * 1e3 / self.choice.cp if self.step else 0.0
+        """The throughput of all ranks, over their number."""
+        return self.tokens / self.step * 1e3 / self.job.gpus if self.step else 0.0
 
     def mfu(self, peak: float) -> float:
         """Returns the operations that the model needs over those possible at `peak` a second on every rank."""
-        return self.operations / (self.step / 1e3) / self.choice.cp / peak if self.step else 0.0
+        return self.operations / (self.step / 1e3) / self.job.gpus / peak if self.step else 0.0
 
     @property
     def flags(self) -> str:
-        """Megatron's flags for this choice and its plans."""
-        found = [f"--context-parallel-size {self.choice.cp}", f"--cp-layout {self.choice.layout}"]
+        """Megatron's flags for this job and its plans."""
+        job = self.job
+        found = [f"--context-parallel-size {job.cp}", f"--cp-layout {job.layout}"]
         found += self._scheme_flags()
         modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
         if len(modes) > 1:  # runs of different lengths can have different modes
-            found += [
-                "--linear-cp-mode auto",
-                *([f"--cp-hardware {self.choice.hardware}"] * bool(self.choice.hardware)),
-            ]
+            found += ["--linear-cp-mode auto", *([f"--cp-hardware {job.hardware}"] * bool(job.hardware))]
         else:
             found += [f"--linear-cp-mode {mode}" for mode in modes]
-        if self.head_chunks is not None:
-            found.append(f"--cp-head-chunks {self.head_chunks}")
-        if self.choice.transport != "collective":
-            found.append(f"--cp-transport {self.choice.transport}")
-        if self.choice.codec != "none":
-            found.append(f"--cp-codec {self.choice.codec}")
-        found += [_SHARDING_FLAGS[self.choice.sharding]] if self.choice.sharding in _SHARDING_FLAGS else []
-        if self.choice.recompute == FULL:
+        found += [f"--cp-head-chunks {self.head_chunks}"] * (self.head_chunks is not None)
+        found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
+        found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
+        found += [f"--tensor-model-parallel-size {job.tp} --sequence-parallel"] * (job.tp > 1)
+        found += [f"--pipeline-model-parallel-size {job.pp}"] * (job.pp > 1)
+        found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
+        found += [f"--expert-model-parallel-size {job.ep}"] * (job.ep > 1)
+        found += ["--fp8-format hybrid"] * (job.precision == "fp8")
+        found += [_SHARDING_FLAGS[job.sharding]] if job.sharding in _SHARDING_FLAGS else []
+        if job.recompute == FULL:
             found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-        elif self.choice.recompute == "selective":
+        elif job.recompute == SELECTIVE:
             found.append(f"--recompute-granularity selective --recompute-modules {' '.join(self.modules)}")
         return " ".join(found)
 
@@ -173,10 +148,8 @@ class StepPrice:
             degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
-            found += [f"--cp-search {self.choice.search_seconds:g}"] * bool(self.choice.search_seconds)
-            found += [f"--cp-search-cache {shlex.quote(str(self.choice.search_cache))}"] * bool(
-                self.choice.search_cache
-            )
+            found += [f"--cp-search {self.job.search_seconds:g}"] * bool(self.job.search_seconds)
+            found += [f"--cp-search-cache {shlex.quote(str(self.job.search_cache))}"] * bool(self.job.search_cache)
         return found
 
 
@@ -191,60 +164,241 @@ def scheme_of(plan: Plan) -> str:
     return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
 
-def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology) -> StepPrice:
-    """Returns the price of a step on one pack.
+def predict_step(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology: Topology) -> StepPrice:
+    """Returns the price of a step in which each microbatch is one pack.
 
     Args:
         model: the model, with all layers.
-        layout: the tokens of the pack that each rank holds, as the choice names it.
-        choice: how the model is split.
+        layout: the tokens of the pack that each context-parallel rank holds, as the job names it.
+        job: how the model is trained.
         on: the machine.
-        topology: the hosts of the group's ranks.
+        topology: the hosts of the ranks of one context-parallel group.
 
     Raises:
-        ArgumentError: another sharding, a layout or a topology of another number of ranks, or a scheme that cannot run.
+        ArgumentError: degrees that do not divide, a layout or a topology of another number of ranks, or a scheme that
+            cannot run.
     """
-    if choice.sharding not in SHARDINGS:
-        raise ArgumentError("sharding", choice.sharding, " or ".join(SHARDINGS))
-    if layout.cp_size != choice.cp:
-        raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {choice.cp} ranks of the choice")
-    checked_integer("replicas", choice.replicas, 1)
-    slots = model.slots(
-        scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
-        head_chunks=choice.head_chunks, codec=choice.codec, search_seconds=choice.search_seconds,
-        search_cache=choice.search_cache,
-        transport=Transport.even_hosts(choice.transport, choice.cp, topology.num_hosts),
+    return price_step(model, layout, job, on, plan_layers(model, layout, job, on, topology))
+
+
+class Planned(NamedTuple):
+    """The plans of a model's layers, which depend on a job's tp, cp and packs alone.
+
+    Attributes:
+        slots: the slot of each layer with a mixer.
+        plans: the plan of each kind of slot, with how often it occurs.
+        head_chunks: value of `--cp-head-chunks`; None to leave it out.
+        seconds: `[2, parts]` of each kind.
+    """
+
+    slots: tuple[Slot, ...]
+    plans: tuple[tuple[Plan, int], ...]
+    head_chunks: int | None
+    seconds: tuple[Seconds, ...]
+
+
+def plan_layers(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology: Topology) -> Planned:
+    """Returns the plans and times of all layers' operations; see `predict_step`."""
+    job.check(model, on)
+    if layout.cp_size != job.cp:
+        raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {job.cp} ranks of the job")
+    slots = divided(model, job.tp).slots(
+        scheme=job.scheme, ulysses_degree=job.ulysses_degree, mode=job.mode, head_chunks=job.head_chunks,
+        codec=job.codec, search_seconds=job.search_seconds, search_cache=job.search_cache,
+        transport=Transport.even_hosts(job.transport, job.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
-    attention = linear = exposed = imbalance = operations = 0.0
-    for plan, count in plans:
-        directions = timelines(plan, on, topology)
-        waits = priced(plan, on, topology).total - 1e3 * sum(each.seconds - each.exposed for each in directions)
-        busy = [1e3 * float(each.busy.mean()) for each in directions]
-        uneven = [1e3 * each.imbalance for each in directions]
-        if choice.recompute == FULL:  # the forward once more, with its waits
-            busy.append(busy[0])
-            uneven.append(uneven[0])
-            waits += 1e3 * directions[0].exposed
-        exposed += waits * count
-        imbalance += sum(uneven) * count
-        if plan.attend is None:
-            linear += sum(busy) * count
-        else:
-            attention += sum(busy) * count
-            operations += count * _attention_operations(plan)
-    tokens = int(layout.token_counts.max(initial=0))
-    products, others = 1e3 * _products(model, tokens, choice, on), 1e3 * _others(model, tokens, choice, on)
-    busy_in_all = attention + linear + products + others + exposed + imbalance
+    return Planned(slots, plans, head_chunks, tuple(mixer_seconds(plan, on, topology) for plan, _ in plans))
+
+
+def price_step(model: ModelSpec, layout: Layout, job: Job, on: Machine, planned: Planned) -> StepPrice:
+    """Returns the price of a step whose layers are planned."""
+    plans = planned.plans
+    times = dict(zip(dict.fromkeys(planned.slots), planned.seconds, strict=True))
+    order = iter(planned.slots)
+    mixers = [times[next(order)] if block.mixer is not None else None for block in model.blocks]
+    parts, held = step_parts(model, mixers, int(layout.token_counts.max(initial=0)), job, on)
+    operations = 6.0 * model.active_parameters * layout.packing.total
+    operations += sum(job.tp * count * _attention_operations(plan) for plan, count in plans if plan.attend is not None)
+    times_a_step = job.replicas * job.microbatches
     return StepPrice(
-        choice, attention, linear, products, exposed, imbalance, others,
-        max(1e3 * _shard_seconds(model, choice, topology) - busy_in_all, 0.0),
-        _memory(model, layout, choice, plans), layout.packing.total,
-        operations + 6.0 * model.active_parameters * layout.packing.total, plans, _modules(model),
-        _schemes(model, slots, plans), head_chunks,
+        job, parts, _memory(model, layout, job, plans, held), layout.packing.total * times_a_step,
+        operations * times_a_step, plans, _modules(model), _schemes(model, planned.slots, plans), planned.head_chunks,
     )  # fmt: skip
+
+
+def divided(model: ModelSpec, tp: int) -> ModelSpec:
+    """Returns the model with as many heads as one tensor-parallel rank has."""
+    if tp == 1:
+        return model
+    mixers: dict[Any, Any] = {None: None}
+    for mixer in dict.fromkeys(block.mixer for block in model.blocks if block.mixer is not None):
+        names = ("heads", "kv_heads" if isinstance(mixer, AttentionMixer) else "key_heads")
+        mixers[mixer] = replace(mixer, **{name: getattr(mixer, name) // tp for name in names})
+    return replace(model, blocks=tuple(replace(block, mixer=mixers[block.mixer]) for block in model.blocks))
+
+
+def mixer_seconds(plan: Plan, on: Machine, topology: Topology) -> Seconds:
+    """Returns `[2, parts]` the seconds of a layer's operation, forward and backward."""
+    found = np.zeros((2, len(LAYER_PARTS)))
+    price = priced(plan, on, topology)
+    for way, (timeline, total) in enumerate(
+        zip(timelines(plan, on, topology), (price.forward, price.backward), strict=True)
+    ):
+        found[way, AT["linear" if plan.attend is None else "attention"]] = timeline.busy.mean()
+        found[way, AT["imbalance"]] = timeline.imbalance
+        found[way, AT["exposed"]] = total / 1e3 - timeline.seconds + timeline.exposed
+    return found
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def step_parts(
+    model: ModelSpec, mixers: Sequence[Seconds | None], tokens: int, job: Job, on: Machine
+) -> tuple[dict[str, float], tuple[int, ...]]:
+    """Returns the milliseconds of each part of a step, and the chunks in flight of each pipeline stage.
+
+    Args:
+        model: the model.
+        mixers: for each block the seconds of its attention or linear layer.
+        tokens: tokens of a microbatch on a rank.
+        job, on: the job and the machine.
+    """
+    one: dict[tuple[Block, int], Seconds] = {}
+    for block, mixer in zip(model.blocks, mixers, strict=True):
+        if (block, id(mixer)) not in one:
+            one[block, id(mixer)] = layer_seconds(block, mixer, model.hidden_size, tokens, job, on)
+    layers = [one[block, id(mixer)] for block, mixer in zip(model.blocks, mixers, strict=True)]
+    chunks = [np.sum(layers[lo:hi], axis=0) for lo, hi in _chunks(model, job)]
+    chunks[-1] = chunks[-1] + _head_seconds(model, tokens, job, on)
+    if job.sharding != "zero3":
+        for number, (lo, hi) in enumerate(_chunks(model, job)):
+            chunks[number][1, AT["others"]] += sum(_on_rank(model, job, lo, hi)) * _ACCUMULATED / on.hardware.copy
+    seconds = np.stack([chunk.sum(axis=1) for chunk in chunks], axis=1)
+    across = job.pp > 1 and job.stage_ranks >= on.ranks_per_host
+    nbytes, link = BF16 * model.hidden_size * tokens / job.tp, on.between if across else on.within
+    walk = walk_pipeline(seconds, job.pp, job.microbatches, link.latency + nbytes / link.bandwidth)
+    stages = [np.sum(chunks[stage :: job.pp], axis=0) for stage in range(job.pp)]
+    busiest = max(stages, key=lambda stage: float(stage.sum()))
+    parts = {name: 1e3 * job.microbatches * float(busiest[:, number].sum()) for name, number in AT.items()}
+    parts["pipeline"] = max(1e3 * walk.seconds - sum(parts.values()), 0.0)
+    once = busiest.sum(axis=1)
+    parts["shards"], parts["optimizer"] = (1e3 * each for each in _sharded_seconds(model, job, on, once))
+    return parts, walk.held
+
+
+def _chunks(model: ModelSpec, job: Job) -> list[tuple[int, int]]:
+    """Returns the range of blocks of each chunk of layers, in the model's order."""
+    each = len(model.blocks) // (job.pp * job.interleave)
+    return [(lo, lo + each) for lo in range(0, len(model.blocks), each)]
+
+
+def _head_seconds(model: ModelSpec, tokens: int, job: Job, on: Machine) -> Seconds:
+    """Returns `[2, parts]` the seconds of the final norm, the output head in bf16, and the loss."""
+    found, head = np.zeros((2, len(LAYER_PARTS))), Gemm(1, model.hidden_size, model.vocab_size)
+    found[:, AT["products"]] = product_seconds(head, model.hidden_size, tokens, replace(job, precision="bf16"), on)
+    written = model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False)
+    found[:, AT["others"]] = np.array([1.0, 2.0]) * written * tokens / job.tp / on.hardware.copy
+    if job.tp > 1:  # the embedding's sum, and the gather before the head
+        found[:, AT["tensor"]] = 2 * ring_seconds(BF16 * model.hidden_size * tokens, job.tp, 1, on)
+    return found
+
+
+def _on_rank(model: ModelSpec, job: Job, lo: int, hi: int) -> tuple[float, float]:
+    """Returns the parameters of blocks on a rank: outside of routed experts, and of its experts."""
+    sizes = model.block_parameters[lo:hi]
+    return sum(dense for dense, _ in sizes) / job.tp, sum(routed for _, routed in sizes) / job.ep
+
+
+def _stage_parameters(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
+    """Returns the parameters of a stage's rank, embedding and output head included."""
+    pairs = [_on_rank(model, job, lo, hi) for lo, hi in _chunks(model, job)[stage :: job.pp]]
+    words = model.vocab_size * model.hidden_size / job.tp
+    tables = (stage == 0) + (stage == job.pp - 1) * (not model.tied_embeddings or job.pp > 1)
+    norm = model.hidden_size if stage == job.pp - 1 else 0
+    return sum(dense for dense, _ in pairs) + tables * words + norm, sum(routed for _, routed in pairs)
+
+
+def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> tuple[float, float]:
+    """Returns the seconds of gathers and sums that nothing overlaps, and of the optimizer, on the slowest rank.
+
+    Gradients are summed in fp32 behind the backward of the last microbatch, and weights gathered in bf16 behind the
+    first forward; with sharded weights both in every microbatch, and weights once more in backward. The last layer's
+    share has nothing left to hide behind.
+
+    Args:
+        model, job, on: the model, the job and the machine.
+        once: `[2]` seconds of a microbatch's forward and backward on the busiest stage.
+    """
+    worst = (0.0, 0.0)
+    for stage in range(job.pp):
+        gather = sums = held = 0.0
+        groups = ((job.cp * job.replicas, job.tp), (job.stage_ranks // job.ep, job.ep))
+        for count, (ranks, apart) in zip(_stage_parameters(model, job, stage), groups, strict=True):
+            if not count:
+                continue
+            sums += ring_seconds(count * _GRADIENT, ranks, apart, on) * (2 if job.sharding == "none" else 1)
+            gather += ring_seconds(count * _PARAMETER, ranks, apart, on) if job.sharding != "none" else 0.0
+            held += count / (ranks if job.sharding != "none" else 1)
+        part = 1 / max(len(model.blocks) // job.pp, 1)
+        is_full = job.sharding == "zero3"
+        exposed = max(gather - once[0], gather * part)
+        exposed += max(sums + is_full * gather - once[1], (sums + is_full * gather) * part)
+        found = exposed * (job.microbatches if is_full else 1), held * _OPTIMIZER_TRAFFIC / (2 * on.hardware.copy)
+        worst = max(worst, found, key=sum)
+    return worst
+
+
+def _memory(
+    model: ModelSpec, layout: Layout, job: Job, plans: Sequence[tuple[Plan, int]], held: tuple[int, ...]
+) -> StepMemory:
+    """Returns the bytes of the rank that holds most, of the stage that holds most."""
+    rank = int(layout.token_counts.argmax())
+    tokens = int(layout.token_counts[rank]) / job.tp
+    kept = [
+        (peak_bytes(plan, rank, 2, forward=True) if plan.attend else _linear_saved(plan, rank)) for plan, _ in plans
+    ]
+    worst = max([peak_bytes(plan, rank, 2, forward=False) for plan, _ in plans if plan.attend] + kept, default=0)
+    operation = sum(count * most for (_, count), most in zip(plans, kept, strict=True)) / len(model.blocks)
+    buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0) + RUNTIME_BYTES
+    found = []
+    for stage in range(job.pp):
+        saved = 0.0
+        ranges = _chunks(model, job)[stage :: job.pp]
+        blocks = list(itertools.chain.from_iterable(model.blocks[lo:hi] for lo, hi in ranges))
+        for block, count in Counter(blocks).items():
+            saved += count * tokens * block.saved(model.hidden_size, job.recompute)
+        saved += (max(kept, default=0) if job.recompute == FULL else operation * len(blocks)) if kept else 0.0
+        saved *= held[stage] / job.interleave
+        saved += tokens * model.recomputed_bytes(job.recompute)
+        most = float(worst)
+        if stage == job.pp - 1:
+            saved += tokens * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
+            most = max(most, tokens * model.vocab_size * _LOGITS)
+        found.append(StepMemory(*_state_bytes(model, job, stage), saved + most, float(buffers)))
+    return max(found, key=lambda memory: memory.total)
+
+
+def _state_bytes(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
+    """Returns the bytes of weights, and of gradients and optimizer, of a rank of a stage."""
+    parameters = states = 0.0
+    groups = (job.cp * job.replicas, job.stage_ranks // job.ep)
+    for count, ranks in zip(_stage_parameters(model, job, stage), groups, strict=True):
+        over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[job.sharding]
+        parameters += _PARAMETER * count / over[0]
+        states += _GRADIENT * count / over[1] + _OPTIMIZER * count / over[2]
+    if job.sharding == "zero3" and job.gpus > 1:  # one block's weights and gradients are whole while it is computed
+        largest = max(dense / job.tp + routed / job.ep for dense, routed in model.block_parameters)
+        parameters, states = parameters + largest * _PARAMETER, states + largest * _GRADIENT
+    return parameters * (2 if job.precision == "fp8" and job.sharding != "zero3" else 1), states
+
+
+def least_bytes(model: ModelSpec, job: Job) -> float:
+    """Returns the bytes of weights, gradients and optimizer on the rank that holds most."""
+    return max(sum(_state_bytes(model, job, stage)) for stage in range(job.pp))
 
 
 def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan, int], ...]) -> tuple[str, ...]:
@@ -266,24 +420,6 @@ def _modules(model: ModelSpec) -> tuple[str, ...]:
     return ("layernorm", *(["moe_act"] if experts else []), *(["gdn_norm_out"] if gated else []))
 
 
-def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> float:
-    """Returns the seconds of a sharding's transfers: the bytes that enter a host, over its ranks' cards.
-
-    Gradients are summed in fp32 and scattered, and weights gathered in bf16: once with a sharded optimizer, in forward
-    and in backward with sharded weights. Without sharding every rank sums all gradients.
-    """
-    ranks, hosts = choice.cp * choice.replicas, topology.num_hosts * choice.replicas
-    if ranks == 1:
-        return 0.0
-    gathers = {"none": 0, "zero1": 1, "zero3": 2}[choice.sharding]
-    sums = 2 if choice.sharding == "none" else 1
-    nbytes = model.parameters * float(sums * _GRADIENT + gathers * _PARAMETER)
-    if hosts == 1:
-        return nbytes * (1 - 1 / ranks) / topology.within.bandwidth
-    cards = min(topology.rails, -(-topology.size // topology.num_hosts))
-    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * cards)
-
-
 def _attention_operations(plan: Plan) -> float:
     """Returns the floating-point operations of an attention's visible pairs: two products forward, four backward."""
     step = plan.attend
@@ -291,49 +427,6 @@ def _attention_operations(plan: Plan) -> float:
     pairs = float(stage_shapes(step, 1).pairs.sum())
     heads = sum(hi - lo for lo, hi in step.partition.heads)
     return pairs * heads * 6 * (step.head_dim + step.value_head_dim)
-
-
-def _products(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
-    """Returns the seconds of the weights' products for a rank's tokens.
-
-    An expert has as many rows as tokens are routed to it, rounded up to whole tiles.
-    """
-    times = 1 + _BACKWARD + (1 if choice.recompute == FULL else 0)
-    rate = on.hardware.matrix / (1 + on.hardware.matrix_rows / max(tokens, 1))
-    adds = float(sum(gemm.multiply_adds for gemm in model.gemms))
-    for block, count in Counter(model.blocks).items():
-        if block.mlp is not None and block.mlp.experts and tokens:
-            rows = tokens * block.mlp.experts_per_token / block.mlp.experts
-            tiles = -(-rows // _EXPERT_TILE) * _EXPERT_TILE
-            adds += count * block.mlp.experts_per_token * block.mlp.expert(model.hidden_size) * (tiles / rows - 1)
-    return 2.0 * adds * tokens * times / rate
-
-
-def _others(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
-    """Returns the seconds of reading and writing memory: activations once forward, twice in backward."""
-    times = 3 + (1 if choice.recompute == FULL else 0)
-    return model.activation_bytes("none") * tokens * times / on.hardware.copy
-
-
-def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: Sequence[tuple[Plan, int]]) -> StepMemory:
-    ranks = choice.cp * choice.replicas
-    over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[choice.sharding]
-    parameters, gradients, optimizer = (
-        model.parameters * size / share for size, share in zip((_PARAMETER, _GRADIENT, _OPTIMIZER), over, strict=True)
-    )
-    if choice.sharding == "zero3" and ranks > 1:  # one block's weights and gradients are whole while it is computed
-        largest = max(model.block_parameters)
-        parameters, gradients = parameters + largest * _PARAMETER, gradients + largest * _GRADIENT
-    rank = int(layout.token_counts.argmax())
-    tokens = int(layout.token_counts[rank])
-    saved = tokens * (model.activation_bytes(choice.recompute) + model.recomputed_bytes(choice.recompute))
-    worst = tokens * model.vocab_size * _LOGITS
-    for plan, count in plans:
-        most = peak_bytes(plan, rank, 2, forward=True) if plan.attend else _linear_saved(plan, rank)
-        saved += most * (1 if choice.recompute == FULL else count)
-        worst = max(worst, peak_bytes(plan, rank, 2, forward=False) if plan.attend else most)
-    buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0)
-    return StepMemory(parameters, gradients + optimizer, float(saved + worst), buffers + RUNTIME_BYTES)
 
 
 def _linear_saved(plan: Plan, rank: int) -> int:

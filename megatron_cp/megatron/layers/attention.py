@@ -35,6 +35,7 @@ from megatron_cp.plan.schemes import may_assign_tiles, scheme_named
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.latent import latent_attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
 
@@ -89,6 +90,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
+            **_latents(config, k_channels),
             **options,
             **_search(config, scheme),
         )
@@ -109,6 +111,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        up: Tensor | None = None,
     ) -> Tensor:
         """Computes attention for this rank's rows.
 
@@ -119,6 +122,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             attn_mask_type: None, or the mask type that the layer was built with.
             attention_bias: must be None.
             packed_seq_params: from `shard_batch`, or Megatron's own after its zigzag sharding.
+            up: `[h, key + value features, r]`, the up-projection of latents, if the slot has them. key and value are
+                then shared keys `[t, 1, d]` and latents `[t, 1, r]`.
 
         Returns:
             `[t, h * d]` or `[s, b, h * d]`.
@@ -140,8 +145,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         refuse_other_means(self.config, packed_seq_params, plans.layout.cp_size)
         plan = plans.plan(self.slot)
-        out: Tensor = layer_operation(self.layer_number, attention)(
-            query, key, value, plan, ranks,
+        tensors = (query, key, value) if up is None else (query, value.squeeze(-2), key.squeeze(-2), up)
+        out: Tensor = layer_operation(self.layer_number, attention if up is None else latent_attention)(
+            *tensors, plan, ranks,
             softmax_scale=self.softmax_scale, sink=self.softmax_offset,
             dropout=dropout, seed=self._seed(seed) if dropout else 0,
         )  # fmt: skip
@@ -280,12 +286,20 @@ def _search(config: Any, scheme: str) -> dict[str, Any]:
     return {name: getattr(config, option) for name, option in found.items() if hasattr(config, option)}
 
 
+def _latents(config: Any, k_channels: int | None) -> dict[str, Any]:
+    """Returns the sizes of latents and what is done with them, for multi-latent attention whose latents may travel."""
+    mode = getattr(config, "cp_latent_mode", "heads")
+    if k_channels is None or mode == "heads":
+        return {}
+    return {"latent": (config.qk_pos_emb_head_dim, config.kv_lora_rank), "latent_mode": mode}
+
+
 def refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
     """Plans a batch of one token, so that refusals are raised while the model is built."""
     flags = {
         "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
         "search_seconds": "cp_search", "search_cache": "cp_search_cache",
-        **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec")},
+        **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec", "latent_mode")},
     }  # fmt: skip
     try:
         slot.plan(Layout.contiguous(Packing([1]), cp_size))

@@ -12,20 +12,30 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import unsupported_latent_attention
+from megatron_cp.megatron.layers.refusals import refuse, unsupported_latent_attention
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+
+_PLAIN_LINEAR: tuple[type, ...] = (ColumnParallelLinear,)
+if HAVE_TE:
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    _PLAIN_LINEAR += (TEColumnParallelLinear,)
 
 _ROTARY_SETTINGS = (
     "rope_type", "qk_pos_emb_head_dim", "rotary_base", "rotary_percent", "rotary_scaling_factor",
@@ -71,9 +81,9 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
     """The changes that our two classes share.
 
     Attributes:
-        core_attention: the core attention, which gets the heads' keys and values from Megatron's layer: with h heads of
-            sizes k and v, `h * (k + v)` elements a token are sent, where `kv_lora_rank + qk_pos_emb_head_dim` elements
-            of the latent would suffice.
+        core_attention: the core attention. It gets the heads' keys and values from Megatron's layer, `h * (k + v)`
+            elements a token for h heads of sizes k and v; or, by `--cp-latent-mode`, the `kv_lora_rank +
+            qk_pos_emb_head_dim` elements of latent and shared key, with the up-projection's weight.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +136,10 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
         inference_context: Any = None,
         **others: Any,
     ) -> tuple[Tensor, ...]:
-        """Returns `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents, for packed batches in any layout."""
+        """Returns `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents, for packed batches in any layout.
+
+        Where latents are given to the core attention, the second and the third are `[t, 1, shared]` and `[t, 1, r]`.
+        """
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
             # In this format Megatron ignores document boundaries, and every row has its own angles.
             packed = self.core_attention.planned(packed_seq_params)
@@ -136,6 +149,11 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             )
             packed_seq_params = copy.copy(packed)
             packed_seq_params.qkv_format = "sbhd"
+        if self.core_attention.slot.latent is not None:
+            if inference_context is not None:
+                mode = self.core_attention.slot.latent_mode
+                refuse("cp_latent_mode", mode, "heads for inference", "Megatron's cache is of keys and values.")
+            return self._queries_and_latents(hidden_states, packed_seq_params)
         found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states,
             key_value_states,
@@ -145,6 +163,61 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             **others,
         )
         return found
+
+    def _queries_and_latents(self, hidden_states: Tensor, params: PackedSeqParams | None) -> tuple[Tensor, ...]:
+        """Returns queries, shared keys and latents, then the latents of queries and of keys.
+
+        The up-projection of keys and values is not called. Of its work, tensor-parallel ranks need what it does with
+        the gradients of latents, which are those of each rank's heads.
+        """
+        config, is_sharded = self.config, self.world_size > 1 and self.config.sequence_parallel
+        angles: Any = self.rotary_pos_emb(
+            self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, config, params)
+        )
+        angles, factor = (angles, 1.0) if config.rope_type == "rope" else angles
+        queries, keys = self._qkv_down_projection(hidden_states)
+        latent, rotary = keys.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        if is_sharded:
+            rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
+        if params is not None:
+            queries, latent, rotary = (x.squeeze(1) for x in (queries, latent, rotary))
+        if config.q_lora_rank is not None:
+            queries = self.q_layernorm(queries)
+        latent = self.kv_layernorm(latent)
+
+        def turned(x: Tensor, angles: Tensor) -> Tensor:
+            found: Tensor = apply_rotary_pos_emb(
+                x, angles[: len(x)], config=config, mscale=factor, cp_group=self.pg_collection.cp,
+                mla_rotary_interleaved=True,
+            )  # fmt: skip
+            return found
+
+        def up_projected(queries: Tensor, rotary: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+            projection = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+            heads = projection(queries)[0].unflatten(-1, (-1, self.q_head_dim))
+            own, turning = heads.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+            return torch.cat([own, turned(turning, angles)], dim=-1), turned(rotary.unsqueeze(-2), angles).contiguous()
+
+        if self.recompute_up_proj:
+            self.qkv_up_checkpoint = CheckpointWithoutOutput(fp8=None)
+            query, key = self.qkv_up_checkpoint.checkpoint(up_projected, queries, rotary, angles)
+        else:
+            query, key = up_projected(queries, rotary, angles)
+        if is_sharded:
+            whole = gather_from_sequence_parallel_region(latent, group=self.tp_group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(latent, group=self.tp_group)
+        return query, key, whole.unsqueeze(-2), queries, latent
+
+    def _up_projection(self) -> Tensor:
+        """Returns the weight `[h, key + value features, r]` of this rank's heads."""
+        projection = self.linear_kv_up_proj
+        if not isinstance(projection, _PLAIN_LINEAR):
+            remedy = "Its weight alone is used where latents arrive. Send heads with adapters and other projections."
+            found = f"{type(projection).__name__} as linear_kv_up_proj"
+            refuse("cp_latent_mode", found, "a plain column-parallel linear layer", remedy)
+        weight: Tensor = projection.weight
+        return weight.view(self.num_attention_heads_per_partition, -1, self.config.kv_lora_rank)
 
     def _run_core_attention(
         self,
@@ -157,6 +230,8 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
         **others: Any,
     ) -> Tensor:
         """Runs the core attention without Megatron's padding of packed batches' values to the size of keys."""
+        if self.core_attention.slot.latent is not None:
+            others["up"] = self._up_projection()
         out: Tensor = self.core_attention(
             query, key, value, attention_mask, packed_seq_params=packed_seq_params,
             attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type, **others,

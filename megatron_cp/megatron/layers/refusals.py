@@ -125,6 +125,18 @@ def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
     if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
         remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
         yield ArgumentError("--qk-layernorm", True, "off, or with --q-lora-rank", remedy)
+    mode = getattr(config, "cp_latent_mode", "heads")
+    if mode != "heads":
+        remedy = "The weight of the up-projection alone is used where latents arrive."
+        for flag, given in (("--fp8-format", config.fp8), ("--fp4-format", config.fp4)):
+            if given:
+                yield ArgumentError(flag, given, "none with --cp-latent-mode", remedy)
+        if config.delay_wgrad_compute:
+            yield ArgumentError("--delay-wgrad-compute", True, "off with --cp-latent-mode", remedy)
+        if config.qk_layernorm and HAVE_TE and config.transformer_impl != "local":
+            allowed = "heads with --qk-layernorm, or --transformer-impl local"
+            remedy = "Transformer Engine's up-projection has the norm inside."
+            yield ArgumentError("--cp-latent-mode", mode, allowed, remedy)
 
 
 def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:

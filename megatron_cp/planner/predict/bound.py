@@ -11,11 +11,13 @@ from megatron_cp.layout.bands import NO_BANDS, areas, cut, cut_up
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignedTiles
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.by_host import first_hop
 from megatron_cp.plan.flows import Fetch, PassOn, owned_fragments
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Scan
 from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate
+from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate, rule_seconds
 from megatron_cp.planner.predict.program import Seconds
 from megatron_cp.planner.predict.walk_base import gathers_over_hosts
 
@@ -35,13 +37,27 @@ def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size:
     For assigned tiles the bound holds for any order of them: it is the largest of a rank's work, the time of its ports,
     and the longest path of one tile, whose rows arrive, are computed and return.
     """
+    bounds, _ = plan.memo(("bounds", on, topology, item_size), lambda: _bounds(plan, on, topology, item_size))
+    return bounds
+
+
+def bound_in_chunks(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
+    """Returns a lower bound on the milliseconds of both directions in any number of head chunks.
+
+    It leaves out the transfers that more chunks could hide: those of the first chunk, and of the last one back.
+    """
+    _, least = plan.memo(("bounds", on, topology, item_size), lambda: _bounds(plan, on, topology, item_size))
+    return least
+
+
+def _bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> tuple[tuple[float, float], float]:
     step = plan.attend
     assert step is not None
     exchanged = exchange_seconds(plan, topology, item_size)
     flow = step.stages[-1].keys
-    found = []
+    found, least = list[float](), 0.0
     for forward in (True, False):
-        path = 0.0
+        path, hidden = 0.0, None
         if step.tiled is not None:
             work = _pair_seconds(plan, step, on, item_size, forward=forward)
             busy = np.maximum(work, _tile_port_seconds(plan, step, on, topology, item_size, forward=forward))
@@ -52,10 +68,11 @@ def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size:
             busy = _ring_seconds(plan, step, on, topology, item_size, forward=forward)
         else:
             assert isinstance(flow, Fetch)
-            busy = _fetch_seconds(plan, step, flow, on, topology, item_size, forward=forward)
+            busy, hidden = _fetch_seconds(plan, step, flow, on, topology, item_size, forward=forward)
         rank_seconds = exchanged + busy
+        least += 1e3 * max(float((busy if hidden is None else hidden).max(initial=0.0)), path)
         found.append(1e3 * max(float(rank_seconds.max(initial=0.0)), float(exchanged.min(initial=0.0)) + path))
-    return found[0], found[1]
+    return (found[0], found[1]), least
 
 
 class _Load(NamedTuple):
@@ -249,8 +266,8 @@ def _ring_load(plan: Plan, topology: Topology, row: IntArray, sent: IntArray, go
 
 def _fetch_seconds(
     plan: Plan, step: Attend, flow: Fetch, on: Machine, topology: Topology, item_size: int, *, forward: bool
-) -> Seconds:
-    """Returns `[ranks]` the seconds of an attention whose keys arrive in chunks of heads.
+) -> tuple[Seconds, Seconds]:
+    """Returns `[ranks]` the seconds of an attention whose keys arrive in chunks of heads, and of one in any chunks.
 
     This is the work plus the transfer of the smallest chunk, in backward also of its gradients; or all transfers.
     """
@@ -259,13 +276,17 @@ def _fetch_seconds(
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
     rows = np.array([[min(each), sum(each)] for each in groups]) * sum(step.key_features) * item_size
     smallest, whole = rows[np.arange(plan.cp_size) % degree].T
-    keys = _fetch_load(plan, flow, on, topology, back=False)
+    first = first_hop(flow)
+    keys = _fetch_load(plan, first, on, topology, back=False)
     exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)
     if not forward:
-        back = _fetch_load(plan, flow, on, topology, back=True)
+        back = _fetch_load(plan, first, on, topology, back=True)
         exposed, moved = exposed + back.times(smallest).seconds(topology), moved.plus(back.times(whole))
-    found: Seconds = np.maximum(kernels + exposed, moved.seconds(topology))
-    return found
+    for is_back in (False, True)[: (2 - forward) * (first is not flow)]:  # a second hop, which nothing hides
+        within = _fetch_load(plan, flow, on, topology, back=is_back).times(whole)
+        kernels, moved = kernels + within.seconds(topology), moved.plus(within)
+    ports = moved.seconds(topology)
+    return np.maximum(kernels + exposed, ports), np.maximum(kernels, ports)
 
 
 def _fetch_load(plan: Plan, flow: Fetch, on: Machine, topology: Topology, *, back: bool) -> _Load:
@@ -314,3 +335,25 @@ def exchange_seconds(plan: Plan, topology: Topology, item_size: int) -> Seconds:
         near_bytes, far_bytes = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
         seconds = seconds + _Load(near_bytes, far_bytes, nothing, nothing).seconds(topology)
     return seconds
+
+
+def gathering_exposes_less(plan: Plan, scan: Scan, on: Machine, topology: Topology, item_size: int) -> bool:
+    """Tells whether an all-gather of a chunkwise layer's maps exposes less time than an all-to-all, in both directions.
+
+    The busiest links are counted. Half of the rule hides one exchange, or the first hop of an all-gather over hosts: a
+    message to the counterparts on other hosts. Nothing hides the second hop, to the ranks of the own host.
+    """
+    hosts, direct, gathered = np.array(topology.hosts), 0.0, 0.0
+    near, width, latency = hosts[:, None] == hosts, max(item_size, 4), topology.between.latency
+    others = near.sum(axis=1) - 1  # ranks of the same host
+    far, came = topology.num_hosts - 1, -(-(hosts.size - 1 - others) // (others + 1))
+    for forward in (True, False):
+        hidden = float(rule_seconds(plan, on.hardware, item_size, forward=forward).mean()) / 2 - latency
+        counts, share = scan.split_counts(forward=forward).counts * width, scan.share(forward=forward) * width
+        messages = _Load(*((rows * where).sum(axis=1) for rows in (counts, counts.T) for where in (near, ~near)))
+        first = _Load(share * others, np.full(hosts.size, share * far), share * others, share * came)
+        second = _Load(share * came * others, 0 * came, share * (hosts.size - 1 - others - came), 0 * came)
+        direct += max(float(messages.seconds(topology).max()) - hidden, 0.0)
+        gathered += max(float(first.seconds(topology).max()) - hidden, 0.0)
+        gathered += float(second.seconds(topology).max()) + topology.within.latency
+    return gathered < direct

@@ -27,6 +27,7 @@ else:
     import tomli as tomllib
 
 _PRESETS = Path(__file__).parent / "presets"
+PRODUCTS = ("fp8", "experts", "experts fp8")
 _SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy; measured, wire_cpu.md
 SAFE = "h100"  # the default where no machine is named
 
@@ -87,6 +88,9 @@ class Hardware:
             twice backward). The device computes meanwhile, so they count where their sum is longer.
         ring: the part of a hop's time that kernels hide, forward and backward; the rest is added to theirs.
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
+        products: other kinds of products than those of `matrix`: "fp8", "experts" (grouped products of experts in bf16)
+            and "experts fp8". Each has operations a second, and the rows (of an expert), columns and inner size at
+            which half of that is reached, if the other two are large; and the seconds beside of a mixture of experts.
         sources: the source of each number.
     """
 
@@ -114,6 +118,7 @@ class Hardware:
     host: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
+    products: tuple[tuple[str, float, float, float, float, float], ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +128,11 @@ class Hardware:
         if not whole or len(whole) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
         self._check_rule()
+        for each in self.products:
+            is_row = len(each) == 6 and each[0] in PRODUCTS and all(map(_is_number, each[1:]))
+            if not is_row or each[1] <= 0 or min(each[2:]) < 0:
+                wanted = f"{' or '.join(PRODUCTS)}, a rate above 0, three sizes and seconds of at least 0"
+                raise ArgumentError("products", each, wanted)
         for name, width in (("row", 3), ("chain", 4)):
             rows = getattr(self, name)
             if any(len(row) != width or not all(_is_number(x) and x >= 0 for x in row[width - 3 :]) for row in rows):
@@ -183,6 +193,13 @@ class Hardware:
         rows = (row for row in self.chain if row[0] == kind)
         _, _, ahead, back = min(rows, key=lambda row: abs(math.log(row[1] / head_dim)), default=("", 1, 0.0, 0.0))
         return ahead if forward else back
+
+    def product_seconds(self, rows: float, columns: float, inner: float, kind: str | None = None) -> float:
+        """Returns the seconds of a product of matrices: of bf16, or of another kind that `products` has."""
+        known = {name: numbers for name, *numbers in self.products}
+        rate, *halves, _ = known[kind] if kind else (self.matrix, self.matrix_rows, 0.0, 0.0, 0.0)
+        losses = sum(half / size for half, size in zip(halves, (rows, columns, inner), strict=True))
+        return 2.0 * rows * columns * inner / rate * (1 + losses)
 
     def slower(self, item_size: int) -> float:
         """Returns the factor by which elements of so many bytes take longer than bf16."""
@@ -352,7 +369,10 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        numbers, rows = ("convolution", "wider", "band", "ring", "host"), ("attention", "rule", "row", "chain")
+        numbers, rows = (
+            ("convolution", "wider", "band", "ring", "host"),
+            ("attention", "rule", "row", "chain", "products"),
+        )
         tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
         tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}

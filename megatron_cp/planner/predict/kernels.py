@@ -131,9 +131,10 @@ def seconds_of_calls(
     row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
     of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
     found = seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
-    if step.expands:  # all calls of a rank together expand the keys that it sees
-        seconds = _expansion_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
-        found = found + seconds * of_ranks.pairs / np.maximum(of_ranks.pairs.sum(0), 1)
+    if step.latent_mode:  # of all calls of a rank together
+        seconds = _latent_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
+        areas = np.array([step.area(rank, forward=forward) for rank in range(step.num_kv_ranks)])
+        found = found + seconds * of_ranks.pairs / np.maximum(areas[kv_ranks], 1)
     return found
 
 
@@ -158,20 +159,28 @@ def seconds_of_shapes(
     return found
 
 
-def _expansion_seconds(
+def _latent_seconds(
     step: Attend, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *, forward: bool
 ) -> Seconds:
-    """Returns `[ranks]` the seconds of expanding latents to keys and values, at the rate of attention's products.
+    """Returns `[ranks]` the seconds of the products by the up-projection, and of the copies beside them.
 
-    Backward expands them once more, and has two products for the gradients of latents and of the up-projection.
+    Latents that travel are expanded on every rank that sees them, once more in backward. Own latents are expanded, and
+    own queries and results multiplied, once. Backward has two products for each of forward.
     """
     assert step.latent is not None
-    shared, rank = step.latent
-    seen = step.needed.split_counts.counts.sum(axis=0) if step.num_kv_ranks > 1 else np.array([step.keys.packing.total])
-    features = step.head_dim - shared + step.value_head_dim
-    rate = hardware.attention_rate((step.head_dim + step.value_head_dim) // 2, forward=forward)
-    operations = 2 * rank * features * (1 if forward else 3) * hardware.slower(item_size)
-    found: Seconds = np.asarray(seen[kv_ranks] * heads * (operations / rate), dtype=np.float64)
+    shared, rank, made, mode = step.latent
+    rows, products, copied = step.keys.token_counts, 1 if forward else 2, made + shared
+    if mode == "expand":
+        products = 1 if forward else 3
+        copied = step.head_dim + (0 if forward else made)
+        if step.num_kv_ranks > 1:
+            rows = step.needed.split_counts.counts.sum(axis=0)
+    elif mode == "absorb":
+        rows, copied = step.queries.token_counts, step.head_dim * (2 if forward else 4)
+    rows = rows[kv_ranks]
+    rate = hardware.matrix / (1 + hardware.matrix_rows / np.maximum(rows, 1)) / hardware.slower(item_size)
+    of_head = 2 * rank * made * products / rate + copied * item_size / hardware.copy
+    found: Seconds = np.asarray(rows * heads * of_head, dtype=np.float64)
     return found
 
 
@@ -279,7 +288,7 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     Args:
         chunks: parts of the heads, each with a call of its own.
     """
-    heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
+    heads = np.array([hi - lo for lo, hi in plan.partition.heads])[np.arange(plan.cp_size) % plan.ulysses_degree]
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
     kind, size = KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2
     chain = hardware.chain_seconds(kind, size, forward=forward) * hardware.slower(item_size)

@@ -12,6 +12,7 @@ from functools import cached_property
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import rounded
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.by_host import first_hop
 from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.layer_program import Local, Move
@@ -76,18 +77,19 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     inbound, outbound = ([move for move in moves.values() if move.to_heads == leads] for leads in (True, False))
     # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
     message = inbound[0] if len(inbound) == 1 else None
-    live, moments = 0, [0]
+    held = sum(local.held_for_latents(plan.out.head_dim, forward=forward, moved=bool(moves)) for local in chunks)
+    live, moments = held, [held]
     if not forward:
-        live = sum(move.tokens for move in outbound) + sum(sum(move.heads) for move in inbound)
+        live += sum(move.tokens for move in outbound) + sum(sum(move.heads) for move in inbound)
         live += sum(local.out + local.lse for local in chunks)
     for do in plan.program(forward=forward):
         if isinstance(do, Local):
             chunk = do.chunk or 0
             local, made = chunks[chunk], chunks[chunk].out + chunks[chunk].lse
             gradients = 0 if forward else message.heads[chunk] if message else local.dq + local.keys
-            expansion = local.expansion(forward=forward)
+            of_latents = local.latents(plan.out.head_dim, forward=forward)
             of_loop = local.forward() if forward else local.backward()
-            moments += [live + gradients + expansion + moment for moment in of_loop]
+            moments += [live + gradients + of_latents + moment for moment in of_loop]
             live += made if forward else -made - sum(move.heads[chunk] for move in moves.values())
             live += gradients if message and message.in_order else 0
         elif isinstance(do, Move) and (move := moves.get(id(do.step))):
@@ -175,10 +177,9 @@ def _segment_bytes(plan: Plan, rank: int, item_size: int) -> int:
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
                 # Maps and their adjoints go to different ranks; a buffer of the former may be too small for the latter.
-                counts = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
-                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (each.sent_by(rank), each.received_by(rank)))
-                    for each in counts
+                    Counter(rounded(n * max(item_size, LSE)) for n in step.buffer_sizes(rank, forward=forward))
+                    for forward in (True, False)
                 )
                 sizes += (sent | back).elements()
     return sum(sizes)
@@ -263,19 +264,38 @@ class _RankBytes:
     def block(self, rows: int, groups: int, item: int) -> int:
         return rows * groups * sum(self.step.key_features) * item
 
-    def expansion(self, *, forward: bool) -> int:
-        """Returns the bytes of the latents of a stage that are expanded, and in backward of their gradients."""
-        if not self.step.expands:
+    def held_for_latents(self, value_dim: int, *, forward: bool, moved: bool) -> int:
+        """Returns the bytes that are made of own latents or queries before the loop, and kept.
+
+        Args:
+            value_dim: features of the result.
+            forward: the direction.
+            moved: True where heads are exchanged, of which backward keeps those that arrived.
+        """
+        if self.step.latent_mode == "absorb":
+            return self.rows * self.heads * self.step.head_dim * self.item
+        if self.step.latent_mode != "heads" or (moved and not forward):
             return 0
         assert self.step.latent is not None
+        features = self.step.latent.made + self.step.head_dim + (value_dim if moved else 0)  # values that are sent
+        return int(self.step.keys.row_counts[self.kv_rank]) * self.heads * features * self.item
+
+    def latents(self, value_dim: int, *, forward: bool) -> int:
+        """Returns the bytes that the loop makes of latents, in backward also of gradients, beside what is held."""
+        if self.step.latent is None or not self.step.latent_mode or not self.step.latent.travels:
+            return 0
+        _, rank, own, mode = self.step.latent
         key, value = self.step.head_dim, self.step.value_head_dim
-        own = key - self.step.latent[0] + value  # features that are expanded, and of those that keys are made of
         seen = max(_size(self.step.tiles(self.kv_rank, stage).key_rows) for stage in self.step.stages)
+        if mode == "absorb":
+            if forward:  # keys, and after the loop the result
+                return max(seen * key, self.rows * self.heads * value_dim) * self.item
+            return (seen * key + self.rows * self.heads * value) * self.item + seen * (key + value) * self.acc_bytes
         made = seen * self.heads * (own + key) * self.item
         if forward:
             return made
         gradients = seen * self.heads * ((key + value) * self.acc_bytes + own * self.item)
-        return made + gradients + self.heads * own * self.step.latent[1] * self.acc_bytes
+        return made + gradients + self.heads * own * rank * self.acc_bytes
 
     def forward(self) -> list[int]:
         """Returns the bytes at each moment of forward's loop, including the output and its lse."""
@@ -314,7 +334,8 @@ class _RankBytes:
         moments += [total + before + count * self._most_heads * row for count in parts]
         for stage in stages:
             if isinstance(stage.gradients, Return):
-                most, chunks = max(stage.gradients.fetch.split_counts.sent_by(self.kv_rank)), self._chunks
+                fetch, chunks = stage.gradients.fetch, self._chunks
+                most = max(max(hop.split_counts.sent_by(self.kv_rank)) for hop in (first_hop(fetch), fetch))
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
             if stage.remote_queries is not None:

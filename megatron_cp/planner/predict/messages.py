@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from megatron_cp.exchange.split_counts import SPARE, rounded
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import Fetch, RowFlow
+from megatron_cp.plan.flows import Fetch, Return, RowFlow
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.program import Allocate, Order, Pack, Release, Start
 
@@ -55,6 +55,8 @@ def walk_buffers(step: Attend, kv_rank: int, head_rank: int, item_size: int, poo
 
     for do in step.program(forward=forward):
         match do:
+            case Pack(payload=payload, flow=Return() as flow):
+                taken[do.buffer] = acquire(sum(flow.split_counts.sent_by(kv_rank)), payload, do.part.chunk)
             case Pack(payload=payload, flow=flow):
                 rows = usable_rows(None) if flow is None else flow.message_rows(kv_rank).sent
                 assert rows is not None

@@ -59,7 +59,21 @@ def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_si
         exposed=1e3 * (forward.exposed + backward.exposed + 2 * seconds),
         imbalance=1e3 * (forward.imbalance + backward.imbalance),
         hardware=described(on, topology),
+        by_link=_bytes_by_link((forward, backward), topology),
     )
+
+
+def _bytes_by_link(directions: tuple[Timeline, ...], topology: Topology) -> tuple[int, int] | None:
+    """Returns the bytes that all ranks send within hosts and between them; None if there is one host."""
+    if topology.num_hosts == 1:
+        return None
+    spans = (span for timeline in directions for span in timeline.spans)
+    edges = [span.edges for span in spans if span.kind == "send" and span.edges is not None]
+    hosts = np.array(topology.hosts)
+    messages = [np.stack([each.senders, each.receivers, each.nbytes]) for each in edges]
+    senders, receivers, nbytes = np.concatenate([np.zeros((3, 0), dtype=np.int64), *messages], axis=1)
+    far = hosts[senders] != hosts[receivers]
+    return int(nbytes[~far].sum()), int(nbytes[far].sum())
 
 
 def described(on: Machine, topology: Topology) -> str:

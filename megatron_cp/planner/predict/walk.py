@@ -150,11 +150,12 @@ class _Walk(AttentionWalk):
             "maps", "kernel", scan_seconds(self.plan, step, self.hardware, self.item, forward=self.is_forward)
         )
         if step.crosses:
-            counts = step.split_counts(forward=self.is_forward).counts
-            key = self._start("states of segments", self._count_edges(counts * max(self.item, 4)))
+            counts, width = step.split_counts(forward=self.is_forward).counts, max(self.item, 4)
+            sent = np.full_like(counts, step.share(forward=self.is_forward)) if step.gathers else counts
+            key = self._start("states of segments", self._count_edges(sent * width), shares=step.gathers)
             self.program.work("rule, before states", "kernel", local / 2, host=self._rule_host)
             self._wait(key)
-            self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
+            self._copy("fold states", counts.sum(axis=0) * width)
             self.program.work("rule, after states", "kernel", local / 2)
         else:
             self.program.work("rule", "kernel", local, host=self._rule_host)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp.cli.main import main
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.describe import describe_ties, ownership, tied
+from megatron_cp.plan.describe import describe_ties, ownership, size, tied
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict.hardware import written
 from tests.commands import reported
@@ -143,3 +143,43 @@ def test_the_verdict_on_sizes_and_whole_models_names_ties_too(fixed):
 def test_sizes_are_compared_in_the_first_line(fixed):
     first, *_ = said_by("--cp", "2,4", *fixed)
     assert re.fullmatch(r"fastest: cp \d by \S+, [0-9.]+ ms predicted; least GPU time: cp \d, [0-9.]+ GPU-ms", first)
+
+
+def test_the_verdict_says_what_makes_the_next_one_slower_and_what_crosses_between_hosts():
+    shape = ["--cp", "16", "--heads", "32", "--kv-heads", "1", "--head-dim", "128", "--lengths", "200k"]
+    text, data = reported(["plan", *shape, "--layout", "balanced", "--gpu", "h100"])
+    lines, rows = text.splitlines(), data["schemes"]
+    assert lines[0].startswith("take this: exact_by_host in layout balanced")
+    times = {name: sum(row["predicted_ms"].values()) for name, row in rows.items() if name != data["scheme"]}
+    following = min(times, key=times.get)
+    more = rows[following]["parts_ms"]["exposed transfers"] - rows[data["scheme"]]["parts_ms"]["exposed transfers"]
+    why = next(line for line in lines if line.startswith("why: "))
+    assert why.endswith(f"next is {following}, {times[following]:.3f} ms: it has {more:.3f} ms more exposed transfers")
+    links = next(price["bytes_by_link"] for price in data["prices"] if price["candidate"].startswith("exact_by_host"))
+    sent = sum(rows["exact_by_host"]["bytes_sent"].values())
+    assert sum(links.values()) == sent
+    assert links["between_hosts"] < 0.3 * sent  # of 8 ranks that see a key, one gets it from the other host
+    (line,) = (line for line in lines if line.startswith("bytes: "))
+    assert line.endswith(f"within hosts and {size(links['between_hosts'])} between hosts, both directions")
+
+
+def test_a_row_has_as_many_head_chunks_as_are_fastest():
+    shape = [
+        "--cp",
+        "8",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "32",
+        "--head-dim",
+        "128",
+        "--lengths",
+        "100k",
+        "--gpu",
+        "h100",
+    ]
+    rows = {chunks: reported(["plan", *shape, *chunks])[1]["schemes"] for chunks in ((), ("--head-chunks", "2"))}
+    for name, row in rows[()].items():
+        others = sum(rows["--head-chunks", "2"][name]["predicted_ms"].values())
+        assert sum(row["predicted_ms"].values()) <= others * (1 + 1e-9), name
+    assert any(row["head_chunks"] == 4 for row in rows[()].values())

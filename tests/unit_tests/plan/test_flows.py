@@ -10,6 +10,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan import attention as plan_attention_steps
 from megatron_cp.plan import seen_keys
 from megatron_cp.plan.attention import SCHEDULES, Attend
+from megatron_cp.plan.by_host import ByHost
 from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.planner.layouts import layout_by_name
@@ -50,6 +51,43 @@ def test_a_fetch_brings_the_wanted_rows_in_stream_order(drawn):
         assert ordered.tolist() == tables.tokens.tolist() == expected
         back = ordered if tables.inverse is None else ordered[tables.inverse]
         assert back.tolist() == received.tolist()
+
+
+@given(fetches(), st.data())
+def test_two_hops_bring_the_wanted_rows_with_one_copy_to_a_host(drawn, data):
+    direct, wanted = drawn
+    size = direct.size
+    numbers = st.lists(st.integers(0, 2), min_size=size, max_size=size).filter(
+        lambda x: set(x) == set(range(max(x) + 1))
+    )
+    hosts = tuple(data.draw(numbers))
+    flow = ByHost(direct, hosts)
+
+    def moved(fetch, held):
+        """Moves rows from rank to rank, and returns those of each in the order of arrival, and where they came from."""
+        tables = [fetch.tables(rank) for rank in range(size)]
+        sent = [
+            np.split(held[rank][each.send_rows], np.cumsum(each.send_counts)[:-1]) for rank, each in enumerate(tables)
+        ]
+        for rank, each in enumerate(tables):
+            assert each.recv_counts.tolist() == [len(sent[other][rank]) for other in range(size)]
+            assert fetch.split_counts.received_by(rank) == each.recv_counts.tolist()
+            assert fetch.arrive_in_order[rank] == fetch.arrives_in_order(rank) == (each.order is None)
+        return [np.concatenate([sent[other][rank] for other in range(size)]) for rank in range(size)], sent
+
+    first, sent = moved(flow.first, [direct.layout.tokens(rank) for rank in range(size)])
+    for host in set(hosts):
+        crossed = [sent[a][b] for a in range(size) for b in range(size) if hosts[a] != host == hosts[b]]
+        crossed = np.concatenate(crossed) if crossed else np.zeros(0, dtype=int)
+        owners = direct.layout.located(np.arange(RAGGED.total))[0]
+        tokens = {t for r in range(size) if hosts[r] == host for t in direct.tokens(r) if hosts[owners[t]] != host}
+        assert sorted(crossed) == sorted(tokens)  # each once
+    second, sent = moved(flow, first)
+    assert not any(sent[a][b].size for a in range(size) for b in range(size) if hosts[a] != hosts[b])
+    for rank in range(size):
+        order = flow.tables(rank).order
+        ordered = second[rank] if order is None else second[rank][order]
+        assert ordered.tolist() == [t for start, end in zip(*wanted[rank], strict=True) for t in range(start, end)]
 
 
 @given(fetches())

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 import megatron_cp as cp
+from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.model_files import read_model
-from megatron_cp.apps.estimate.step import StepChoice, predict_step
+from megatron_cp.apps.estimate.step import predict_step
 from megatron_cp.planner import layouts
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict import machine
@@ -34,7 +35,7 @@ def test_it_is_the_layout_of_the_cheapest_step(name, packing):
     choice = choose_layout(packing, 8, model.slots())
     steps = {
         each: predict_step(
-            model, layout_by_name(each, packing, 8), StepChoice(8, each, sharding="none"), H100, H100.topology(8)
+            model, layout_by_name(each, packing, 8), Job(8, each, sharding="none"), H100, H100.topology(8)
         )
         for each in CHOICES
     }
@@ -42,7 +43,9 @@ def test_it_is_the_layout_of_the_cheapest_step(name, packing):
     assert set(prices) == set(CHOICES)
     assert steps[choice.name].step <= 1.001 * min(step.step for step in steps.values())
     for each, step in steps.items():
-        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed + step.imbalance, rel=0.005)
+        assert prices[each] == pytest.approx(
+            step.parts["attention"] + step.parts["linear"] + step.parts["exposed"] + step.parts["imbalance"], rel=0.005
+        )
 
 
 def test_what_the_layers_are_decides():

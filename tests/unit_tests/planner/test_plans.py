@@ -417,3 +417,21 @@ def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
     times = [priced(plan, hardware, request["topology"], item_size=2).total for plan in fixed]
     assert min(times) < 0.99 * times[0]
     assert chosen.prices[0].total == pytest.approx(min(times))
+
+
+def test_chunks_are_tried_for_candidates_far_behind_in_their_first_number():
+    """In two chunks, a2a+exact among four ranks is a third behind that among eight; in one it wins."""
+    lengths = np.random.default_rng(0).lognormal(8, 1.2, 64)
+    packing = Packing(np.diff(np.round(np.cumsum(lengths) / lengths.sum() * 2**14).astype(int), prepend=0))
+    layout, on = Layout.balanced(packing, 16), machine("h100")
+    options = {"heads": 8, "kv_heads": 8, "head_dim": 64, "topology": on.topology(16, 4)}
+    given = {
+        (degree, chunks): priced(
+            plan_attention(packing, layout, scheme="a2a+exact", ulysses_degree=degree, head_chunks=chunks, **options),
+            on,
+            options["topology"],
+        ).total
+        for degree, chunks in ((4, 2), (4, 1), (8, 1))
+    }
+    assert given[4, 1] < given[8, 1] < given[4, 2] / 1.1
+    assert plan_attention(packing, layout, **options).prices[0].total == given[4, 1]

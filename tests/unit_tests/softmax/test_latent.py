@@ -9,7 +9,12 @@ import torch.nn.functional as F  # noqa: N812
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.plan.attention import LATENT_MODES
+from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.memory import peak_bytes
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
+from megatron_cp.testing.memory import PeakMemory
 
 LENGTHS = [17, 1, 30, 5]
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
@@ -40,10 +45,10 @@ def expanded(inputs, packing, dout):
     return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}
 
 
-def over_ranks(group, packing, scheme, layout, **options):
+def over_ranks(group, packing, scheme, layout, mode):
     inputs, _, dout = drawn(packing)
     layout = getattr(cp.Layout, layout)(packing, group.size)
-    plan = cp.plan_attention(packing, layout, scheme=scheme, latent=(SHARED, RANK), **SIZES, **options)
+    plan = cp.plan_attention(packing, layout, scheme=scheme, latent=(SHARED, RANK), latent_mode=mode, **SIZES)
     own = {
         name: (x.clone() if name == "up" else layout.shard(x, group.rank)).requires_grad_()
         for name, x in inputs.items()
@@ -53,15 +58,19 @@ def over_ranks(group, packing, scheme, layout, **options):
     return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}, layout
 
 
+CASES = [(size, layout, "expand") for size in (1, 2, 3, 4) for layout in ("contiguous", "zigzag", "balanced")]
+CASES += [(1, "contiguous", "absorb"), (2, "zigzag", "absorb"), (3, "balanced", "absorb"), (4, "contiguous", "absorb")]
+CASES += [(2, "balanced", "heads"), (3, "zigzag", "heads"), (4, "contiguous", "heads"), (3, "contiguous", "auto")]
+
+
 @pytest.mark.filterwarnings("ignore:.*get no")
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_scheme_is_torchs_attention(size, layout):
+@pytest.mark.parametrize(("size", "layout", "mode"), CASES)
+def test_every_scheme_is_torchs_attention(size, layout, mode):
     packing = cp.Packing(LENGTHS)
     inputs, _, dout = drawn(packing)
     exact = expanded(inputs, packing, dout)
     for scheme in [*SCHEMES, *(PRODUCTS if size == 4 else [])]:
-        ranks = run_ranks(over_ranks, size, packing, scheme, layout)
+        ranks = run_ranks(over_ranks, size, packing, scheme, layout, mode)
         for name, value in exact.items():
             parts = [rank[0][name] for rank in ranks]
             found = sum(parts) if name == "up" else ranks[0][1].unshard(parts)
@@ -89,6 +98,57 @@ def test_sinks_windows_batches_and_types_are_those_of_attention():
         pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(own, given, strict=True))]
         for one, other in pairs:
             assert (one - other).abs().max() <= limit * other.abs().max()
+
+
+@pytest.mark.parametrize("mode", ["expand", "absorb", "heads"])
+def test_pad_rows_hold_anything(mode):
+    packing, (inputs, _, dout) = cp.Packing(LENGTHS), drawn(cp.Packing(LENGTHS))
+    layout = cp.Layout.contiguous(packing, 1, align=64)
+    plan = cp.plan_attention(packing, layout, latent=(SHARED, RANK), latent_mode=mode, scheme="exact", **SIZES)
+    own = {n: x.clone() if n == "up" else layout.shard(x, 0, pad_value=torch.nan) for n, x in inputs.items()}
+    own = {name: x.requires_grad_() for name, x in own.items()}
+    cp.latent_attention(**own, plan=plan).backward(layout.shard(dout, 0, pad_value=torch.nan))
+    for name, value in expanded(inputs, packing, dout).items():
+        if name != "out":
+            found = own[name].grad
+            assert not found[packing.total :].any() or name == "up"
+            found = found if name == "up" else found[: packing.total]
+            assert (found - value).abs().max() <= 1e-12 * value.abs().max(), name
+
+
+# Rates of a core, so that sizes alone decide: a model whose latents are large or small beside its heads, and how many
+# keys a query sees of those that its rank is sent.
+PRICED = {
+    "expand": ({"heads": 8, "head_dim": 96, "value_head_dim": 64, "latent": (32, 128)}, [4096], "all_gather"),
+    "absorb": ({"heads": 8, "head_dim": 96, "value_head_dim": 64, "latent": (32, 128)}, [16] * 256, "all_gather"),
+    "heads": ({"heads": 2, "head_dim": 24, "value_head_dim": 16, "latent": (8, 512)}, [1024], "exact"),
+}
+
+
+@pytest.mark.parametrize("mode", PRICED)
+def test_auto_takes_the_mode_of_the_lowest_price(mode):
+    sizes, lengths, scheme = PRICED[mode]
+    packing = cp.Packing(lengths)
+    layout, on = cp.Layout.zigzag(packing, 8), machine("cpu")
+    plans = {
+        each: cp.plan_attention(packing, layout, scheme=scheme, latent_mode=each, hardware="cpu", **sizes)
+        for each in (*LATENT_MODES, "auto")
+    }
+    prices = {each: priced(plan, on).total for each, plan in plans.items()}
+    assert min(prices, key=prices.get) == mode
+    assert plans["auto"].attend == plans[mode].attend
+    assert prices["auto"] == plans["auto"].prices[0].total == prices[mode]
+    free = cp.plan_attention(packing, layout, hardware="cpu", **sizes)
+    assert priced(free, on).total <= 1.05 * prices[mode] + 0.1  # a scheme that rounds or searches counts as slower
+    assert {price.detail.split(", ")[-1] for price in free.prices} == set(LATENT_MODES)
+
+
+def test_devices_are_not_given_heads_that_their_kernels_refuse():
+    packing = cp.Packing([16] * 256)
+    for latent, modes in (((64, 512), {"expand", "heads"}), ((32, 64), set(LATENT_MODES))):
+        sizes = {"heads": 8, "head_dim": 96, "value_head_dim": 64, "latent": latent}
+        plan = cp.plan_attention(packing, cp.Layout.zigzag(packing, 8), scheme="exact", latent_mode="auto", **sizes)
+        assert {price.detail.split(", ")[-1] for price in plan.prices} == modes
 
 
 def test_latents_travel():
@@ -119,13 +179,41 @@ def test_ranks_agree_on_the_up_projection():
         run_ranks(frozen_on_others, 2)
 
 
-def test_peaks_count_what_latents_are_expanded_to():
+class Silent(ReferenceAttention):
+    """A kernel that allocates nothing."""
+
+    name = "silent"
+
+    def forward(self, out, lse, *_):
+        out.zero_(), lse.zero_()
+
+    def backward(self, dq, dk, dv, *_):
+        dq.zero_(), dk.zero_(), dv.zero_()
+
+
+def peaks(group, scheme, mode):
     packing = cp.Packing([512])
-    layout, sizes = cp.Layout.zigzag(packing, 2), {"heads": 16, "head_dim": 24, "value_head_dim": 16, "scheme": "exact"}
-    keys, latents = (cp.plan_attention(packing, layout, latent=latent, **sizes) for latent in (None, (8, 32)))
-    for forward in (True, False):
-        peaks = [peak_bytes(plan, 1, 4, forward=forward) for plan in (keys, latents)]
-        assert peaks[1] - peaks[0] > 512 * 16 * 24 * 4  # the expanded keys alone, of which forward has no copy
+    layout = cp.Layout.zigzag(packing, group.size)
+    sizes = {"heads": 8, "head_dim": 96, "value_head_dim": 64, "latent": (32, 128)}
+    plan = cp.plan_attention(packing, layout, scheme=scheme, latent_mode=mode, **sizes)
+    rows, memory = int(layout.row_counts[group.rank]), PeakMemory()
+    shapes = ((rows, 8, 96), (rows, 128), (rows, 32), (8, 128, 128))
+    own = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    with memory:
+        out = cp.latent_attention(*own, plan, memory.watch(group), kernel=Silent())
+        found = [memory.peak]
+        memory.restart()
+        out.backward(torch.ones_like(out).mul_(1))
+    found.append(memory.peak - out.nbytes)
+    return found, [peak_bytes(plan, group.rank, 4, forward=forward) for forward in (True, False)]
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "exact", "p2p"])
+@pytest.mark.parametrize("mode", LATENT_MODES)
+def test_peaks_are_those_that_are_predicted(mode, scheme):
+    for found, predicted in run_ranks(peaks, 2, scheme, mode):
+        # Expanded keys, and what merges partial results, are not alive together, and are counted so.
+        assert all(0.85 * one <= other <= 1.25 * one for one, other in zip(found, predicted, strict=True))
 
 
 @pytest.mark.parametrize(

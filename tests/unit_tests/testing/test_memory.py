@@ -8,6 +8,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
@@ -246,3 +247,11 @@ def test_each_thread_sees_its_own():
 
     peaks = [peak for peak, _ in run_ranks(allocate, 3)]
     assert [peak // 400 for peak in peaks] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("cp", "hosts", "options"), [(4, 2, {}), (5, 2, {"head_chunks": 1}), (6, 3, {"mask": "full"})])
+def test_the_peak_is_the_formula_where_keys_go_by_host(cp, hosts, options, dtype):
+    plan = planned("exact_by_host", cp, topology=machine("h100").topology(cp, hosts), **options)
+    assert plan.collectives(forward=True) == 2 * plan.attend.head_chunks
+    check(plan, dtype)

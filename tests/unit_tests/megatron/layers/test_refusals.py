@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout import Packing
@@ -396,6 +397,31 @@ def with_latent_options(**options):
     return with_options(configure(MLATransformerConfig), argparse.Namespace(**options))
 
 
+def build_with_latents(**changes):
+    config = with_latent_options(cp_latent_mode="expand")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return MLASelfAttention(config, None, layer_number=1)
+
+
+def half_a_layer(**modules):
+    layer = MLASelfAttention.__new__(MLASelfAttention)
+    nn.Module.__init__(layer)
+    for name, module in modules.items():
+        setattr(layer, name, module)
+    return layer
+
+
+def project_by_another():
+    half_a_layer(linear_kv_up_proj=nn.Identity())._up_projection()
+
+
+def infer_with_latents():
+    core = build(config=with_latent_options(cp_latent_mode="expand"), others={"k_channels": 192, "v_channels": 128})
+    assert (core.slot.latent, core.slot.latent_mode) == ((64, 512), "expand")
+    half_a_layer(core_attention=core).get_query_key_value_tensors(torch.ones(4, 1, 32), inference_context=object())
+
+
 @pytest.mark.parametrize(
     ("flag", "given", "make", "options"),
     [
@@ -411,6 +437,13 @@ def with_latent_options(**options):
         ("attn-mask-type", "<AttnMaskType.arbitrary.*>", build, {"attn_mask_type": AttnMaskType.arbitrary}),
         ("reset-attention-mask", True, build_ours, {"reset_attention_mask": True}),
         ("cp-codec", "'fp9'", with_latent_options, {"cp_codec": "fp9"}),
+        ("cp-latent-mode", "'expanded'", with_latent_options, {"cp_latent_mode": "expanded"}),
+        ("cp-latent-mode", "'expand'", build_ours, {"cp_latent_mode": "expand"}),  # has no latents
+        ("fp8-format", "'hybrid'", build_with_latents, {"fp8": "hybrid"}),
+        ("fp4-format", "'e2m1'", build_with_latents, {"fp4": "e2m1"}),
+        ("delay-wgrad-compute", True, build_with_latents, {"delay_wgrad_compute": True}),
+        ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
+        ("cp-latent-mode", "'expand'", infer_with_latents, {}),
         ("hybrid-context-parallel", True, build_hybrid, {}),
         ("hybrid-layer-pattern", "'another layer'", lambda: specs._NeedsTransformerEngine(configure()), {}),
         ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,

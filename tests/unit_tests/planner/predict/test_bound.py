@@ -70,7 +70,7 @@ def test_a_bound_is_no_more_than_the_price(seed, monkeypatch):
     item = int(random.choice([2, 4, 8]))
     on = machine(str(random.choice(presets())))
     hosts = int(random.integers(1, size + 1))
-    options["transport"] = transport_of(random, on.topology(size, hosts).hosts)
+    options |= {"topology": on.topology(size, hosts), "transport": transport_of(random, on.topology(size, hosts).hosts)}
     for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
         for plan in ways(layout, mask, groups * int(random.choice([1, 4])), groups, **options):

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -291,7 +292,8 @@ def test_the_exact_stage_finds_the_same_twice_and_has_a_gap_where_it_ends_early(
 
 
 @needs_solver
-def test_a_problem_too_large_to_write_down_is_said_so():
+def test_a_problem_too_large_to_write_down_is_said_so(monkeypatch):
+    monkeypatch.setattr(fast, "USUAL_STEPS", 400)
     problem = drawn(1)
     start = fast.search(problem)
     large = TileProblem.from_table(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
@@ -391,6 +393,14 @@ def test_a_longer_search_takes_a_kept_answer_further(tmp_path):
     assert solve(problem, cache=tmp_path).optimal  # what was found at length serves those in a hurry
 
 
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """The file with the answer to one problem."""
+    folder = tmp_path_factory.mktemp("answer")
+    solve(drawn(4), cache=folder)
+    return kept(folder)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -414,10 +424,10 @@ def test_a_longer_search_takes_a_kept_answer_further(tmp_path):
         lambda text, content: " " * (1 << 23) + text,
     ],
 )
-def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, spoil):
+def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, answer, spoil):
     problem = drawn(4)
-    solve(problem, cache=tmp_path)
-    path = kept(tmp_path)
+    path = tmp_path / answer.name
+    shutil.copy(answer, path)
     path.write_text(spoil(path.read_text(), json.loads(path.read_text())))
     rejects(rf"^cache: .*{problem.digest}.json: .* Delete ", solve, problem, cache=tmp_path)
 

@@ -1,0 +1,135 @@
+"""`Job`: how a model is trained on GPUs: parallelism, microbatches, sharding, recomputation. No torch in here.
+
+The order of ranks is Megatron's: tensor, context, expert within data, data, and pipeline last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.planner import Machine, Topology
+
+SHARDINGS = ("none", "zero1", "zero3")
+PRECISIONS = ("bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A way to train a model.
+
+    Attributes:
+        cp: context-parallel size.
+        layout: "zigzag", "contiguous" or "balanced".
+        scheme, ulysses_degree: attention's; "auto" compares all.
+        mode: the mode of linear layers; "auto" compares all.
+        recompute: as `ModelSpec.activation_bytes` takes it.
+        head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
+        sharding: how parameters, gradients and optimizer are sharded over the ranks that have the same ones: "none";
+            "zero1" (optimizer: Megatron's distributed optimizer); "zero3" (all of them: FSDP).
+        replicas: data-parallel size.
+        hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
+        search_seconds, search_cache: for tiles of attention; see `plan_attention`.
+        tp: tensor-parallel size, with sequence parallelism.
+        pp: number of pipeline stages.
+        interleave: chunks of layers of a stage.
+        ep: expert-parallel size: ranks among tp * cp * replicas that share the experts.
+        microbatches: packs that a replica computes one after the other in a step.
+        packs: times that the pack is joined in one microbatch.
+        precision: "bf16" or "fp8", that of products of weights.
+    """
+
+    cp: int
+    layout: str
+    scheme: str = "auto"
+    ulysses_degree: int | None = None
+    mode: str = "auto"
+    recompute: str = "selective"
+    head_chunks: int | None = None
+    transport: str = "collective"
+    codec: str = "none"
+    sharding: str = "zero1"
+    replicas: int = 1
+    hardware: str | None = None
+    search_seconds: float = 0.0
+    search_cache: str | None = None
+    tp: int = 1
+    pp: int = 1
+    interleave: int = 1
+    ep: int = 1
+    microbatches: int = 1
+    packs: int = 1
+    precision: str = "bf16"
+
+    @property
+    def gpus(self) -> int:
+        """The number of ranks of the job."""
+        return self.tp * self.cp * self.pp * self.replicas
+
+    @property
+    def stage_ranks(self) -> int:
+        """The number of ranks of a pipeline stage, among which experts are shared."""
+        return self.tp * self.cp * self.replicas
+
+    def topology(self, on: Machine, hosts: int | None = None) -> Topology:
+        """Returns the hosts of one context-parallel group, whose ranks are `tp` apart.
+
+        Raises:
+            ArgumentError: hosts are given where ranks of other degrees stand between.
+        """
+        if self.tp == 1:
+            return on.topology(self.cp, hosts)
+        if hosts is not None:
+            raise ArgumentError("hosts", hosts, "None with tp above 1", "Ranks then fill hosts.")
+        return on.topology(self.cp, [rank * self.tp // on.ranks_per_host for rank in range(self.cp)])
+
+    def check(self, model: ModelSpec, on: Machine) -> None:
+        """Refuses degrees that the model or the machine does not divide into.
+
+        Raises:
+            ArgumentError: such a degree, or a precision that the machine has no measured rate for.
+        """
+        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
+        for name in ("replicas", "tp", "pp", "interleave", "ep", "microbatches", "packs"):
+            checked_integer(name, getattr(self, name), 1)
+        if self.tp > 1 and on.ranks_per_host % self.tp:
+            raise ArgumentError("tp", self.tp, f"a divisor of the {on.ranks_per_host} ranks of a host")
+        for mixer, name, count in _counts(model):
+            if count % self.tp:
+                raise ArgumentError("tp", self.tp, f"a divisor of {count}, the {name} of {mixer}")
+        chunks, layers = self.pp * self.interleave, len(model.blocks)
+        if layers % chunks:
+            raise ArgumentError(
+                "pp", self.pp, f"stages that, times interleave {self.interleave}, divide {layers} layers"
+            )
+        if self.interleave > 1 and (self.pp == 1 or self.microbatches % self.pp):
+            wanted = f"1, or pp above 1 that divides the {self.microbatches} microbatches"
+            raise ArgumentError("interleave", self.interleave, wanted)
+        if self.sharding == "zero3" and self.pp > 1:
+            raise ArgumentError(
+                "sharding", "zero3", "zero1 with pp above 1", "Every microbatch would gather all again."
+            )
+        experts = [block.mlp.experts for block in model.blocks if block.mlp is not None and block.mlp.experts]
+        if self.ep > 1 and (not experts or self.stage_ranks % self.ep or any(count % self.ep for count in experts)):
+            wanted = f"a divisor of {self.stage_ranks} ranks of a stage and of {max(experts, default=0)} experts"
+            raise ArgumentError("ep", self.ep, wanted if experts else "1 without experts")
+        if self.precision == "fp8" and "fp8" not in [name for name, *_ in on.hardware.products]:
+            remedy = "Take bf16, or another machine."
+            raise ArgumentError("precision", "fp8", f"bf16 on {on.hardware.name}, without a rate of fp8", remedy)
+
+
+def _counts(model: ModelSpec) -> list[tuple[str, str, int]]:
+    """Returns the numbers that tensor parallelism divides: what has them, their name, and the number."""
+    found: dict[tuple[str, str, int], None] = {}
+    for part in dict.fromkeys(part for block in model.blocks for part in block.parts):
+        if isinstance(part, AttentionMixer):
+            found["attention", "key/value heads", part.kv_heads] = None
+        elif isinstance(part, LinearMixer):
+            found[part.kind, "key heads", part.key_heads] = None
+        elif isinstance(part, MLP) and (part.shared_size or not part.experts):
+            found["an MLP", "features", part.shared_size or part.intermediate_size] = None
+    return list(found)
