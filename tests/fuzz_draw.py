@@ -5,7 +5,7 @@ import itertools
 import random
 
 from megatron_cp.layout.block_masks import BLOCK_TABLES
-from megatron_cp.plan.attention import LATENT_MODES
+from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES
 from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
 from tests.fuzz_problem import names_of

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from megatron_cp.plan.assignment import AssignedTiles, TiledWork
 from megatron_cp.plan.by_host import ByHost
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, owned_fragments
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
+from megatron_cp.plan.latent import Latent
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
@@ -41,30 +42,6 @@ from megatron_cp.plan.selection import Selection, travelling_features
 from megatron_cp.plan.stage import Stage
 
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
-
-
-LATENT_MODES = ("expand", "absorb", "heads")
-
-
-class Latent(NamedTuple):
-    """The latents of a layer.
-
-    Attributes:
-        shared, rank: features of the rotary key that all heads share, and of the latent of a token.
-        made: features of a head that the up-projection makes of a latent: of its key, and of its value.
-        mode: one of `LATENT_MODES`: latents are expanded to keys and values where they arrive; or queries absorb the
-            up-projection, and meet latents; or latents are expanded to keys and values, which travel.
-    """
-
-    shared: int
-    rank: int
-    made: int
-    mode: str
-
-    @property
-    def travels(self) -> bool:
-        """True if shared keys and latents travel, in one group; False if keys and values do."""
-        return self.mode != "heads"
 
 
 @dataclass(frozen=True)

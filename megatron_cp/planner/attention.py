@@ -17,7 +17,8 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import Attend, Latent
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.latent import Latent
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.selection import Selection, checked_selection, travelling_features

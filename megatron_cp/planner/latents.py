@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.plan.attention import LATENT_MODES
+from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine
