@@ -128,7 +128,7 @@ def plan_attention(
     Raises:
         ArgumentError: an argument that does not fit the others or that no scheme can run.
     """
-    scheme = require("scheme", scheme)
+    scheme, codec = require("scheme", scheme), require("codec", codec)
     check_layout(packing, layout)
     # The arguments decide, not equal lengths by chance: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
@@ -139,30 +139,25 @@ def plan_attention(
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}
-    for name, value in given.items():
+    for name, value in {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}.items():
         if value is not None:
             checked_integer(name, value, 1)
-    codec = require("codec", codec)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     on, topology = priced_for(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
-    if latent is not None:
-        latent = checked_latent(latent, heads, kv_heads, head_dim)
+    latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
     selection = checked_selection(topk, indexer, kv_heads if latent is None else 1, scheme)
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
         codec, transport, topology, search, on, latent, selection,
     )  # fmt: skip
-    modes, selects = latent_modes(latent_mode, scheme, latent, on), selection is not None
-    wanted = None if scheme == AUTO else scheme_named(scheme)
+    selects, wanted = selection is not None, None if scheme == AUTO else scheme_named(scheme)
+    modes = latent_modes(latent_mode, scheme, latent, on, selects=selects)
     if layout.cp_size == 1 or isinstance(layout, FilledLayout):
         modes, wanted = modes[:1], scheme_named(scheme, selects=selects)
-    if selects:
-        modes = modes[:1]
     if wanted is not None and len(modes) == 1:
         return request.in_mode(modes[0]).plan(wanted, ulysses_degree)
     return _chosen(request, modes, wanted, ulysses_degree)
