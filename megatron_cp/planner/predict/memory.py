@@ -335,9 +335,11 @@ class _RankBytes:
         for stage in stages:
             if isinstance(stage.gradients, Return):
                 fetch, chunks = stage.gradients.fetch, self._chunks
-                most = max(max(hop.split_counts.sent_by(self.kv_rank)) for hop in (first_hop(fetch), fetch))
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
-                moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
+                # What a rank forwards is summed in a buffer: with one chunk, before there are sums of own keys.
+                for hop, live in ((first_hop(fetch), sums), (fetch, before if len(chunks) == 1 else sums)):
+                    most = max(hop.split_counts.sent_by(self.kv_rank))
+                    moments += [total + live + most * chunk.num_groups * width for chunk in chunks]
             if stage.remote_queries is not None:
                 remote = (most for chunk in self._chunks for most in self._remote_moments(stage, chunk))
                 moments += [total + sums + most for most in remote]
