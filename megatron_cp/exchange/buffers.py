@@ -55,13 +55,14 @@ class Buffers:
         with self._lock:
             self._host_memory = make
             self._free.clear()
+            # Those that are taken are not taken back: a tensor that still refers to one keeps its memory.
+            self._taken = {address: kept for address, kept in self._taken.items() if kept.place[0].type != "cpu"}
 
     def acquire(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Returns `[size]` uninitialised bytes on a device, or in host memory that `device` can access if `pinned`."""
         # Work of one stream is ordered, so that it may reuse a buffer; another stream would not wait for it.
         on_cuda = device.type == "cuda"
-        maker = None if on_cuda or pinned else self._host_memory
-        place, capacity = (device, pinned, current_stream(device) if on_cuda else 0, maker), rounded(size)
+        place, capacity = (device, pinned, current_stream(device) if on_cuda else 0), rounded(size)
         with self._lock:
             free, kept = self._free[place], None
             for each in free:
@@ -105,9 +106,10 @@ class Buffers:
 
     def _made(self, capacity: int, place: Any) -> _Buffer:
         self.allocations += 1
-        device, pinned, _, make = place
+        device, pinned, _ = place
+        make = self._host_memory
         with torch.inference_mode(False), no_modes():  # outlives modes that count or poison
-            if make is not None:
+            if make is not None and device.type == "cpu" and not pinned:
                 buffer = make(capacity)
             else:
                 buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
@@ -120,7 +122,7 @@ class _Buffer:
 
     Attributes:
         address: of its storage.
-        place: device, whether its memory is pinned, stream, and what makes it.
+        place: device, whether its memory is pinned, and stream.
         capacity: bytes that it can hold.
         number: its position among all buffers in the order of allocation.
         taken: the number of the acquisition that took it last.

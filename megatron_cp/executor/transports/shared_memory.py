@@ -53,7 +53,7 @@ class SharedMemory(GroupTransport):
 
     def _readable(self, sent: Tensor, staged: list[Tensor]) -> Tensor:
         """Returns the tensor, or a copy of it in shared memory, which is added to `staged`."""
-        if sent.device.type != "cpu":
+        if not sent.is_cpu:
             remedy = 'Use "collective" or "pairwise" for tensors of a device.'
             raise ArgumentError("transport", "shared_memory", f"tensors of the host, not of {sent.device}", remedy)
         if not sent.numel() or self.heap.pool.place(sent) is not None:
