@@ -326,6 +326,8 @@ def saved(folder: Path) -> Iterator[str]:
 def main() -> None:
     """Prints the tables."""
     warnings.simplefilter("ignore", UserWarning)
+    if len(sys.argv) != 3:
+        sys.exit("name two folders: python -m tools.imbalance LONGCA DISTCA, clones of LongCA-bench and DistCA")
     longca_folder, distca_folder = map(Path, sys.argv[1:])
     parts = {
         "LongCA-bench: masks": [*longca(longca_folder, 8), *longca(longca_folder, 32)],

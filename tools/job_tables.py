@@ -70,11 +70,11 @@ JOBS = (
         {"ep": 8, "replicas": 64, "microbatches": 2}, 8213, BRIDGE,
     ),
     Published(
-        "(6) Llama-3-8B, 8 H100, FP8, 1 x 8k", LLAMA, "h100", (8192,),
+        "Llama-3-8B, 8 H100, FP8, 1 x 8k", LLAMA, "h100", (8192,),
         {"replicas": 8, "microbatches": 16, "sharding": "zero3", "precision": "fp8"}, 14451, BRIDGE,
     ),
     Published(
-        "(7) Llama-3-70B, 64 H100, FP8, TP 4, PP 8 x 5, 1 x 8k", PRESETS["llama3-70b"], "h100", (8192,),
+        "Llama-3-70B, 64 H100, FP8, TP 4, PP 8 x 5, 1 x 8k", PRESETS["llama3-70b"], "h100", (8192,),
         {"tp": 4, "pp": 8, "interleave": 5, "replicas": 2, "microbatches": 64, "precision": "fp8"}, 1602, BRIDGE,
     ),
 )  # fmt: skip

@@ -396,9 +396,9 @@ def _fetch_needed(step: Attend, _: bool) -> tuple[Stage, ...]:
     return (Stage(0, step.needed, Return(step.needed)),)
 
 
-def _fetch_by_host(step: Attend, _: bool) -> tuple[Stage, ...]:
+def _fetch_by_host(step: Attend, forward: bool) -> tuple[Stage, ...]:
     if len(set(step.hosts)) in (0, 1, step.num_kv_ranks):  # one host, or no host of several KV ranks
-        return _fetch_needed(step, _)
+        return _fetch_needed(step, forward)
     flow = step.memo(("by host", step.hosts), lambda: ByHost(step.needed, step.hosts))
     return (Stage(0, flow, Return(flow)),)
 

@@ -31,11 +31,11 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_machine,
     exchange_of,
     many_bands,
     no_chunks,
     notes_of,
-    priced_for,
 )
 from megatron_cp.planner.choose import best_chunks, describe_degree, detail_of, priced_candidates, reason
 from megatron_cp.planner.degrees import checked_degree, degrees_to_try
@@ -145,7 +145,7 @@ def plan_attention(
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
-    on, topology = priced_for(transport, on, topology, layout.cp_size)
+    on, topology = checked_machine(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
     latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)

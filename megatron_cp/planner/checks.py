@@ -63,7 +63,9 @@ def _check_filler_is_unseen(layout: FilledLayout, mask: Mask, *, is_cross: bool)
     raise ArgumentError("mask", mask.name, allowed, remedy)
 
 
-def priced_for(transport: Transport, on: Machine, topology: Topology | None, cp_size: int) -> tuple[Machine, Topology]:
+def checked_machine(
+    transport: Transport, on: Machine, topology: Topology | None, cp_size: int
+) -> tuple[Machine, Topology]:
     """Returns the machine and the ranks for the prices of a transport.
 
     Args:
@@ -71,6 +73,9 @@ def priced_for(transport: Transport, on: Machine, topology: Topology | None, cp_
         on: the machine.
         topology: the ranks; by default they are on the transport's hosts, or on full hosts of the machine.
         cp_size: the number of ranks.
+
+    Raises:
+        ArgumentError: a topology of other ranks, or on other hosts than the transport's.
     """
     if topology is None:
         topology = on.topology(cp_size, transport.hosts or None)

@@ -27,7 +27,7 @@ def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> 
     return shared, rank
 
 
-def checked_latent_mode(latent_mode: object, latent: object) -> str | None:
+def checked_latent_mode(latent_mode: str | None, latent: object) -> str | None:
     """Returns the spelling of a mode of latents, or None for none.
 
     Raises:
@@ -37,7 +37,7 @@ def checked_latent_mode(latent_mode: object, latent: object) -> str | None:
         return None
     if latent is None:
         raise ArgumentError("latent_mode", latent_mode, "None without latent", "Keys and values are given.")
-    return require("latent_mode", latent_mode)  # type: ignore[arg-type]
+    return require("latent_mode", latent_mode)
 
 
 def latent_modes(

@@ -19,7 +19,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import priced_for
+from megatron_cp.planner.checks import checked_machine
 from megatron_cp.planner.choose import VERY_MANY
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
@@ -238,7 +238,7 @@ def _kind_price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
     if plan.prices:
         return KindPrice(plan.kind, _scheme_name(plan), layers, plan.prices[0].total)
     on = machine(slot.hardware)
-    on, topology = priced_for(plan.transport, on, slot.topology, layout.cp_size)
+    on, topology = checked_machine(plan.transport, on, slot.topology, layout.cp_size)
     return KindPrice(plan.kind, _scheme_name(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
 
 

@@ -22,10 +22,10 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_machine,
     exchange_of,
     no_chunks,
     notes_of,
-    priced_for,
 )
 from megatron_cp.planner.predict.bound import gathering_exposes_less
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
@@ -150,7 +150,7 @@ def plan_linear(
     on = machine(hardware)
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
-    on, topology = priced_for(transport, on, topology, layout.cp_size)
+    on, topology = checked_machine(transport, on, topology, layout.cp_size)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:

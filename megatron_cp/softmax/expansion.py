@@ -17,7 +17,17 @@ from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.head_chunks import HeadChunk
 
 
-class Expansion:
+class _OverKeys:
+    """Has a computation of tiles of keys and values."""
+
+    work: TileWork
+
+    @property
+    def unrounded_partials(self) -> bool:
+        return self.work.unrounded_partials
+
+
+class Expansion(_OverKeys):
     """Computes tiles of latents: expands them, and sums the gradient of the up-projection.
 
     Args:
@@ -29,10 +39,6 @@ class Expansion:
     def __init__(self, work: TileWork, up: Tensor, value_size: int) -> None:
         self.work, self.up, self.own_size = work, up, up.shape[1] - value_size
         self.gradient: Tensor | None = None
-
-    @property
-    def unrounded_partials(self) -> bool:
-        return self.work.unrounded_partials
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
@@ -71,7 +77,7 @@ class Expansion:
         return weight.narrow(0, chunk.first_head, chunk.heads.stop - chunk.heads.start)
 
 
-class Absorption:
+class Absorption(_OverKeys):
     """Computes tiles of latents by queries that have absorbed the up-projection.
 
     The key that all heads share is the latent and the shared key, and its value is the latent.
@@ -82,10 +88,6 @@ class Absorption:
 
     def __init__(self, work: TileWork) -> None:
         self.work = work
-
-    @property
-    def unrounded_partials(self) -> bool:
-        return self.work.unrounded_partials
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk

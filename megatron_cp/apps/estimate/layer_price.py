@@ -33,9 +33,8 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
     dense = [*(block.mixer.gemms(hidden_size) if block.mixer is not None else ()), *shared]
     for gemm in dense:
         found[:, AT["products"]] += product_seconds(gemm, hidden_size, tokens, job, on)
-    moved: Seconds = np.array([1.0, 2.0]) * block.saved(
-        hidden_size, NONE
-    )  # forward writes these, backward reads and writes
+    # What is saved is written in forward, and read and written again in backward.
+    moved: Seconds = np.array([1.0, 2.0]) * block.saved(hidden_size, NONE)
     moved += BF16 * hidden_size * len(block.parts)  # sums with the residual
     if isinstance(block.mixer, AttentionMixer):  # rotary positions
         moved += BF16 * (block.mixer.heads + block.mixer.kv_heads) * block.mixer.head_dim

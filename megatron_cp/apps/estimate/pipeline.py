@@ -40,6 +40,7 @@ def walk_pipeline(seconds: NDArray[np.float64], stages: int, microbatches: int, 
     now, place = [0.0] * stages, [0] * stages
     last, left = seconds.shape[1] - 1, sum(map(len, orders))
     while left:
+        before_round = left
         for stage, order in enumerate(orders):
             while place[stage] < len(order):
                 way, chunk, number = order[place[stage]]
@@ -57,6 +58,7 @@ def walk_pipeline(seconds: NDArray[np.float64], stages: int, microbatches: int, 
                 ends[way, chunk, number] = now[stage]
                 place[stage] += 1
                 left -= 1
+        assert left < before_round, "every stage waits for another"
     period = max(float(seconds[:, stage::stages].sum()) for stage in range(stages))
     held = []
     for order in orders:

@@ -28,7 +28,7 @@ else:
 
 _PRESETS = Path(__file__).parent / "presets"
 PRODUCTS = ("fp8", "experts", "experts fp8")
-_SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy; measured, wire_cpu.md
+_SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy: estimates
 SAFE = "h100"  # the default where no machine is named
 
 

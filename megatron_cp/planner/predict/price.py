@@ -79,7 +79,7 @@ def _bytes_by_link(directions: tuple[Timeline, ...], topology: Topology) -> tupl
 def described(on: Machine, topology: Topology) -> str:
     """Describes a machine and the numbers of its ranks and hosts."""
     hosts = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
-    return f"{on.describe()}; {topology.size} ranks on {hosts}"
+    return f"{on.describe()}; {topology.size} rank{'s' * (topology.size > 1)} on {hosts}"
 
 
 def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:

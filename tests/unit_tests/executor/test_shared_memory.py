@@ -43,20 +43,23 @@ def swapped(comm: Communicator, size: int, number: float, step: str = "") -> tor
     return found
 
 
-def over_processes(group: RankGroup, case: Case) -> tuple[bool, int]:
-    """Returns whether a layer has gloo's bits, and how many messages gloo carried meanwhile."""
+def over_processes(group: RankGroup, case: Case) -> tuple[bool, int, float]:
+    """Returns whether a layer has gloo's bits, how many messages gloo carried meanwhile, and the limit of waits."""
     expected = run_layer(group, replace(case, transport="collective"))
     run_layer(group, case)  # the ranks compare their calls, and exchange what they need
     before = [count for count, _ in group._tagged.started()["send"]]
     with poisoned():
         found = run_layer(group, case)
     after = [count for count, _ in group._tagged.started()["send"]]
-    return all(torch.equal(found[name], expected[name]) for name in expected), sum(after) - sum(before)
+    return all(torch.equal(found[name], expected[name]) for name in expected), sum(after) - sum(before), group.patience
 
 
 def test_processes_have_the_bits_of_gloo_which_carries_nothing():
     case = replace(CASE, scheme="exact", transport="shared_memory", dtype=torch.float32)
-    assert run_ranks(over_processes, 3, case, kind="processes", timeout=limit(60)) == [(True, 0)] * 3
+    seconds = limit(60)
+    found = run_ranks(over_processes, 3, case, kind="processes", timeout=seconds)
+    assert [each[:2] for each in found] == [(True, 0)] * 3
+    assert [each[2] for each in found] == pytest.approx([0.75 * seconds] * 3, abs=1e-3)  # by `launch.py`
 
 
 def test_more_messages_than_a_ring_of_notes_has_room_for(monkeypatch):
@@ -100,12 +103,14 @@ def test_memory_is_given_back():
     assert files() <= before + 2
 
 
-def test_ranks_that_call_different_operations_are_named():
+@pytest.mark.parametrize(("numbers_more", "steps_apart"), [(1, 0), (0, 1)], ids=["sizes", "steps"])
+def test_ranks_that_call_different_operations_are_named(numbers_more, steps_apart):
     def rank_main(group: RankGroup) -> None:
-        swapped(talk(group), 5 + group.rank // 2, 1.0, f"step {group.rank // 2}")
+        other = group.rank // 2
+        swapped(talk(group), 5 + other * numbers_more, 1.0, f"step {other * steps_apart}")
 
     with pytest.raises(
-        RankError, match=r"expects 2\d bytes from rank \d, which sent 2\d in an operation, a scheme, st"
+        RankError, match=r"expects 2\d bytes from rank \d, which sent 2\d in an operation, a scheme, step \d"
     ):
         run_ranks(rank_main, 3)
 
