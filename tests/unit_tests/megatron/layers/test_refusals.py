@@ -445,7 +445,6 @@ def infer_with_latents():
         ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
         ("cp-latent-mode", "'expand'", infer_with_latents, {}),
         ("hybrid-context-parallel", True, build_hybrid, {}),
-        ("hybrid-layer-pattern", "'another layer'", lambda: specs._NeedsTransformerEngine(configure()), {}),
         ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
          {"mamba_training_ssm_states_dtype": torch.bfloat16}),
         ("cp-comm-type", "'p2p'", build_mamba,
