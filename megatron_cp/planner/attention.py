@@ -113,8 +113,8 @@ def plan_attention(
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
-            hierarchical needs.
+        transport: the transport of messages: "collective", "pairwise", "shared_memory", "symmetric_memory", or a
+            `Transport`, which hierarchical needs.
         codec: the codec of messages: "none", "fp8" (E4M3), "fp8_e5m2" (gradients of exchanged heads in E5M2) or "int8",
             each with a scale for each token and head. Coded are the heads of an exchange, and their gradients; and
             keys and values, or latents, that travel, once by their owner: every rank, the owner too, computes with the
