@@ -28,6 +28,7 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
     check_layout,
     check_mask,
+    checked_blocks,
     checked_chunks,
     checked_codec,
     checked_heads,
@@ -56,6 +57,7 @@ def plan_attention(
     latent: tuple[int, int] | None = None,
     topk: int | None = None,
     indexer: tuple[int, int] | None = None,
+    block: int | None = None,
     latent_mode: str | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
@@ -101,6 +103,8 @@ def plan_attention(
             shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
         indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
             None where the caller has chosen them.
+        block: with `topk`, the keys of a block, counted from the start of each document: each query head then chooses
+            `topk` blocks for itself, as in MoBA, under a causal mask. None where keys are chosen one by one.
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -151,7 +155,7 @@ def plan_attention(
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
     latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
-    selection = checked_selection(topk, indexer, kv_heads if latent is None else 1, scheme)
+    selection = checked_blocks(mask, checked_selection(topk, indexer, block, kv_heads if latent is None else 1, scheme))
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
         codec, transport, topology, search, on, latent, selection,

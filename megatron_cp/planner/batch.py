@@ -66,6 +66,7 @@ class AttentionSpec:
     latent: tuple[int, int] | None = None
     topk: int | None = None
     indexer: tuple[int, int] | None = None
+    block: int | None = None
     latent_mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class AttentionSpec:
             object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
-        checked_selection(self.topk, self.indexer, self.kv_heads, self.scheme)
+        checked_selection(self.topk, self.indexer, self.block, self.kv_heads, self.scheme)
         if self.indexer is not None:
             object.__setattr__(self, "indexer", tuple(self.indexer))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)

@@ -8,7 +8,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.softmax.selection import first_of_largest
+from megatron_cp.softmax.choices import first_of_largest
 
 LENGTHS = [37, 1, 130, 22]
 HEADS, TOP = 4, 9
