@@ -232,14 +232,16 @@ class Selection:
         valid[..., 1:] &= places[..., 1:] != places[..., :-1]
         if size := self._size_in(block):
             valid &= columns % size == 0
+        if columns.shape[-1] > (most := len(block.places)):  # a short document has no more keys to choose
+            columns = columns.where(valid, most).sort(-1).values[..., :most]
+            valid = columns < most
         return columns.where(valid, 0), valid
 
     def _picks(self, block: _Block, columns: Tensor, valid: Tensor, rows: _Rows) -> Iterator[_Picks]:
         """Yields parts of a block whose keys, or whose scores where queries share keys, are few enough."""
         groups = rows.keys.shape[1]
-        if size := self._size_in(
-            block
-        ):  # heads choose apart, so that gathered keys would be more numbers than the scores of all keys
+        if size := self._size_in(block):
+            # Heads choose apart, so that gathered keys would be more numbers than the scores of all keys.
             for part, queries in block.parts(_MAX_SCORES // (columns.shape[1] * len(block.columns))):
                 seen = _keys_of_blocks(columns[part] // size, valid[part], size, block.visible[part])
                 yield _Picks(queries, block.columns.unsqueeze(0), seen.unflatten(1, (groups, -1)))

@@ -88,7 +88,7 @@ def sparse_attention(
         up: `[heads, head_dim - shared + value_head_dim, r]` with a plan of latents; see `latent_attention`. None if the
             caller multiplies it: q is then `[t, heads, r + shared]`, in the space of latents, and so is the output.
         softmax_scale: see `attention`.
-        index_relu: False for index scores without relu, as GLM-5 has them.
+        index_relu: False for index scores without relu.
         index_loss: "sparse" to return the divergence `KL(T || softmax of the index scores)` over the chosen keys, and
             "dense" over all keys that a query sees, where T is the mean over heads of the attention's weights, as a
             constant. Its gradient reaches the three tensors of the indexer and no others.

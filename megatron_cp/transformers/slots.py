@@ -100,6 +100,10 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
         if (latents or selects_keys(module)) and hasattr(module, "expand_kv"):
             options["latent"] = (module.qk_rope_head_dim, latent)
         if selects_keys(module):
+            if dropout := getattr(module, "attention_dropout", 0.0):
+                raise ArgumentError(
+                    "attention_dropout", dropout, "0 in layers that choose keys", "They have none here."
+                )
             options["topk"] = config.index_topk
             options["indexer"] = None if module.indexer is None else indexer_sizes(module.indexer)
     else:

@@ -64,6 +64,10 @@ def test_queries_choose_as_on_each_document_alone(name, size, scheme):
     assert error < CLOSE, parameter
 
 
-def test_rejects_schemes_that_bring_keys_in_parts():
+def test_rejects_what_layers_that_choose_keys_lack():
     with pytest.raises(ArgumentError, match="scheme"):
         enable_context_parallel(build("DeepseekV32"), None, scheme="p2p")
+    with pytest.raises(ArgumentError, match="codec: got 'fp8'"):
+        enable_context_parallel(build("DeepseekV32"), None, codec="fp8")
+    with pytest.raises(ArgumentError, match=r"attention_dropout: got 0\.1"):
+        enable_context_parallel(build("DeepseekV32", attention_dropout=0.1), None)
