@@ -94,18 +94,25 @@ def run_ranks_over_symmetric_memory(
     A rank has a stream of its own, as on a device of its own.
     """
     memory = Memory(size, 0.5 * timeout)
+    # Made here, since torch holds a lock when it makes the first ones, and would call what traces them with it.
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    torch.cuda.Stream(priority=-1)
 
     def rendezvous(bytes_: int, device: torch.device, group: Any) -> tuple[Tensor, Handle]:
         buffer = torch.empty(bytes_, dtype=torch.uint8, device=device)
         return buffer, Handle(memory, group.own_rank, buffer)
 
     with patch.multiple(symmetric_memory, symmetric_memory=rendezvous, SLOT=slot):
-        return run_ranks_over_nccl(partial(_on_rank, memory, function), size, *args, timeout=timeout, clocks=Clocks())
+        return run_ranks_over_nccl(
+            partial(_on_rank, memory, streams, function), size, *args, timeout=timeout, clocks=Clocks()
+        )
 
 
-def _on_rank(memory: Memory, function: Callable[..., Any], group: RankGroup, *args: Any) -> Any:
+def _on_rank(
+    memory: Memory, streams: list[torch.cuda.Stream], function: Callable[..., Any], group: RankGroup, *args: Any
+) -> Any:
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(streams[group.rank]):
             clocks = _clocks()
             assert clocks is not None
             clocks.callers.add(ordering.stream())
