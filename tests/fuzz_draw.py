@@ -151,7 +151,6 @@ def _attention(r, call, cp_size):
     plain_degree = cp_size if SCHEMES[scheme].exchanges_heads else 1
     degree = plain_degree if scheme in PLAIN else r.choice(degrees)
     cross = r.random() < 0.12
-    exchanges = scheme.startswith("a2a")
     chunks = None
     if SCHEMES[scheme].takes_chunks and r.random() < 0.5:
         chunks = r.randint(1, _most_groups(call, degree))
@@ -161,7 +160,7 @@ def _attention(r, call, cp_size):
     kv_lengths = tuple(_length(r) for _ in call.lengths) if cross else ()
     call = dataclasses.replace(
         call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
-        codec=r.choice(("fp8", "fp8_e5m2", "int8")) if exchanges and not narrow and r.random() < 0.3 else "none",
+        codec=r.choice(("fp8", "fp8_e5m2", "int8")) if not narrow and r.random() < 0.2 else "none",
         batch=r.choice((0, 0, 0, 1, 2)), mask=_mask(r, call.lengths, kv_lengths), kv_lengths=kv_lengths,
         kv_layout=r.choice(LAYOUTS) if cross else "contiguous",
         kernel=r.choice(("auto", "auto", "auto", "reference")),

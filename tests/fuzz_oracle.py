@@ -96,6 +96,13 @@ def _sent(call, plan, x):
     return _Coded.apply(x, *FORMATS[call.codec]) if _is_coded(call, plan) else x
 
 
+def _moved(call, plan, x):
+    """Returns `[..., heads, d]` keys or values after coding and decoding on their way; their gradient is not coded."""
+    if not plan.attend.coded_bytes(x.element_size()):
+        return x
+    return x + (_rounded(x, FORMATS[call.codec][0]) - x).detach()
+
+
 def _attention(call, plan, tensors):
     if call.operation == "projected_attention":
         x, y = tensors["x"], tensors.get("y", tensors["x"])
@@ -115,7 +122,7 @@ def _attention(call, plan, tensors):
     ratio, outputs = call.heads // k.shape[2], []
     for (first, last), (first_group, last_group) in _shares(call, plan):
         own = _sent(call, plan, q[:, :, first:last])
-        keys, values = (_sent(call, plan, x[:, :, first_group:last_group]) for x in (k, v))
+        keys, values = (_moved(call, plan, _sent(call, plan, x[:, :, first_group:last_group])) for x in (k, v))
         groups = torch.tensor([head // ratio - first_group for head in range(first, last)])
         if call.latent and call.latent_mode != "heads":
             keys, values = _expanded(call, keys, values, tensors["up"][first:last])

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.memo import Memo
@@ -59,6 +60,7 @@ class Attend(Memo):
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
         selection: the keys that queries choose among those that the mask shows; None if they attend to all.
+        codec: the coding of keys and values that travel; None if they keep their type.
     """
 
     mask: Mask
@@ -73,6 +75,11 @@ class Attend(Memo):
     latent: Latent | None = None
     hosts: tuple[int, ...] = ()
     selection: Selection | None = None
+    codec: Codec | None = None
+
+    def coded_bytes(self, item_size: int) -> int:
+        """Returns the bytes of a coded key and its value, of elements of `item_size`; 0 where they keep their type."""
+        return 0 if self.codec is None else self.codec.row_bytes(self.key_features, item_size)
 
     @property
     def key_features(self) -> tuple[int, int]:
@@ -245,7 +252,8 @@ class Attend(Memo):
     def row_bytes(self, payload: Payload, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
         """Returns the bytes of a row in a message, of one of a rank's head chunks or of all together."""
         chunks = self.chunks(head_rank) if chunk is None else [chunk]
-        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size)
+        coded = self.coded_bytes(item_size)
+        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size, coded)
         return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
     def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
@@ -288,6 +296,8 @@ class Attend(Memo):
             shape += f", hosts {self.hosts}"
         if self.selection is not None:
             shape += f", {self.selection.describe()}"
+        if self.codec is not None:
+            shape += f", keys coded as {self.codec.name}"
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,

@@ -53,11 +53,6 @@ class Scheme:
         return self.chunks_keys or self.exchanges_heads
 
     @property
-    def takes_codec(self) -> bool:
-        """True if any message can be coded: that of exchanged heads."""
-        return self.exchanges_heads
-
-    @property
     def brings_all_keys(self) -> bool:
         """True if a rank has all keys of its queries at once, so that these can choose among them."""
         return self.chunks_keys and not self.exchanges_heads and not self.assigns_tiles

@@ -119,8 +119,10 @@ def plan_attention(
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
         transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
             hierarchical needs.
-        codec: the codec of heads in the messages of an exchange: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2)
-            or "int8", each with a scale for each token and head.
+        codec: the codec of messages: "none", "fp8" (E4M3), "fp8_e5m2" (gradients of exchanged heads in E5M2) or "int8",
+            each with a scale for each token and head. Coded are the heads of an exchange, and their gradients; and
+            keys and values, or latents, that travel, once by their owner: every rank, the owner too, computes with the
+            decoded ones. The gradients of keys are not coded.
         hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: the hosts of the ranks; full hosts of that machine if None.
         item_size: bytes of an activation, for predictions and for the bytes of tiles.
@@ -178,6 +180,7 @@ def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ul
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
+_CODEC_REMEDY = "Keys among which queries choose travel in their own type: leave the codec out."
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -222,7 +225,7 @@ class _Request:
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
+        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode, self.codec)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
@@ -271,7 +274,7 @@ class _Request:
         """Returns the steps: the attention, between two head exchanges if the scheme has them."""
         layout, kv_layout = self.layout, self.kv_layout
         chunks = _head_chunks(self.head_chunks, scheme, partition)
-        codec = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
+        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else _CODEC_REMEDY)
         degree = len(partition.heads)
         # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
         in_order = layout.in_stream_order and kv_layout.in_stream_order
@@ -289,6 +292,7 @@ class _Request:
         attend = Attend(
             self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent,
             hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (), selection=self.selection,
+            codec=codec if queries.cp_size > 1 else None,
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -403,11 +407,6 @@ def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     own = chosen.scheme, chosen.ulysses_degree
     others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _codec_remedy() -> str:
-    names = " or ".join(scheme.name for scheme in SCHEMES.values() if scheme.takes_codec)
-    return f"Only heads of an exchange are coded: use {names}."
 
 
 def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:

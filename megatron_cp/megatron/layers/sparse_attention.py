@@ -69,7 +69,7 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         )  # fmt: skip
         self.ranks = cp_ranks(pg_collection.cp)
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, scheme, "sparse attention") | {"head_chunks": None}
+        options = spec_options(config, self.ranks, "sparse attention", codes=False) | {"head_chunks": None}
         sizes = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.slot = AttentionSpec(
             heads=config.num_attention_heads // pg_collection.tp.size(),

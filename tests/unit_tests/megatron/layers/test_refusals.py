@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention, refusals
 from megatron_cp.megatron.layers.attention import CoreAttention
+from megatron_cp.megatron.layers.communication import spec_options
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
@@ -445,7 +447,6 @@ def infer_with_latents():
         ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
         ("cp-latent-mode", "'expand'", infer_with_latents, {}),
         ("hybrid-context-parallel", True, build_hybrid, {}),
-        ("hybrid-layer-pattern", "'another layer'", lambda: specs._NeedsTransformerEngine(configure()), {}),
         ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
          {"mamba_training_ssm_states_dtype": torch.bfloat16}),
         ("cp-comm-type", "'p2p'", build_mamba,
@@ -455,6 +456,15 @@ def infer_with_latents():
 def test_rejects(flag, given, make, options):
     with refused(flag, given):
         make(**options)
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "p2p"])
+def test_heads_and_keys_are_coded_and_what_is_not_says_so(scheme):
+    config = configure(OurConfig, cp_codec="fp8", cp_comm_type=scheme)
+    assert build_ours(cp_codec="fp8", cp_comm_type=scheme).slot.codec == "fp8"
+    ranks = types.SimpleNamespace(size=2)
+    with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which sends no heads"):
+        assert spec_options(config, ranks, "Mamba, chunkwise", codes=False)["codec"] == "none"
 
 
 def test_an_order_in_another_spelling_is_that_order():
