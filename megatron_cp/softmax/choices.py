@@ -84,7 +84,7 @@ def best_blocks(queries: Tensor, keys: Tensor, own: Tensor, size: int, topk: int
 def _means(keys: Tensor, size: int) -> Tensor:
     """Returns `[m, g, d]` means of blocks, added up in pairs: a sum's order depends on the size of a block alone.
 
-    torch's own sums depend on where a number lies among others, and so on how many blocks a rank has.
+    The order in which torch sums over an axis depends on the other axes, and is not promised for any of them.
     """
     sums, left = keys.unflatten(0, (-1, size)), size
     while left > 1:

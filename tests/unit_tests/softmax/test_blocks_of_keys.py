@@ -8,6 +8,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.softmax.choices import best_blocks
 
 LENGTHS = [37, 1, 130, 22]
 HEADS, GROUPS = 6, 2
@@ -187,6 +188,21 @@ def test_every_layout_chooses_alike_to_the_bit():
     for size, kind in ((2, "zigzag"), (3, "balanced"), (5, "contiguous"), (7, "striped")):
         layout = getattr(cp.Layout, kind)(packing, size)
         assert torch.equal(layout.unshard(run_ranks(main, size, layout)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_means_are_sums_of_pairs_rounded_to_the_type_of_keys(dtype):
+    """Means of few numbers, of which many are equal once rounded: the first of these is chosen."""
+    random, size, count = torch.Generator().manual_seed(0), 7, 60
+    keys = (1 + torch.randint(4, (count * size, 1, 1), generator=random) * torch.finfo(dtype).eps).to(dtype)
+    a, b, c, d, e, f, g = keys.float().unflatten(0, (-1, size)).unbind(1)
+    means = (((a + b) + (c + d)) + ((e + f) + g)).div(size).to(dtype).float().flatten()
+    own = torch.tensor([count - 1])
+    for sign in (1, -1):
+        numbers, valid = best_blocks(torch.full((1, 1, 1), sign, dtype=dtype), keys, own, size, 6)
+        best = (means[:-1] * sign).sort(descending=True, stable=True).indices[:5]
+        assert valid.all()
+        assert numbers.flatten().tolist() == [*sorted(best.tolist()), count - 1]
 
 
 def test_a_document_does_not_change_others():
