@@ -1,4 +1,4 @@
-"""`Selection`: computes attention of queries that choose among the keys that they see, in blocks of queries.
+"""`SelectionWork`: computes attention of queries that choose among the keys that they see, in blocks of queries.
 
 An indexer of `H` heads (DeepSeek-V3.2's) scores the keys that a query sees, and the query attends to the best:
 
@@ -78,7 +78,7 @@ class _Picks:
     valid: Tensor
 
 
-class Selection:
+class SelectionWork:
     """Computes a rank's tiles for queries that choose; see `TileWork`.
 
     Args:
@@ -328,7 +328,7 @@ class _Block:
 def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterator[_Block]:
     """Yields the queries that see a key; with `of_one_path` each block sees one document's keys from the first on."""
     places = tiles.memo(("places", device), lambda: on_device(tiles.k_tokens, device, torch.int64))
-    rises = bool((np.diff(tiles.k_tokens) > 0).all())
+    rises = tiles.memo("keys rise", lambda: bool((np.diff(tiles.k_tokens) > 0).all()))
     for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles.bands, of_one_path=of_one_path)):
         first, last = bands[0, :2].tolist()
         ranges = zip(*(edges.tolist() for edges in ranges_seen(bands)), strict=True)

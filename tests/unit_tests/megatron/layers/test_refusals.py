@@ -298,6 +298,18 @@ def test_rejects_what_sparse_attention_does_not_compute(flag, given, changes):
         SparseMLASelfAttention(config, None)
 
 
+def test_rejects_a_stage_without_the_layer_whose_choice_it_shares():
+    layer = types.SimpleNamespace(
+        config=configure(), layer_number=1, skip_topk=False, source_layer=1, index_topk_freq=2
+    )
+    SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+    layer.layer_number, layer.skip_topk = 2, True
+    SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+    layer.layer_number, layer.source_layer = 4, 3
+    with refused("dsa-indexer-topk-freq", "'2: layer 4 takes the choice of layer 3'"):
+        SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+
+
 def test_rejects_an_indexers_loss_over_tensor_parallel_ranks(monkeypatch):
     config = configure()
     for name, value in (DSA | {"tensor_model_parallel_size": 2, "dsa_indexer_loss_coeff": 0.1}).items():
