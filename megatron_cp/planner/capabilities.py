@@ -77,7 +77,7 @@ CAPABILITIES = (
     Capability(
         "transport", "symmetric_memory", True, "copies from the other ranks' devices; one host, CUDA; not on a GPU yet"
     ),
-    Capability("codec", "none", True, "heads are exchanged in their own type"),
+    Capability("codec", "none", True, "heads, keys and values travel in their own type"),
     Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
     Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
     Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),
