@@ -26,6 +26,7 @@ from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
+    UNCODED_CHOICE,
     check_layout,
     check_mask,
     checked_blocks,
@@ -100,7 +101,8 @@ def plan_attention(
             are multiplied by the up-projection; "heads": keys and values travel; "auto": whichever is predicted to be
             fastest. If None, "auto" with scheme "auto", else "expand".
         topk: for `sparse_attention`, the most keys that a query attends to; None where it attends to all that the mask
-            shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
+            shows. Only schemes that bring all keys of a query at once can do it: exact,
+            exact_by_host and all_gather.
         indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
             None where the caller has chosen them.
         block: with `topk`, the keys of a block, counted from the start of each document: each query head then chooses
@@ -117,8 +119,8 @@ def plan_attention(
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
-            hierarchical needs.
+        transport: the transport of messages: "collective", "pairwise", "shared_memory", "symmetric_memory", or a
+            `Transport`, which hierarchical needs.
         codec: the codec of messages: "none", "fp8" (E4M3), "fp8_e5m2" (gradients of exchanged heads in E5M2) or "int8",
             each with a scale for each token and head. Coded are the heads of an exchange, and their gradients; and
             keys and values, or latents, that travel, once by their owner: every rank, the owner too, computes with the
@@ -180,7 +182,6 @@ def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ul
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
-_CODEC_REMEDY = "Keys among which queries choose travel in their own type: leave the codec out."
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -274,7 +275,7 @@ class _Request:
         """Returns the steps: the attention, between two head exchanges if the scheme has them."""
         layout, kv_layout = self.layout, self.kv_layout
         chunks = _head_chunks(self.head_chunks, scheme, partition)
-        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else _CODEC_REMEDY)
+        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else UNCODED_CHOICE)
         degree = len(partition.heads)
         # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
         in_order = layout.in_stream_order and kv_layout.in_stream_order

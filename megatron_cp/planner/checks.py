@@ -136,6 +136,9 @@ def no_chunks(asked: int, scheme: str, remedy: str) -> int:
     return 1
 
 
+UNCODED_CHOICE = "Keys among which queries choose travel in their own type: leave the codec out."
+
+
 def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
     """Returns the codec of that name; if `remedy` is not empty, refuses any but "none" with it."""
     known = require("codec", name)

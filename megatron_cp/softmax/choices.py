@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from megatron_cp.executor.arguments import accumulation_dtype
 
-# Scores are products of this many queries and keys, filled up with zeros where there are fewer: a score then has the
-# same bits in every layout and number of ranks, and so has the choice.
-ROWS, COLUMNS = 64, 256
+# Scores are products of this many queries and keys, filled up with zeros where there are fewer, so that scores and
+# choices do not depend on how many there are. Both are multiples of the numbers that libraries compute together: of 256
+# keys MKL computes the last four otherwise in float64.
+ROWS, COLUMNS = 64, 192
 
 
 def product_tiles(queries: Tensor, keys: Tensor) -> Iterator[Tensor]:

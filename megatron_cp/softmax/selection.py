@@ -1,4 +1,4 @@
-"""`Selection`: computes attention of queries that choose among the keys that they see, in blocks of queries.
+"""`SelectionWork`: computes attention of queries that choose among the keys that they see, in blocks of queries.
 
 An indexer of `H` heads (DeepSeek-V3.2's) scores the keys that a query sees, and the query attends to the best:
 
@@ -78,7 +78,7 @@ class _Picks:
     valid: Tensor
 
 
-class Selection:
+class SelectionWork:
     """Computes a rank's tiles for queries that choose; see `TileWork`.
 
     Args:
@@ -232,14 +232,16 @@ class Selection:
         valid[..., 1:] &= places[..., 1:] != places[..., :-1]
         if size := self._size_in(block):
             valid &= columns % size == 0
+        if columns.shape[-1] > (most := len(block.places)):  # a short document has no more keys to choose
+            columns = columns.where(valid, most).sort(-1).values[..., :most]
+            valid = columns < most
         return columns.where(valid, 0), valid
 
     def _picks(self, block: _Block, columns: Tensor, valid: Tensor, rows: _Rows) -> Iterator[_Picks]:
         """Yields parts of a block whose keys, or whose scores where queries share keys, are few enough."""
         groups = rows.keys.shape[1]
-        if size := self._size_in(
-            block
-        ):  # heads choose apart, so that gathered keys would be more numbers than the scores of all keys
+        if size := self._size_in(block):
+            # Heads choose apart, so that gathered keys would be more numbers than the scores of all keys.
             for part, queries in block.parts(_MAX_SCORES // (columns.shape[1] * len(block.columns))):
                 seen = _keys_of_blocks(columns[part] // size, valid[part], size, block.visible[part])
                 yield _Picks(queries, block.columns.unsqueeze(0), seen.unflatten(1, (groups, -1)))
@@ -326,7 +328,7 @@ class _Block:
 def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterator[_Block]:
     """Yields the queries that see a key; with `of_one_path` each block sees one document's keys from the first on."""
     places = tiles.memo(("places", device), lambda: on_device(tiles.k_tokens, device, torch.int64))
-    rises = bool((np.diff(tiles.k_tokens) > 0).all())
+    rises = tiles.memo("keys rise", lambda: bool((np.diff(tiles.k_tokens) > 0).all()))
     for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles.bands, of_one_path=of_one_path)):
         first, last = bands[0, :2].tolist()
         ranges = zip(*(edges.tolist() for edges in ranges_seen(bands)), strict=True)

@@ -23,7 +23,7 @@ from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.options import checked_options
-from megatron_cp.softmax.selection import Selection, SelectionCall
+from megatron_cp.softmax.selection import SelectionCall, SelectionWork
 
 
 class SparseOutput(NamedTuple):
@@ -88,7 +88,7 @@ def sparse_attention(
         up: `[heads, head_dim - shared + value_head_dim, r]` with a plan of latents; see `latent_attention`. None if the
             caller multiplies it: q is then `[t, heads, r + shared]`, in the space of latents, and so is the output.
         softmax_scale: see `attention`.
-        index_relu: False for index scores without relu, as GLM-5 has them.
+        index_relu: False for index scores without relu.
         index_loss: "sparse" to return the divergence `KL(T || softmax of the index scores)` over the chosen keys, and
             "dense" over all keys that a query sees, where T is the mean over heads of the attention's weights, as a
             constant. Its gradient reaches the three tensors of the indexer and no others.
@@ -207,7 +207,7 @@ class _Sparse(torch.autograd.Function):
         loss = q.new_zeros(len(q), dtype=accumulation_dtype(q.dtype))
         found = torch.full(call.step.selection.shape(*q.shape[:2]), -1, dtype=torch.int32, device=q.device)
         with without_autocast(q.device):
-            work = Selection(call, index_q, weights, chosen, chosen=found, divergence=loss)
+            work = SelectionWork(call, index_q, weights, chosen, chosen=found, divergence=loss)
             out, lse = attend(call.step, rank, 0, comm, work, q, k, v)
         ctx.save_for_backward(q, k, v, index_q, weights, found, out, lse)
         ctx.mark_non_differentiable(found)
@@ -220,7 +220,7 @@ class _Sparse(torch.autograd.Function):
         call, comm, rank = ctx.call
         q, k, v, index_q, weights, chosen, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        work = Selection(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
+        work = SelectionWork(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
         dq, dk, dv = attend_backward(call.step, rank, 0, comm, work, dout, q, k, v, out, lse)
         found = work.index_gradients
         if found is None and call.loss:  # no query of this rank sees a key, or its loss was not used
