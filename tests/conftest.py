@@ -57,6 +57,14 @@ _TRAINERS = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Forks the workers from this process; see `tests.forked_workers`."""
+    from tests.forked_workers import fork_workers
+
+    fork_workers(config, len(specs))
+
+
 # These take half of the time: the dearest first, so that at the end no process is left alone with one of them.
 _DEAR = (
     *_TRAINERS, "megatron_models", "test_schemes", "megatron_stock", "tiles/test_search", "test_train", "test_cli",
