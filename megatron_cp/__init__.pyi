@@ -40,5 +40,6 @@ from .softmax.held import held_attention as held_attention
 from .softmax.kernels import register_kernel as register_kernel
 from .softmax.latent import latent_attention as latent_attention
 from .softmax.merge import merge as merge
+from .softmax.sparse import sparse_attention as sparse_attention
 
 __version__: str

@@ -16,7 +16,7 @@ KINDS = {
     "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "mamba2": "mamba",
     "mamba2_mixer": "mamba", "causal_conv1d": "conv1d",
 }  # fmt: skip
-ATTENTIONS = ("attention", "projected_attention", "latent_attention")
+ATTENTIONS = ("attention", "projected_attention", "latent_attention", "sparse_attention")
 OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
 
 
@@ -40,9 +40,10 @@ class Call:
         mask: a name of `mask_oracle` and its arguments, of attention.
         kv_lengths, kv_layout: of cross-attention; of relayout the layout that rows go to.
         sink, softcap, dropout, scale: of attention; scale also of delta rules.
-        width: taps of a convolution.
-        options: of a linear layer, which of "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit",
-            "bound", "skip", "skips" (one for each feature).
+        width: taps of a convolution; the keys that a query of sparse attention chooses.
+        options: of sparse attention, which of "dense" (the indexer's loss) and "relu"; of a linear layer, which of
+            "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit", "bound", "skip", "skips" (one for
+            each feature).
         kernel: "auto" or "reference".
         dtype: of all tensors.
         whole: inputs are whole numbers, and sums of them exact.

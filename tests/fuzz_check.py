@@ -14,7 +14,7 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.poison import poisoned
 from tests.fuzz_cases import ATTENTIONS, KINDS, layout_named
 from tests.fuzz_oracle import evaluate
-from tests.fuzz_problem import arguments, problem_of
+from tests.fuzz_problem import INDEX_DIM, INDEX_HEADS, arguments, problem_of
 
 # Of the largest entry, which counts as `FLOOR` at least: gradients of few parameters, and sums that cancel, lose most.
 # In bfloat16 that shows what is altogether wrong; whole numbers show the rest.
@@ -63,7 +63,7 @@ def plan_of(call, cp_size):
         return cp.plan_attention(
             call.packing, layout, heads=call.heads, kv_heads=call.groups, head_dim=call.head_dim,
             value_head_dim=call.value_head_dim, mask=mask, scheme=call.scheme, ulysses_degree=call.ulysses_degree,
-            **cross, **wire,
+            **cross, **_selection(call), **wire,
         )  # fmt: skip
     kind = KINDS[call.operation]
     sizes = {"heads": call.heads, "key_heads": call.groups, "head_dim": call.head_dim}
@@ -76,6 +76,10 @@ def plan_of(call, cp_size):
     return cp.plan_linear(
         call.packing, layout, kind, conv_width=call.width, mode=call.scheme, hidden_size=hidden_size, **sizes, **wire
     )
+
+
+def _selection(call):
+    return {"topk": call.width, "indexer": (INDEX_HEADS, INDEX_DIM)} if call.operation == "sparse_attention" else {}
 
 
 def layouts_of(call, plan):
@@ -194,6 +198,12 @@ def operate(call, plan, group, leaves):
 
 
 def _attended(call, plan, group, tensors):
+    if call.operation == "sparse_attention":
+        found = cp.sparse_attention(
+            **tensors, plan=plan, group=group, softmax_scale=call.scale, index_relu=call.has("relu"),
+            index_loss="dense" if call.has("dense") else "sparse",
+        )  # fmt: skip
+        return torch.cat([found.out.flatten(1), found.index_loss[:, None]], 1)
     options = {
         "softmax_scale": 256.0 if call.whole else call.scale, "softcap": call.softcap, "dropout": call.dropout,
         "seed": call.seed, "kernel": call.kernel, "sink": tensors.get("sink"),

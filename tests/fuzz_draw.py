@@ -5,7 +5,7 @@ import itertools
 import random
 
 from megatron_cp.layout.block_masks import BLOCK_TABLES
-from megatron_cp.plan.attention import LATENT_MODES
+from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES
 from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
 from tests.fuzz_problem import names_of
@@ -14,7 +14,7 @@ HEADS = ((6, 2), (5, 5), (5, 1), (4, 4), (1, 1), (6, 3), (2, 1), (3, 3), (8, 2))
 SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 # How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
 WEIGHTS = {"attention": 8, "projected_attention": 4, "latent_attention": 4, "gather": 2, "relayout": 2}
-WEIGHTS |= dict.fromkeys(KINDS, 3)
+WEIGHTS |= dict.fromkeys((*KINDS, "sparse_attention"), 3)
 MASKS = (
     "causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
     "table",
@@ -118,7 +118,9 @@ def _call(r, cp_size, operation):
     )  # fmt: skip
     transport = r.choice(("collective", "collective", "pairwise", "hierarchical", "shared_memory"))
     hosts = _hosts(r, cp_size) if transport == "hierarchical" else ()
-    if operation in ATTENTIONS:
+    if operation == "sparse_attention":
+        call = _sparse(r, dataclasses.replace(call, transport=transport, hosts=hosts))
+    elif operation in ATTENTIONS:
         call = _of_latents(r, call) if operation == "latent_attention" else call
         call = _attention(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
     elif operation in KINDS:
@@ -149,7 +151,6 @@ def _attention(r, call, cp_size):
     plain_degree = cp_size if SCHEMES[scheme].exchanges_heads else 1
     degree = plain_degree if scheme in PLAIN else r.choice(degrees)
     cross = r.random() < 0.12
-    exchanges = scheme.startswith("a2a")
     chunks = None
     if SCHEMES[scheme].takes_chunks and r.random() < 0.5:
         chunks = r.randint(1, _most_groups(call, degree))
@@ -159,7 +160,7 @@ def _attention(r, call, cp_size):
     kv_lengths = tuple(_length(r) for _ in call.lengths) if cross else ()
     call = dataclasses.replace(
         call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
-        codec=r.choice(("fp8", "fp8_e5m2", "int8")) if exchanges and not narrow and r.random() < 0.3 else "none",
+        codec=r.choice(("fp8", "fp8_e5m2", "int8")) if not narrow and r.random() < 0.2 else "none",
         batch=r.choice((0, 0, 0, 1, 2)), mask=_mask(r, call.lengths, kv_lengths), kv_lengths=kv_lengths,
         kv_layout=r.choice(LAYOUTS) if cross else "contiguous",
         kernel=r.choice(("auto", "auto", "auto", "reference")),
@@ -174,6 +175,14 @@ def _attention(r, call, cp_size):
         call, sink="sink" in special, softcap=1.5 * ("softcap" in special),
         dropout=0.3 * ("dropout" in special and not narrow),  # the oracle draws in float64
         scale=r.choice((-0.4, 0.0, 2.0)) if "scale" in special else None,
+    )  # fmt: skip
+
+
+def _sparse(r, call):
+    options = tuple(name for name in ("dense", "relu") if r.random() < 0.5)
+    return dataclasses.replace(
+        call, scheme=r.choice(("exact", "all_gather")), mask=_mask(r, call.lengths), width=r.choice((1, 2, 5, 40)),
+        options=options, scale=r.choice((None, None, -0.4)),
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ NEXT_ENTRY = 2**31 - 1  # between the dropout seeds of a batch's entries
 def evaluate(call, plan, leaves):
     """The output over the whole stream, differentiable."""
     tensors = arguments(call, leaves)
+    if call.operation == "sparse_attention":
+        return _along_paths(call, partial(_chosen, tensors))
     if call.operation in ATTENTIONS:
         return _attention(call, plan, tensors)
     if call.operation == "causal_conv1d":
@@ -94,6 +96,13 @@ def _sent(call, plan, x):
     return _Coded.apply(x, *FORMATS[call.codec]) if _is_coded(call, plan) else x
 
 
+def _moved(call, plan, x):
+    """Returns `[..., heads, d]` keys or values after coding and decoding on their way; their gradient is not coded."""
+    if not plan.attend.coded_bytes(x.element_size()):
+        return x
+    return x + (_rounded(x, FORMATS[call.codec][0]) - x).detach()
+
+
 def _attention(call, plan, tensors):
     if call.operation == "projected_attention":
         x, y = tensors["x"], tensors.get("y", tensors["x"])
@@ -113,7 +122,7 @@ def _attention(call, plan, tensors):
     ratio, outputs = call.heads // k.shape[2], []
     for (first, last), (first_group, last_group) in _shares(call, plan):
         own = _sent(call, plan, q[:, :, first:last])
-        keys, values = (_sent(call, plan, x[:, :, first_group:last_group]) for x in (k, v))
+        keys, values = (_moved(call, plan, _sent(call, plan, x[:, :, first_group:last_group])) for x in (k, v))
         groups = torch.tensor([head // ratio - first_group for head in range(first, last)])
         if call.latent and call.latent_mode != "heads":
             keys, values = _expanded(call, keys, values, tensors["up"][first:last])
@@ -124,6 +133,30 @@ def _attention(call, plan, tensors):
         outputs.append(_sent(call, plan, out))
     out = torch.cat(outputs, 2)
     return out if call.batch else out[:, 0]
+
+
+def _chosen(tensors, call, tokens):
+    """`[t, h * v + 1]`: attention to the keys of the largest index scores, the first of equal ones, and the loss."""
+    of_keys = tokens if not call.kv_lengths else slice(None)
+    q, index_q, weights = (tensors[name][tokens] for name in ("q", "index_q", "index_weights"))
+    k, v = (tensors[name][of_keys].repeat_interleave(call.heads // call.groups, 1) for name in "kv")
+    visible = torch.from_numpy(_pairs(call))
+    products = torch.einsum("ihd,jd->ihj", index_q, tensors["index_k"][of_keys])
+    index = torch.einsum("ihj,ih->ij", products.relu() if call.has("relu") else products, weights)
+    best = index.detach().masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(visible).scatter_(1, best[:, : call.width], True) & visible
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (call.head_dim**-0.5 if call.scale is None else call.scale)
+
+    def softmax_over(keys, values):
+        seen = keys.any(-1, keepdim=True)
+        return torch.where(seen, values.masked_fill(~keys, -torch.inf), 0).softmax(-1) * seen
+
+    out = torch.einsum("hij,jhv->ihv", softmax_over(chosen, scores), v)
+    among = visible if call.has("dense") else chosen
+    target = softmax_over(among, scores).mean(0).detach()
+    predicted = softmax_over(among, index)
+    terms = target * (target.clamp_min(1e-10).log() - torch.where(among, predicted, 1).log())
+    return torch.cat([out.flatten(1), terms.sum(-1, keepdim=True)], 1)
 
 
 def _expanded(call, shared, latent, up):

@@ -8,6 +8,7 @@ import torch
 from tests.fuzz_cases import ATTENTIONS, KINDS
 
 PROJECTED = 6  # features of what is projected
+INDEX_HEADS, INDEX_DIM = 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ def names_of(call):
 
 def problem_of(call, cp_size):
     leaves, whole = _leaves(call)
-    of_keys = frozenset({"k", "v", "y", "latent", "shared_key"}) if call.operation in ATTENTIONS else frozenset()
+    of_keys = {"k", "v", "y", "latent", "shared_key", "index_k"} if call.operation in ATTENTIONS else set()
+    of_keys = frozenset(of_keys)
     if call.operation == "attention" and call.shared in ("=kv", "+kv"):
         of_keys = frozenset({call.shared})
     elif call.shared:
@@ -97,6 +99,8 @@ def _leaves(call):
         found, whole = _projected(call, draw)
     elif operation == "attention":
         found, whole = _attention(call, draw)
+    elif operation == "sparse_attention":
+        found, whole = _sparse(call, draw)
     elif operation == "latent_attention":
         found, whole = _latent(call, draw)
     else:
@@ -127,6 +131,19 @@ def _attention(call, draw):
         if call.seed % 3 == 0:
             found["sink"][0] = -torch.inf  # a head without one
     return found, {"sink"}
+
+
+def _sparse(call, draw):
+    """Keys, values and an indexer of small whole numbers, whose scores are often equal, and exactly so."""
+    found, whole = _attention(call, draw)
+
+    def integers(*shape):
+        return torch.randint(-1, 2, shape, generator=draw.random).to(draw.dtype)
+
+    found["index_q"] = integers(call.packing.total, INDEX_HEADS, INDEX_DIM)
+    found["index_k"] = integers(call.kv_packing.total, INDEX_DIM)
+    found["index_weights"] = integers(call.packing.total, INDEX_HEADS)
+    return found, whole
 
 
 def _latent(call, draw):
@@ -214,6 +231,8 @@ def _output_shape(call):
     match call.operation:
         case "attention" | "projected_attention" | "latent_attention":
             return (total, *batch, call.heads, call.value_head_dim)
+        case "sparse_attention":  # with the indexer's loss behind the heads
+            return (total, call.heads * call.value_head_dim + 1)
         case "causal_conv1d":
             return (total, call.heads * call.value_head_dim)
         case "gather" | "relayout":

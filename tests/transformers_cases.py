@@ -29,6 +29,11 @@ _GDN = {
 _MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
 _MLA = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16}
 _SHORT = {"num_hidden_layers": 2}
+_DSA = {
+    **_NO_HEAD_DIM, **_SHORT, **_MLA, "num_key_value_heads": 6, "q_lora_rank": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "index_topk": 8, "index_n_heads": 3, "index_head_dim": 12,
+}  # fmt: skip
 
 # Module and class under transformers.models, and the configuration.
 MODELS = {
@@ -123,6 +128,14 @@ MODELS = {
         },
     ),
 }  # fmt: skip
+# Classes whose attention chooses keys. Which of equal scores the stock class takes is not defined.
+CHOOSING = {
+    "DeepseekV32": ("deepseek_v32", "DeepseekV32ForCausalLM", _DSA),
+    "GlmMoeDsa": (
+        "glm_moe_dsa", "GlmMoeDsaForCausalLM",
+        {**_DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -142,7 +155,7 @@ def without(*packages):
 
 def class_of(name):
     """The stock class."""
-    module, model, _ = MODELS[name]
+    module, model, _ = (MODELS | CHOOSING)[name]
     if importlib.util.find_spec(f"transformers.models.{module}") is None:
         pytest.skip(f"transformers {version('transformers')} has no {model}")
     with without("fla", "mamba_ssm", "causal_conv1d"):
@@ -152,7 +165,7 @@ def class_of(name):
 def build(name, *, dtype=torch.float64, **changed):
     """A tiny random model, none of whose parameters is at its initial zero or one."""
     kind = class_of(name)
-    config = kind.config_class(**{**MODELS[name][2], **changed})
+    config = kind.config_class(**{**(MODELS | CHOOSING)[name][2], **changed})
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = kind(config).to(dtype).train()

@@ -175,6 +175,8 @@ def _refusals(config: Any) -> Iterator[Any]:
     yield from refusals.unsupported_spec(config)
     if config.multi_latent_attention:
         yield from refusals.unsupported_latent_attention(config)
+    if "D" in (config.hybrid_layer_pattern or "") or config.experimental_attention_variant == "dsa":
+        yield from refusals.unsupported_sparse_attention(config)
     if "M" in (config.hybrid_layer_pattern or ""):
         yield from refusals.unsupported_mamba(config)
     try:
@@ -186,5 +188,3 @@ def _refusals(config: Any) -> Iterator[Any]:
             require("scheme", scheme, name="--cp-comm-type")
         except ArgumentError as error:
             yield error
-    if "D" in (config.hybrid_layer_pattern or "") and config.context_parallel_size > 1:
-        yield refusals.sparse_attention_over_ranks(config.hybrid_layer_pattern)

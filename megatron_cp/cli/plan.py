@@ -304,9 +304,8 @@ def _priced_as(case: LayerCase, plan: Plan) -> Price:
 def _like(case: LayerCase, scheme: str) -> Plan:
     """Returns the plan of another scheme, with those of the given options that it supports."""
     candidate = scheme_named(scheme)
-    codec = case.codec if candidate.takes_codec else "none"
     degree = case.ulysses_degree if candidate.is_product and scheme_named(case.scheme).is_product else None
-    like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
+    like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None)
     plan = like.plan()
     most = plan.partition.most_groups if candidate.takes_chunks else 0
     tried = CHUNKS if case.head_chunks is None else (min(case.head_chunks, most or 1),)

@@ -6,6 +6,7 @@ becomes the format's largest number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +41,14 @@ class Codec:
     def applies(self, block: Section, item_size: int) -> bool:
         """Returns True if a section is coded: coding makes it shorter, and nothing in it must be exact."""
         return not block.exact and block.head_dim + SCALE_SIZE < block.head_dim * item_size
+
+    def row_bytes(self, sizes: Sequence[int], item_size: int) -> int:
+        """Returns the bytes of coded vectors of these sizes, one after another; 0 if coding does not make them shorter.
+
+        The scales come first. The row is filled up to a multiple of a scale.
+        """
+        coded = -(-(sum(sizes) + len(sizes) * SCALE_SIZE) // SCALE_SIZE) * SCALE_SIZE
+        return coded if coded < sum(sizes) * item_size else 0
 
 
 CODECS: dict[str, Codec | None] = {

@@ -12,12 +12,14 @@ Shapes: `n` any, `h` heads, `d` head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from megatron_cp.exchange.codec import Format
+from megatron_cp.exchange.sections import SCALE_SIZE
 from megatron_cp.torch_private import no_modes
 
 
@@ -37,6 +39,42 @@ def decode(payload: Tensor, scales: Tensor, source: Format) -> Tensor:
     """Returns the decoded `[n..., h, d]` in float32."""
     dtype: torch.dtype = getattr(torch, source.dtype)
     return _numbers(payload, dtype).mul_(scales.unsqueeze(-1))
+
+
+def encode_together(tensors: Sequence[Tensor], target: Format, row_bytes: int) -> Tensor:
+    """Returns `[n..., h, row_bytes]` bytes: the scales of tensors `[n..., h, d]`, then their codes; see `Codec`."""
+    rows = tensors[0].new_zeros(*tensors[0].shape[:-1], row_bytes, dtype=torch.uint8)
+    for x, payload, scales in zip(tensors, *_parts(rows, [x.shape[-1] for x in tensors]), strict=True):
+        for part in _in_cache(x):
+            encode(x[part], target, payload[part], scales[part])
+    return rows
+
+
+def decode_together(rows: Tensor, sizes: Sequence[int], source: Format, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the tensors `[n..., h, size]` of `encode_together`, decoded to a type."""
+    decoded = []
+    for payload, scales in zip(*_parts(rows, sizes), strict=True):
+        decoded.append(x := payload.new_empty(payload.shape, dtype=dtype))
+        for part in _in_cache(x):
+            x[part] = decode(payload[part], scales[part], source)
+    return decoded
+
+
+def _in_cache(x: Tensor) -> list[slice]:
+    """Splits rows into blocks that a CPU's cache holds while they are coded; devices take all at once."""
+    if x.device.type != "cpu":
+        return [slice(0, len(x))]
+    step = max(1, _AT_A_TIME * len(x) // max(x.numel(), 1))
+    return [slice(start, start + step) for start in range(0, len(x), step)]
+
+
+_AT_A_TIME = 2**18  # numbers
+
+
+def _parts(rows: Tensor, sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    first = len(sizes) * SCALE_SIZE
+    codes = rows[..., first : first + sum(sizes)].split_with_sizes(list(sizes), -1)
+    return list(codes), list(rows[..., :first].view(torch.float32).unbind(-1))
 
 
 def _largest(x: Tensor) -> Tensor:

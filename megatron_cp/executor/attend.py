@@ -47,8 +47,9 @@ class TileWork(Protocol):
 
 
 def attend(
-    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, q: Tensor, k: Tensor, v: Tensor,
+    codes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns `out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
 
     Partial results are merged in at least fp32 and rounded once.
@@ -60,21 +61,24 @@ def attend(
         work: computes tiles.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
+        codes: the bytes of `coded_keys` that travel in place of k and v, which have been decoded from them; or None.
     """
     acc_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(*q.shape[:-1], step.value_head_dim, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
+    out = q.new_empty(*q.shape[:-1], step.out_features, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     own, own_keys = _own_rows(step, kv_rank)
     if own.stop < len(q):
         out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
     rows = _Queries(narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
-    _Forward(step, kv_rank, head_rank, comm, work, rows, narrow(k, 0, own_keys), narrow(v, 0, own_keys)).run()
+    keys, codes = (narrow(k, 0, own_keys), narrow(v, 0, own_keys)), _rows_of(codes, own_keys)
+    _Forward(step, kv_rank, head_rank, comm, work, rows, keys, codes).run()
     return out.to(q.dtype), lse
 
 
 def attend_backward(
     step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork,
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None,
+    codes: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v, each with its own type and shape, zero in pad rows.
 
@@ -84,6 +88,7 @@ def attend_backward(
         dout: the gradient of `out`.
         dlse: the gradient of `lse`, finite, or None for zero. Where tiles are assigned it is a tensor on every rank or
             on none.
+        codes: those of `attend`.
     """
     dq, dk, dv = like_rows(q, k, v)
     own, own_keys = _own_rows(step, kv_rank)
@@ -99,7 +104,7 @@ def attend_backward(
         total, narrow(dout, 0, own), narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own), dlse
     )
     keys, gradients = ((narrow(x, 0, own_keys), narrow(y, 0, own_keys)) for x, y in ((k, v), (dk, dv)))
-    _Backward(step, kv_rank, head_rank, comm, work, rows, keys, gradients).run()
+    _Backward(step, kv_rank, head_rank, comm, work, rows, keys, gradients, _rows_of(codes, own_keys)).run()
     if total.dtype != dq.dtype:
         narrow(dq, 0, own).copy_(total)
     return [dq, dk, dv]
@@ -108,6 +113,10 @@ def attend_backward(
 def _own_rows(step: Attend, kv_rank: int) -> tuple[slice, slice]:
     """Returns the rows of own queries, and of own keys, without pad rows."""
     return slice(0, int(step.queries.token_counts[kv_rank])), slice(0, int(step.keys.token_counts[kv_rank]))
+
+
+def _rows_of(codes: Tensor | None, rows: slice) -> Tensor | None:
+    return codes if codes is None else narrow(codes, 0, rows)
 
 
 class _Queries(NamedTuple):
@@ -151,9 +160,9 @@ class _Forward(RowTransfers):
 
     def __init__(
         self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, rows: _Queries,
-        k: Tensor, v: Tensor,
+        keys: Keys, codes: Tensor | None,
     ) -> None:  # fmt: skip
-        super().__init__(step, kv_rank, head_rank, comm, k, v, [rows.q], forward=True)
+        super().__init__(step, kv_rank, head_rank, comm, *keys, [rows.q], codes, forward=True)
         self.work, self.rows = work, rows
 
     def compute(self, bound: Bound) -> None:
@@ -185,7 +194,7 @@ class _Backward(RowTransfers):
 
     def __init__(
         self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, rows: _QueryGradients,
-        keys: Keys, gradients: Keys,
+        keys: Keys, gradients: Keys, codes: Tensor | None,
     ) -> None:  # fmt: skip
         leaving: list[Tensor] = []
         if step.tiled is not None and step.moves_queries(forward=False):
@@ -193,7 +202,7 @@ class _Backward(RowTransfers):
             if rows.dlse is not None:
                 sums -= rows.dlse.movedim(-1, 0).unsqueeze(-1)
             leaving = [rows.lse.movedim(-1, 0).unsqueeze(-1), sums, rows.q, rows.dout]
-        super().__init__(step, kv_rank, head_rank, comm, *keys, leaving, forward=False)
+        super().__init__(step, kv_rank, head_rank, comm, *keys, leaving, codes, forward=False)
         self.work, self.rows, self.own_gradients = work, rows, gradients
         self._remote_sums: Keys | None = None  # remote queries' part of the current keys' gradients
 
@@ -214,7 +223,7 @@ class _Backward(RowTransfers):
         stage, rows, keys = do.part.stage, self.rows.heads(chunk), self.keys(do.keys, chunk)
         tiles = self.tiles(self.kv_rank, stage)
         if do.gradients is not None:
-            gradients = self.keys(do.gradients, chunk)
+            gradients = self.uncoded_keys(do.gradients, chunk)
         else:
             dk, dv = self.key_sums if self.step.key_gradients_return else self.own_gradients
             gradients = narrow(dk, -2, chunk.groups), narrow(dv, -2, chunk.groups)
@@ -231,7 +240,7 @@ class _Backward(RowTransfers):
         The keys' gradients from both are summed in at least fp32.
         """
         do, chunk = bound.do, bound.chunk
-        stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.keys(do.gradients, chunk)
+        stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.uncoded_keys(do.gradients, chunk)
         tiles, own_tiles = self.step.remote_tiles(self.kv_rank, stage), self.tiles(self.kv_rank, stage)
         if len(tiles.bands) and not _is_empty(own_tiles, self.rows.heads(chunk).q):
             dk, dv = (x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp.exchange.coding import decode_together, encode_together
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.arguments import accumulation_dtype, narrow
@@ -67,8 +68,8 @@ class Bound(NamedTuple):
         chunk: the heads that it works on.
         rows: number of rows of the buffer that it takes.
         columns: for each tensor in a row, its heads and the size of a head.
-        dtype: type of the buffer: "own" for that of keys, "sums" for at least fp32, "bytes" for columns of several
-            types.
+        dtype: type of the buffer: "own" for that of keys, "sums" for at least fp32, "codes" for coded keys, "bytes" for
+            columns of several types.
         picked: rows to select, on the device; None if rows are not selected.
         pieces: for each rank that returned rows: their index, the first of them in the message, and their number.
         counts: rows to and from each rank, in an all-to-all.
@@ -89,19 +90,22 @@ class Bound(NamedTuple):
 
 
 def bound_program(
-    step: Attend, kv_rank: int, head_rank: int, device: torch.device, *, forward: bool
+    step: Attend, kv_rank: int, head_rank: int, device: torch.device, coded: int, *, forward: bool
 ) -> tuple[Bound, ...]:
-    """Returns a direction's program on one rank, with its tables on a device. Made once for all layers of a batch."""
+    """Returns a direction's program on one rank, with its tables on a device. Made once for all layers of a batch.
+
+    Keys travel in `coded` bytes each; 0 for their own type.
+    """
 
     def make() -> tuple[Bound, ...]:
         program, chunks = step.program(forward=forward), step.chunks(head_rank)
-        return tuple(_bind(step, do, kv_rank, chunks[do.part.chunk], device) for do in program)
+        return tuple(_bind(step, do, kv_rank, chunks[do.part.chunk], device, coded) for do in program)
 
     heads = step.partition.heads[head_rank]
-    return step.memo(("bound program", forward, kv_rank, heads, step.partition.groups[head_rank], device), make)
+    return step.memo(("bound program", forward, kv_rank, heads, step.partition.groups[head_rank], device, coded), make)
 
 
-def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device) -> Bound:
+def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device, coded: int) -> Bound:
     heads, groups, (key, value) = chunk.heads.stop - chunk.heads.start, chunk.num_groups, step.key_features
     bound = Bound(do, chunk)
     if isinstance(do, Pack | Start | Order | Allocate | Merge):
@@ -110,6 +114,8 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
             Payload.QUERY_GRADIENTS: ((heads, step.head_dim),), Payload.QUERIES: (), Payload.QUERIES_AND_GRADIENTS: (),
         }.get(do.payload, ((groups, key), (groups, value)))  # fmt: skip
         dtype = "sums" if do.payload.is_summed else "own" if columns else "bytes"
+        if coded and do.payload is Payload.KEYS:
+            columns, dtype = ((groups, coded),), "codes"
         bound = bound._replace(columns=columns, dtype=dtype, name=_ERROR_NAMES.get(do.payload, ""))
     match do:
         case Pack(flow=None):
@@ -152,21 +158,23 @@ class RowTransfers(ABC):
         comm: the ranks of one `head_rank`, and the transport between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` own keys and values, all heads of the rank.
         leaving: the columns of own queries that are sent to other ranks, each `[t, (b,) h, size]`.
+        codes: `[t, (b,) g, bytes]` of `coded_keys`, which are sent in place of k and v; None if these are.
         forward: the direction.
     """
 
     def __init__(
         self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor,
-        leaving: Sequence[Tensor], *, forward: bool,
+        leaving: Sequence[Tensor], codes: Tensor | None, *, forward: bool,
     ) -> None:  # fmt: skip
-        self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
+        self.step, self.kv_rank, self.comm, self.k, self.v, self.codes = step, kv_rank, comm, k, v, codes
         self.leaving, self.forward = leaving, forward
         self.tiles = (comm.tables or step).tiles
         self.acc_dtype = accumulation_dtype(k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._batch = k.shape[1:-2]
-        self._program = bound_program(step, kv_rank, head_rank, k.device, forward=forward)
+        coded = 0 if codes is None else codes.shape[-1]
+        self._program = bound_program(step, kv_rank, head_rank, k.device, coded, forward=forward)
 
     def run(self) -> None:
         """Executes the program in order; under a profiler, with a range for each step."""
@@ -190,7 +198,8 @@ class RowTransfers(ABC):
             buffer.copy_(rows) if bound.picked is None else torch.index_select(rows, 0, bound.picked, out=buffer)
             return
         if do.payload is Payload.KEYS:
-            own: Sequence[Tensor] = self.own_keys(chunk)
+            keys = (self.k, self.v) if self.codes is None else (self.codes,)
+            own: Sequence[Tensor] = [narrow(x, -2, chunk.groups) for x in keys]
         else:
             own = [narrow(x, -2, chunk.heads) for x in self.leaving]
         if bound.picked is None:  # backends gather equal shares only: rows after the own ones are padding
@@ -264,14 +273,19 @@ class RowTransfers(ABC):
 
     # -- the layout of rows in a message ------------------------------------------------------------------------------
 
-    def own_keys(self, chunk: HeadChunk) -> Keys:
-        """Returns the own keys and values of a chunk's heads."""
-        return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
-
     def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
-        """Returns the keys and values, or their gradients, in a buffer; or the own keys and values."""
+        """Returns the keys and values in a buffer, decoded if they are coded; or the own ones."""
         if number is None:
             return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
+        if self.codes is None:
+            return self.uncoded_keys(number, chunk)
+        message = self.buffers[number]
+        return decoded_keys(
+            self.step, message.view(*message.shape[:-1], chunk.num_groups, self.codes.shape[-1]), self.k.dtype
+        )
+
+    def uncoded_keys(self, number: int, chunk: HeadChunk) -> Keys:
+        """Returns the keys and values, or their gradients, in a buffer."""
         message, heads, d, v = self.buffers[number], chunk.num_groups, self.k.shape[-1], self.v.shape[-1]
         keys, values = message.split_with_sizes([heads * d, heads * v], -1)
         shape = message.shape[:-1]
@@ -309,7 +323,7 @@ class RowTransfers(ABC):
         width = 0
         for heads, size in bound.columns:
             width += heads * size
-        dtype = self.acc_dtype if bound.dtype == "sums" else self.k.dtype
+        dtype = {"sums": self.acc_dtype, "codes": torch.uint8}.get(bound.dtype, self.k.dtype)
         return self.comm.buffers.acquire_like(self.k, rows, *self._batch, width, dtype=dtype)
 
     # -- ranges of a profiler ------------------------------------------------------------------------------------------
@@ -350,7 +364,20 @@ def flow_index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Te
     return flow.memo((name, kv_rank, device), lambda: on_device(getattr(flow.tables(kv_rank), name), device))
 
 
+def coded_keys(step: Attend, k: Tensor, v: Tensor) -> Tensor | None:
+    """Returns own keys and values as bytes, `[t, (b,) g, bytes]`; None where they travel in their own type."""
+    coded = step.coded_bytes(k.element_size())
+    return encode_together((k, v), step.codec.forward, coded) if step.codec is not None and coded else None
+
+
+def decoded_keys(step: Attend, codes: Tensor, dtype: torch.dtype) -> Keys:
+    """Returns the keys and values that `coded_keys` coded, in the type that they had."""
+    assert step.codec is not None
+    k, v = decode_together(codes, step.key_features, step.codec.forward, dtype)
+    return k, v
+
+
 def prepare_transfers(step: Attend, kv_rank: int, head_rank: int, device: torch.device) -> None:
-    """Makes the programs, and the tables that their transfers use, so that no layer has to."""
+    """Makes the programs, and the tables that their transfers use, so that no layer of 16-bit activations has to."""
     for forward in (True, False):
-        bound_program(step, kv_rank, head_rank, device, forward=forward)
+        bound_program(step, kv_rank, head_rank, device, step.coded_bytes(2), forward=forward)

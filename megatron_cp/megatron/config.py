@@ -31,7 +31,7 @@ class TransformerConfig(MegatronTransformerConfig):
             layers (there at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact`
             gather keys, 2 if None and there are as many key/value heads.
         cp_transport: the transport of messages: collective, pairwise, hierarchical or shared_memory.
-        cp_codec: the codec of exchanged heads: none, fp8, fp8_e5m2 or int8.
+        cp_codec: the codec of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8.
         cp_latent_mode: what is done with the latents of multi-latent attention: "heads", they are expanded to keys and
             values, which travel; expand, absorb or auto; see `plan_attention`.
         cp_hardware: the hardware for which `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100"
@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-transport", default="collective", help=transports)
     orders = "unit that Megatron's own pipeline cut into 2 * cp chunks: each document, or the whole pack"
     group.add_argument("--cp-packed-order", help=f"{orders}; derived from --sft or its masking by default")
-    codecs = "codec of exchanged heads: none, fp8, fp8_e5m2 or int8"
+    codecs = "codec of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
     latents = "what multi-latent attention does with latents: heads (they are expanded before they travel), expand"
     group.add_argument("--cp-latent-mode", default="heads", help=f"{latents} (on arrival), absorb (in queries) or auto")

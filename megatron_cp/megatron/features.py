@@ -96,8 +96,12 @@ FEATURES = (
         " flash-attention-version use-flash-attn"),
     row("attention", UNTRIED, "kernels that our attention does not call", "use-kitchen-attention"
         " kitchen-attention-backend batch-invariant-mode"),
-    row("attention", REFUSED, "its choice of keys would be lost between ranks; one rank, or softmax attention",
-        "dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk"),
+    row("attention", PROVED, _MODELS, "dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk dsa-indexer-topk-freq"
+        " dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss no-dsa-indexer-scoring-relu"),
+    row("attention", EXPECTED, "what the indexer does with each token by itself, and which layers share a choice",
+        "dsa-indexer-skip-topk-offset dsa-indexer-rope-interleaved no-dsa-indexer-rotate-activation"
+        " dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
+    row("attention", REFUSED, "these kernels are not called here; none", "dsa-kernel-backend", depends=True),
     row("positions", PROVED, f"{_MODELS}: rope and YaRN", "position-embedding-type rotary-base rotary-percent"),
     row("positions", PROVED, "tests/functional_tests/test_megatron_positions.py"
         "::test_positions_of_three_axes_are_those_of_each_document_alone", "mrope-section"),

@@ -1,8 +1,7 @@
 """Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
 
 They are Megatron's own specs with three modules replaced: self-attention with its core attention, Gated DeltaNet, and
-Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's. Layers
-that are right under Megatron's sharding only are refused with more than one context-parallel rank.
+Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention as megatron_mla
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -44,7 +45,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_cp.extras import install
 from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.layers.experts import mask_pads, replace_router
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
@@ -53,7 +53,8 @@ from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAtten
 from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import refuse, sparse_attention_over_ranks, unsupported_spec
+from megatron_cp.megatron.layers.refusals import unsupported_spec
+from megatron_cp.megatron.layers.sparse_attention import DuplicatedLinear, SparseCoreAttention, SparseMLASelfAttention
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
 from megatron_cp.versions import warn_if_untested
 
@@ -91,7 +92,10 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         plain, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
     )
     layers = [_replace_modules(layer) for layer in block.layer_specs]
-    if variant:
+    if variant == "dsa":
+        for layer in layers:
+            layer.submodules.self_attention = _local_sparse_attention()
+    elif variant:
         pattern = variants.get_linear_attention_pattern(config)
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         for layer, is_linear in zip(layers, pattern[first:], strict=False):
@@ -175,6 +179,9 @@ def _replace_modules(layer: ModuleSpec) -> ModuleSpec:
     if mixer.module in _ATTENTION:
         mixer.module = _ATTENTION[mixer.module]
         mixer.submodules.core_attention = CoreAttention
+    elif mixer.module is absorbed_mla.AbsorbedMLASelfAttention:
+        mixer.module = SparseMLASelfAttention
+        mixer.submodules.core_attention.module = SparseCoreAttention
     elif mixer.module is megatron_gdn.GatedDeltaNet:
         mixer.module = GatedDeltaNet
     for owner in (layer.submodules, mixer.submodules):
@@ -198,6 +205,22 @@ def _local_gated_delta_net() -> ModuleSpec:
             in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
         ),
     )
+
+
+def _local_sparse_attention() -> ModuleSpec:
+    indexer = dsa.DSAIndexerSubmodules(
+        linear_wq_b=DuplicatedLinear, linear_wk=DuplicatedLinear, k_norm=Norm, linear_weights_proj=DuplicatedLinear
+    )
+    core = dsa.DSAttentionSubmodules(indexer=ModuleSpec(module=dsa.DSAIndexer, submodules=indexer))
+    names = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+    return ModuleSpec(
+        module=SparseMLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=absorbed_mla.AbsorbedMLASelfAttentionSubmodules(
+            **dict.fromkeys(names, ColumnParallelLinear), linear_proj=RowParallelLinear, q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp, core_attention=ModuleSpec(module=SparseCoreAttention, submodules=core),
+        ),
+    )  # fmt: skip
 
 
 # -- HybridModel -----------------------------------------------------------------------------------------------------
@@ -233,38 +256,16 @@ class LocalHybridStack(HybridStack):
         return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
 
 
-def _refused_under_cp(layer: type) -> type:
-    """Returns a layer class that refuses to be built with more than one context-parallel rank."""
-
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if config.context_parallel_size > 1:
-            raise sparse_attention_over_ranks("D")
-        layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
-
-    return type(f"OneRank{layer.__name__}", (layer,), {"__init__": __init__, "__doc__": layer.__doc__})
-
-
-class _NeedsTransformerEngine(MegatronModule):
-    """A layer that refuses to be built, since Megatron's needs Transformer Engine, which is not installed."""
-
-    def __init__(self, config: Any, **others: Any) -> None:
-        refuse("hybrid_layer_pattern", "another layer", "M, G, *, + and -", _TE_REMEDY)
-
-
-_TE_REMEDY = f"Megatron's own layers of other kinds need transformer-engine: {install('te')}."
-
-
 def _te_stack() -> ModuleSpec:
     spec = copy.deepcopy(hybrid_layer_specs.hybrid_stack_spec)
     layers = spec.submodules
     spec.module = TEHybridStack
-    for field in ("attention_layer", "mla_layer", "gdn_layer"):
+    for field in ("attention_layer", "mla_layer", "gdn_layer", "dsa_layer"):
         setattr(layers, field, _replace_modules(getattr(layers, field)))
     layers.mamba_layer.submodules.mixer.module = MambaMixer
     layers.moe_layer = _replace_experts(layers.moe_layer)
     mtp = layers.mtp_block_spec.submodules
     mtp.layer_specs = [_replace_mtp_layer(layer) for layer in mtp.layer_specs]
-    layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module)
     return spec
 
 
@@ -276,9 +277,10 @@ def _local_stack() -> ModuleSpec:
     latent = _replace_modules(
         gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
     )
-    linear = copy.deepcopy(attention)
+    linear, sparse = copy.deepcopy(attention), copy.deepcopy(attention)
     linear.submodules.self_attention = _local_gated_delta_net()
-    for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj"), (latent, None)):
+    sparse.submodules.self_attention = _local_sparse_attention()
+    for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj"), (latent, None), (sparse, None)):
         kept = ("input_layernorm", "self_attention", "self_attn_bda")
         # Names in checkpoints are those of Transformer Engine's fused modules, as in Megatron's local specs.
         fused = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
@@ -317,7 +319,7 @@ def _local_stack() -> ModuleSpec:
             mlp_layer=mlp_layer,
             mamba_layer=mamba_layer,
             mla_layer=latent,
-            dsa_layer=_NeedsTransformerEngine,
+            dsa_layer=sparse,
             moe_layer=_replace_experts(
                 ModuleSpec(
                     module=TransformerLayer,

@@ -21,10 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.memo import Memo
@@ -34,36 +35,14 @@ from megatron_cp.plan.assignment import AssignedTiles, TiledWork
 from megatron_cp.plan.by_host import ByHost
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, owned_fragments
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
+from megatron_cp.plan.latent import Latent
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
+from megatron_cp.plan.selection import Selection, travelling_features
 from megatron_cp.plan.stage import Stage
 
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
-
-
-LATENT_MODES = ("expand", "absorb", "heads")
-
-
-class Latent(NamedTuple):
-    """The latents of a layer.
-
-    Attributes:
-        shared, rank: features of the rotary key that all heads share, and of the latent of a token.
-        made: features of a head that the up-projection makes of a latent: of its key, and of its value.
-        mode: one of `LATENT_MODES`: latents are expanded to keys and values where they arrive; or queries absorb the
-            up-projection, and meet latents; or latents are expanded to keys and values, which travel.
-    """
-
-    shared: int
-    rank: int
-    made: int
-    mode: str
-
-    @property
-    def travels(self) -> bool:
-        """True if shared keys and latents travel, in one group; False if keys and values do."""
-        return self.mode != "heads"
 
 
 @dataclass(frozen=True)
@@ -80,6 +59,8 @@ class Attend(Memo):
         latent: the latents from which keys and values are made; None for keys and values that are given.
         head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
         tiled: the ranks that compute each tile; None if the rank that holds the queries does.
+        selection: the keys that queries choose among those that the mask shows; None if they attend to all.
+        codec: the coding of keys and values that travel; None if they keep their type.
     """
 
     mask: Mask
@@ -93,18 +74,28 @@ class Attend(Memo):
     tiled: TiledWork | None = None
     latent: Latent | None = None
     hosts: tuple[int, ...] = ()
+    selection: Selection | None = None
+    codec: Codec | None = None
+
+    def coded_bytes(self, item_size: int) -> int:
+        """Returns the bytes of a coded key and its value, of elements of `item_size`; 0 where they keep their type."""
+        return 0 if self.codec is None else self.codec.row_bytes(self.key_features, item_size)
 
     @property
     def key_features(self) -> tuple[int, int]:
         """Features of a key and of a value head as they travel."""
-        if self.latent is not None and self.latent.travels:
-            return self.latent.shared, self.latent.rank
-        return self.head_dim, self.value_head_dim
+        latent = None if self.latent is None or not self.latent.travels else self.latent[:2]
+        return travelling_features(self.head_dim, self.value_head_dim, latent, self.selection)
+
+    @property
+    def out_features(self) -> int:
+        """Features of an output head: those of latents where queries choose among them."""
+        return self.value_head_dim if self.latent is None or self.selection is None else self.latent.rank
 
     @property
     def latent_mode(self) -> str:
-        """The mode of latents, one of `LATENT_MODES`; "" without latents."""
-        return "" if self.latent is None else self.latent.mode
+        """The mode of latents, one of `LATENT_MODES`; "" without latents, or where queries choose among them."""
+        return "" if self.latent is None or self.selection is not None else self.latent.mode
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -261,7 +252,8 @@ class Attend(Memo):
     def row_bytes(self, payload: Payload, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
         """Returns the bytes of a row in a message, of one of a rank's head chunks or of all together."""
         chunks = self.chunks(head_rank) if chunk is None else [chunk]
-        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size)
+        coded = self.coded_bytes(item_size)
+        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size, coded)
         return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
     def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
@@ -298,9 +290,14 @@ class Attend(Memo):
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         if self.latent is not None:
-            shape += f", latents of {self.latent.shared} and {self.latent.rank} by {self.latent.mode}"
+            shape += f", latents of {self.latent.shared} and {self.latent.rank}"
+            shape += f" by {self.latent_mode}" if self.latent_mode else ""
         if self.hosts:
             shape += f", hosts {self.hosts}"
+        if self.selection is not None:
+            shape += f", {self.selection.describe()}"
+        if self.codec is not None:
+            shape += f", keys coded as {self.codec.name}"
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,

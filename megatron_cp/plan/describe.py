@@ -55,7 +55,7 @@ def describe_step(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) 
             share = "all heads of own tokens" if chunkwise else "own heads of all tokens"
             return [f"compute {name} on {share}"]
         case Attend():
-            return _attend(step)
+            return _attend(step, item_size)
         case Halo():
             return [f"convolution: the {step.reach} tokens before own segments, {_way(step)}; {step.channels} channels"]
         case Scan():
@@ -82,24 +82,27 @@ def _way(step: Halo | Scan) -> str:
     return "one exchange" if step.crosses else "nothing moves: no document is on two ranks"
 
 
-def _attend(step: Attend) -> list[str]:
+def _attend(step: Attend, item_size: int) -> list[str]:
     if step.num_kv_ranks == 1:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
-    row = sum(step.key_features)
+    row, width = sum(step.key_features), step.coded_bytes(item_size)
+    coded = f", coded as {step.codec.name} in {width} bytes" if step.codec is not None and width else ""
     if step.tiled is not None:
-        return _tiled(step, among)
+        return _tiled(step, among, coded)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
     latents = step.latent is not None and step.latent.travels
     what, each = ("a latent and its key are", "") if latents else ("a key and its value are", " a head")
-    return [f"attention: {way}{among}; {what} {row} elements{each}"]
+    if step.selection is not None:
+        what, each = f"{step.selection.describe()}; a token's row is", ""
+    return [f"attention: {way}{among}; {what} {row} elements{each}{coded}"]
 
 
-def _tiled(step: Attend, among: str) -> list[str]:
+def _tiled(step: Attend, among: str, coded: str) -> list[str]:
     """Describes the assigned tiles, with the numbers of the busiest rank."""
     lines = [
         f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in "
-        f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first"
+        f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first{coded and '; keys' + coded[1:]}"
     ]
     for name, forward in (("forward", True), ("backward", False)):
         transfers = step.transfers(forward=forward)

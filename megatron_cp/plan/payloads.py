@@ -7,12 +7,20 @@ from typing import NamedTuple
 
 
 class RowSizes(NamedTuple):
-    """Features of a query and of an output head, of a key and its value as they travel, and bytes of an element."""
+    """The sizes of what rows are made of.
+
+    Attributes:
+        head_dim, value_head_dim: features of a query and of an output head.
+        key_and_value: features of a key and its value as they travel.
+        item: bytes of an element.
+        coded: bytes of a coded key and its value; 0 where they travel in their own type.
+    """
 
     head_dim: int
     value_head_dim: int
     key_and_value: int
     item: int
+    coded: int
 
     @property
     def wide(self) -> int:
@@ -39,6 +47,8 @@ class Payload(Enum):
     def row_bytes(self, sizes: RowSizes, heads: int, groups: int) -> int:
         """Returns the bytes of a row of some query heads and key/value heads."""
         match self:
+            case Payload.KEYS if sizes.coded:
+                return groups * sizes.coded
             case Payload.KEYS | Payload.KEY_GRADIENTS:
                 return groups * sizes.key_and_value * sizes.item
             case Payload.KEY_GRADIENT_SUMS:

@@ -221,8 +221,9 @@ class Plan(Memo):
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of activations in a head exchange; None without one."""
-        return next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
+        """The codec of exchanged heads, or of keys that travel; None without one."""
+        of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
+        return of_heads if self.attend is None else of_heads or self.attend.codec
 
     def chunk_partition(self, chunk: int) -> HeadPartition:
         """Returns the heads that each `head_rank` computes in one chunk."""

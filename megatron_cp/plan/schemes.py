@@ -53,9 +53,9 @@ class Scheme:
         return self.chunks_keys or self.exchanges_heads
 
     @property
-    def takes_codec(self) -> bool:
-        """True if any message can be coded: that of exchanged heads."""
-        return self.exchanges_heads
+    def brings_all_keys(self) -> bool:
+        """True if a rank has all keys of its queries at once, so that these can choose among them."""
+        return self.chunks_keys and not self.exchanges_heads and not self.assigns_tiles
 
     @property
     def sends_alike(self) -> bool:
@@ -91,8 +91,10 @@ SCHEMES = {scheme.name: scheme for scheme in _ALL}
 DEFAULT = SCHEMES["a2a"]  # the choice of "auto" where no candidates are compared
 
 
-def scheme_named(name: str) -> Scheme:
-    """Returns the record of a scheme, or of the one that "auto" takes."""
+def scheme_named(name: str, *, selects: bool = False) -> Scheme:
+    """Returns the record of a scheme, or of the one that "auto" takes; where queries select keys, another one."""
+    if name == AUTO and selects:
+        return next(scheme for scheme in _ALL if scheme.brings_all_keys)
     return DEFAULT if name == AUTO else SCHEMES[name]
 
 

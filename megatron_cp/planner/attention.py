@@ -17,9 +17,11 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.mask_like import MaskLike, mask_over
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import Attend, Latent
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.latent import Latent
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
+from megatron_cp.plan.selection import Selection, checked_selection, travelling_features
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
@@ -52,6 +54,8 @@ def plan_attention(
     head_dim: int,
     value_head_dim: int | None = None,
     latent: tuple[int, int] | None = None,
+    topk: int | None = None,
+    indexer: tuple[int, int] | None = None,
     latent_mode: str | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
@@ -93,6 +97,10 @@ def plan_attention(
         latent_mode: "expand": latents travel and are expanded where they arrive; "absorb": latents travel and queries
             are multiplied by the up-projection; "heads": keys and values travel; "auto": whichever is predicted to be
             fastest. If None, "auto" with scheme "auto", else "expand".
+        topk: for `sparse_attention`, the most keys that a query attends to; None where it attends to all that the mask
+            shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
+        indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
+            None where the caller has chosen them.
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -107,8 +115,10 @@ def plan_attention(
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
         transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
             hierarchical needs.
-        codec: the codec of heads in the messages of an exchange: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2)
-            or "int8", each with a scale for each token and head.
+        codec: the codec of messages: "none", "fp8" (E4M3), "fp8_e5m2" (gradients of exchanged heads in E5M2) or "int8",
+            each with a scale for each token and head. Coded are the heads of an exchange, and their gradients; and
+            keys and values, or latents, that travel, once by their owner: every rank, the owner too, computes with the
+            decoded ones. The gradients of keys are not coded.
         hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: the hosts of the ranks; full hosts of that machine if None.
         item_size: bytes of an activation, for predictions and for the bytes of tiles.
@@ -120,7 +130,7 @@ def plan_attention(
     Raises:
         ArgumentError: an argument that does not fit the others or that no scheme can run.
     """
-    scheme = require("scheme", scheme)
+    scheme, codec = require("scheme", scheme), require("codec", codec)
     check_layout(packing, layout)
     # The arguments decide, not equal lengths by chance: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
@@ -131,26 +141,25 @@ def plan_attention(
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}
-    for name, value in given.items():
+    for name, value in {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}.items():
         if value is not None:
             checked_integer(name, value, 1)
-    codec = require("codec", codec)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     on, topology = checked_machine(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
-    if latent is not None:
-        latent = checked_latent(latent, heads, kv_heads, head_dim)
+    latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
+    selection = checked_selection(topk, indexer, kv_heads if latent is None else 1, scheme)
     request = _Request(
-        layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
-        search, on, latent,
+        layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
+        codec, transport, topology, search, on, latent, selection,
     )  # fmt: skip
-    modes, wanted = latent_modes(latent_mode, scheme, latent, on), None if scheme == AUTO else scheme_named(scheme)
+    selects, wanted = selection is not None, None if scheme == AUTO else scheme_named(scheme)
+    modes = latent_modes(latent_mode, scheme, latent, on, selects=selects)
     if layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        modes, wanted = modes[:1], scheme_named(scheme)
+        modes, wanted = modes[:1], scheme_named(scheme, selects=selects)
     if wanted is not None and len(modes) == 1:
         return request.in_mode(modes[0]).plan(wanted, ulysses_degree)
     return _chosen(request, modes, wanted, ulysses_degree)
@@ -167,6 +176,7 @@ def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ul
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
+_CODEC_REMEDY = "Keys among which queries choose travel in their own type: leave the codec out."
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -199,6 +209,7 @@ class _Request:
     search: TileSearch
     on: Machine
     latent: tuple[int, int] | None
+    selection: Selection | None
     latent_mode: str = "expand"
 
     def in_mode(self, latent_mode: str) -> _Request:
@@ -210,7 +221,7 @@ class _Request:
     def tiles(self, step: Attend) -> TiledWork:
         """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
+        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode, self.codec)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
@@ -228,7 +239,8 @@ class _Request:
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.latent, self.latent_mode)
+        heads = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
+        sizes = (*heads, self.latent, self.latent_mode, self.selection)
         options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
         return (keys, self.mask, *sizes, *options)
 
@@ -237,7 +249,8 @@ class _Request:
         degree = checked_degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
-        key, value = (None if self.latent_mode == "heads" else self.latent) or (self.head_dim, self.value_head_dim)
+        latent = None if self.latent_mode == "heads" else self.latent
+        key, value = travelling_features(self.head_dim, self.value_head_dim, latent, self.selection)
         k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
         steps = self._steps(scheme, partition, q, k, v)
         attend = next(step for step in steps if isinstance(step, Attend))
@@ -257,7 +270,7 @@ class _Request:
         """Returns the steps: the attention, between two head exchanges if the scheme has them."""
         layout, kv_layout = self.layout, self.kv_layout
         chunks = _head_chunks(self.head_chunks, scheme, partition)
-        codec = checked_codec(self.codec, scheme.name, "" if scheme.takes_codec else _codec_remedy())
+        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else _CODEC_REMEDY)
         degree = len(partition.heads)
         # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
         in_order = layout.in_stream_order and kv_layout.in_stream_order
@@ -274,7 +287,8 @@ class _Request:
             sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
         attend = Attend(
             self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent,
-            hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (),
+            hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (), selection=self.selection,
+            codec=codec if queries.cp_size > 1 else None,
         )  # fmt: skip
         if scheme.assigns_tiles and queries.cp_size > 1:
             attend = replace(attend, tiled=self.tiles(attend))
@@ -318,9 +332,10 @@ def _cheapest(
         untiled = [(scheme, ulysses_degree)] if scheme is not None else _schemes_to_try(
             request.layout, ulysses_degree, topology, tiles=False
         )  # fmt: skip
+        untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
         refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
-        if request.search.seconds and scheme is None:
+        if request.search.seconds and scheme is None and request.selection is None:
             request = request.in_mode(modes[0])
             others = priced_candidates(candidates, on, topology, item_size) if candidates else []
             tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
@@ -388,11 +403,6 @@ def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
     own = chosen.scheme, chosen.ulysses_degree
     others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
     return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _codec_remedy() -> str:
-    names = " or ".join(scheme.name for scheme in SCHEMES.values() if scheme.takes_codec)
-    return f"Only heads of an exchange are coded: use {names}."
 
 
 def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:

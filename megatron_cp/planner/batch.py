@@ -22,6 +22,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
+from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
@@ -63,6 +64,8 @@ class AttentionSpec:
     search_seconds: float = 0.0
     search_cache: str | None = None
     latent: tuple[int, int] | None = None
+    topk: int | None = None
+    indexer: tuple[int, int] | None = None
     latent_mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +79,9 @@ class AttentionSpec:
             object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
+        checked_selection(self.topk, self.indexer, self.kv_heads, self.scheme)
+        if self.indexer is not None:
+            object.__setattr__(self, "indexer", tuple(self.indexer))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
         if isinstance(self.mask, str):  # unknown names are refused before there is a batch

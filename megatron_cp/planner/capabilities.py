@@ -90,12 +90,9 @@ CAPABILITIES = (
     Capability("layer", "attention", True, "softmax attention"),
     *(Capability("layer", kind.name, True, kind.mixer) for kind in KINDS.values()),
     Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
-    Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+-"),
+    Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+D-"),
     Capability(
-        "megatron",
-        "sparse_attention",
-        False,
-        f"{_LATER} with more than one context-parallel rank; use one rank (*, softmax attention, is another model)",
+        "megatron", "sparse_attention", True, "--experimental-attention-variant dsa, or D in a --hybrid-layer-pattern"
     ),
     Capability("megatron", "windows", True, "--window-size, --window-attn-skip-freq: in global positions"),
     Capability("megatron", "sinks", True, "--softmax-type off-by-one or learnable"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.plan.attention import LATENT_MODES
+from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine
@@ -40,8 +40,18 @@ def checked_latent_mode(latent_mode: str | None, latent: object) -> str | None:
     return require("latent_mode", latent_mode)
 
 
-def latent_modes(asked: str | None, scheme: str, latent: tuple[int, int] | None, on: Machine) -> tuple[str, ...]:
-    """Returns the modes of latents to compare: the one that was asked for, or those that "auto" has."""
+def latent_modes(
+    asked: str | None, scheme: str, latent: tuple[int, int] | None, on: Machine, *, selects: bool = False
+) -> tuple[str, ...]:
+    """Returns the modes of latents to compare: the one that was asked for, or those that "auto" has.
+
+    Raises:
+        ArgumentError: keys or absorbed queries where queries select among latents.
+    """
+    if selects:  # among latents, which no mode changes
+        if asked not in (None, AUTO, "expand"):
+            raise ArgumentError("latent_mode", asked, "None with topk", "Queries select among latents as they are.")
+        return ("expand",)
     if latent is None or (asked is None and scheme != AUTO):
         return ("expand",)
     if asked not in (None, AUTO):

@@ -173,7 +173,14 @@ def projected_attention(
     return layer.run(inputs)
 
 
+def refuse_selection(plan: Plan) -> None:
+    """Raises an error for a plan whose queries choose among the keys that they see."""
+    if plan.attend is not None and plan.attend.selection is not None:
+        raise ArgumentError("plan", "a plan with topk", "one without", "Call sparse_attention.")
+
+
 def _check_keys(plan: Plan) -> None:
     check_plan(plan, "attention", "plan_attention")
+    refuse_selection(plan)
     if plan.attend is not None and plan.attend.latent is not None:
         raise ArgumentError("plan", "a plan of latents", "one of keys and values", "Call latent_attention.")

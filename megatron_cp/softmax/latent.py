@@ -17,6 +17,7 @@ from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.plan.plan import Plan
+from megatron_cp.softmax.attention import refuse_selection
 from megatron_cp.softmax.expansion import of_tokens
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.softmax.on_rank import AttentionOnRank
@@ -73,6 +74,7 @@ def latent_attention(
         torch.Size([4, 2, 4])
     """
     check_plan(plan, "attention", "plan_attention")
+    refuse_selection(plan)
     if plan.attend is None or plan.attend.latent is None:
         raise ArgumentError("plan", "a plan of keys and values", "one of latents", "Plan with latent=(shared, rank).")
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}

@@ -27,6 +27,7 @@ from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.partials import row_padded_copy
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.trace import profiling
+from megatron_cp.executor.transfers import coded_keys, decoded_keys
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
@@ -324,13 +325,16 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
         q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
-        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer.tile_work(step, up), q, k, v)
+        codes, unused = coded_keys(step, k, v), q.new_empty(0)
+        k, v = (k, v) if codes is None else decoded_keys(step, codes, k.dtype)
+        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer.tile_work(step, up), q, k, v, codes)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
             # Both are -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
-        ctx.save_for_backward(sink, up, q, k, v, out, lse)
+        kept = (k, v) if codes is None else (codes, unused)
+        ctx.save_for_backward(sink, up, q, *kept, out, lse)
         if not layer.lse_gradient:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # avoids a gradient of zeros for the log-sum-exp
@@ -341,6 +345,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         layer, comm, step = ctx.call
         sink, up, q, k, v, out, lse = ctx.saved_tensors
+        codes = k if step.coded_bytes(q.element_size()) else None
+        k, v = (k, v) if codes is None else decoded_keys(step, codes, q.dtype)
         dout, dsink, dup = torch.zeros_like(out) if dout is None else dout, None, None
         if layer.lse_gradient and (dlse is not None or step.tiled is not None):  # ranks agree where tiles are assigned
             dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
@@ -353,7 +359,9 @@ class _Attention(torch.autograd.Function):
                 dsink += (share * dlse[..., :num_tokens]).sum((*range(share.ndim - 2), -1))
             dsink = dsink.to(sink.dtype)
         work = layer.tile_work(step, up)
-        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, work, dout, q, k, v, out, lse, dlse)
+        dq, dk, dv = attend_backward(
+            step, layer.kv_rank, layer.head_rank, comm, work, dout, q, k, v, out, lse, dlse, codes
+        )
         if isinstance(work, Expansion):
             dup = torch.zeros_like(work.up) if work.gradient is None else work.gradient.to(work.up.dtype)
         return None, None, None, dsink, dup, dq, dk, dv
@@ -372,6 +380,8 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     """
     step = plan.attend
     assert step is not None
+    if step.selection is not None:  # computed without these kernels
+        return
     device = indexed(device)
     kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     kv_rank = rank // step.num_head_ranks

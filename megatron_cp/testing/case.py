@@ -78,7 +78,7 @@ class LayerCase:
         transport: the name of the transport.
         num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
         hosts: the host of each rank.
-        codec: the codec of exchanged heads.
+        codec: the codec of messages.
         hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
             None.
         softmax_scale: None for `head_dim ** -0.5`.
@@ -265,8 +265,10 @@ class LayerCase:
     @property
     def codes(self) -> bool:
         """True if any message is coded."""
-        exchanges = [exchange for exchange, _ in self.plan().exchanges(forward=True)]
-        return any(any(each.coded([self.dtype.itemsize] * len(each.sections.blocks))) for each in exchanges)
+        plan, item = self.plan(), self.dtype.itemsize
+        exchanges = [exchange for exchange, _ in plan.exchanges(forward=True)]
+        coded = any(any(each.coded([item] * len(each.sections.blocks))) for each in exchanges)
+        return coded or (plan.attend is not None and plan.attend.coded_bytes(item) > 0)
 
     @property
     def softmax_options(self) -> dict[str, Any]:

@@ -69,12 +69,12 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
 
 
 def _drop_unsupported(case: Case) -> Case:
-    """Returns the case without a degree, head chunks or a codec if its scheme has none."""
+    """Returns the case without a degree, head chunks or a codec if its scheme or layer has none."""
     scheme = None if case.layer in KINDS else scheme_named(case.scheme)
     exchanges = may_exchange_heads(case.scheme)
     if scheme is None or not scheme.is_product:
         case = replace(case, ulysses_degree=None)
     if not (exchanges if scheme is None else scheme.takes_chunks):
         case = replace(case, head_chunks=None)
-    has_codec = exchanges and (scheme is not None or KINDS[case.layer].takes_codec)
+    has_codec = scheme is not None or (exchanges and KINDS[case.layer].takes_codec)
     return case if has_codec else replace(case, codec="none")

@@ -12,7 +12,9 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.latent import latent_attention
+from megatron_cp.softmax.sparse import sparse_attention
 from megatron_cp.transformers.batch import PlannedBatch
+from megatron_cp.transformers.indexers import IndexerRows
 from megatron_cp.transformers.slots import is_mask_of
 
 NAME = "megatron_cp"  # in AttentionInterface
@@ -66,12 +68,16 @@ def planned_attention(
     batch, slot = planned_batch(cp_batch), getattr(module, SLOT, None)
     if not isinstance(slot, AttentionSpec):
         raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
+    if slot.topk is not None:
+        attention_mask = attention_mask if isinstance(attention_mask, Tensor) else None
     _check_call(module, slot, attention_mask, sliding_window, others)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, "dropout": dropout,
         "seed": _seed(batch, module.layer_idx) if dropout else 0, "kernel": batch.kernel,
     }  # fmt: skip
+    if slot.topk is not None:
+        return _selected(module, slot, (q, k, v), batch, options, others.get("indices"))[None], None
     if slot.latent is not None:
         up = _up_projection(module).unflatten(0, (slot.heads, -1))
         return latent_attention(q, v[:, 0], k[:, 0], up, batch.plans.plan(slot), batch.group, **options)[None], None
@@ -79,6 +85,29 @@ def planned_attention(
     if (heads, kv_heads, head_dim, value_dim) != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
         slot = replace(slot, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim)
     return attention(q, k, v, batch.plans.plan(slot), batch.group, **options)[None], None
+
+
+def _selected(
+    module: Any, slot: AttentionSpec, rows: tuple[Tensor, ...], batch: PlannedBatch, options: dict[str, Any],
+    indices: object,
+) -> Tensor:  # fmt: skip
+    """Computes attention to chosen keys, and leaves the choice to layers that share it."""
+    for name in ("softcap", "sink", "dropout"):
+        if options[name]:
+            raise ArgumentError(name, options[name], "none in layers that choose keys", "sparse_attention has none.")
+    if not isinstance(indices, IndexerRows) or (slot.indexer is None and indices.chosen is None):
+        raise ArgumentError("indices", indices, "what this model's own indexer returns")
+    q, k, v = rows
+    if slot.indexer is None:
+        index: dict[str, Any] = {"chosen": indices.chosen}
+    else:
+        index = {"index_q": indices.queries, "index_k": indices.keys, "index_weights": indices.weights}
+    up = _up_projection(module).unflatten(0, (q.shape[1], -1))
+    found = sparse_attention(
+        q, k[:, 0], v[:, 0], batch.plans.plan(slot), batch.group, up=up, softmax_scale=options["softmax_scale"], **index
+    )
+    indices.chosen = found.chosen
+    return found.out
 
 
 def _up_projection(module: Any) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec
+from megatron_cp.transformers.indexers import indexer_sizes, selects_keys
 from megatron_cp.transformers.sources import passes
 
 # transformers' names of layers whose attention sees all earlier tokens. A layer that has attention and a state-space
@@ -40,6 +41,8 @@ def mask_of(module: Any, config: Any) -> str:
     if type(module).__name__ in _MASKS_BY_CONTENT:
         remedy = "A rank has only its own rows' scores, and no mask of all keys. Train it without cp."
         raise ArgumentError("model", type(module).__name__, "attention whose mask does not depend on its input", remedy)
+    if selects_keys(module):
+        return "causal"
     kind = _layer_type(module, config)
     if kind == _CHUNKED:
         return f"chunk:{config.attention_chunk_size}"
@@ -86,15 +89,19 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
     Args:
         module: the attention module.
         config: the text model's configuration.
-        latents: True for latents that travel, where the module expands them in a method of its own.
+        latents: True for latents that travel, where the module expands them in a method of its own. They always do
+            where an indexer chooses keys.
         options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)
     if latent is not None:  # one latent vector gives every head its own key and value
         kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
-        if latents and hasattr(module, "expand_kv"):
+        if (latents or selects_keys(module)) and hasattr(module, "expand_kv"):
             options["latent"] = (module.qk_rope_head_dim, latent)
+        if selects_keys(module):
+            options["topk"] = config.index_topk
+            options["indexer"] = None if module.indexer is None else indexer_sizes(module.indexer)
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

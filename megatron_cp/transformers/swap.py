@@ -20,6 +20,7 @@ from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, pl
 from megatron_cp.transformers.batch import PlannedBatch
 from megatron_cp.transformers.calls import check_call
 from megatron_cp.transformers.heads import has_head
+from megatron_cp.transformers.indexers import IndexerRows, indexer_rows, is_indexer
 from megatron_cp.transformers.mixers import check_activation, family_of
 from megatron_cp.transformers.slots import attention_slot, is_attention
 from megatron_cp.transformers.sources import calls_in
@@ -50,6 +51,8 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
             found[name] = family.slot(module, **linear_args)
         elif is_attention(module, config):
             found[name] = attention_slot(module, config, **attention_args)
+        elif is_indexer(module):
+            continue
         elif _MIXES.search(type(module).__name__) or any(isinstance(child, nn.Conv1d) for child in module.children()):
             remedy = "Its state, or its choice of keys, would be lost between ranks. Train it without cp."
             raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
@@ -92,7 +95,13 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
         if isinstance(slot, LinearSpec) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
         if isinstance(slot, AttentionSpec) and slot.latent is not None and not isinstance(module, _KeepsLatents):
-            module.__class__ = _derived(_KeepsLatents, type(module), type(module).__name__)
+            keeps = _KeepsLatents if slot.topk is None else _Selects
+            module.__class__ = _derived(keeps, type(module), type(module).__name__)
+        if isinstance(slot, AttentionSpec) and slot.indexer is not None:
+            indexer: Any = module.indexer
+            setattr(indexer, SLOT, slot)
+            if not isinstance(indexer, _GivesRows):
+                indexer.__class__ = _derived(_GivesRows, type(indexer), type(indexer).__name__)
     return set_attention(model, NAME)
 
 
@@ -199,6 +208,37 @@ class _KeepsLatents(_Derived):
             expanded: tuple[Tensor, Tensor] = super().expand_kv(kv_nope, k_rot)  # type: ignore[misc]
             return expanded
         return k_rot, kv_nope
+
+
+class _NoMask:
+    """A stand-in for the mask of layers that select keys, of which they take a part for their indexer."""
+
+    def __getitem__(self, _: object) -> None:
+        return None
+
+
+class _Selects(_KeepsLatents):
+    """A mixin before a class of attention with an indexer, whose layers must have a mask."""
+
+    def forward(self, *args: Any, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        stock = super().forward  # type: ignore[misc]
+        if SLOT not in vars(self):  # disabled
+            return stock(*args, attention_mask=attention_mask, **others)
+        return stock(*args, attention_mask=_NoMask() if attention_mask is None else attention_mask, **others)
+
+
+class _GivesRows(_Derived):
+    """A mixin before an indexer's class: returns the rows by which attention chooses keys."""
+
+    def forward(
+        self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any,
+        **others: Any,
+    ) -> IndexerRows | Tensor:  # fmt: skip
+        if SLOT not in vars(self):  # disabled
+            stock = super().forward  # type: ignore[misc]
+            found: Tensor = stock(hidden_states, q_resid, position_embeddings, *args, **others)
+            return found
+        return indexer_rows(self, hidden_states, q_resid, position_embeddings)
 
 
 class _PassesPlans(_Derived):

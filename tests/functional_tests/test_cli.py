@@ -201,19 +201,17 @@ WIRE = ["--codec", "int8", "--head-chunks", "2", "--transport", "hierarchical"]
 def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme):
     """The chosen scheme's row is the plan's own, and a row says what it could not do."""
     shape = ["--heads", "8", "--kv-heads", "8", "--lengths", "7,1,130,64,2", "--cp", "4"]
-    wire = WIRE if scheme != "exact" else WIRE[2:]
-    out, report = reported(["plan", *shape, *wire, "--scheme", scheme])
-    codec = "none" if scheme == "exact" else "int8"
+    out, report = reported(["plan", *shape, *WIRE, "--scheme", scheme])
     assert [report[name] for name in ("transport", "hosts", "codec", "head_chunks")] == [
-        "hierarchical", [0, 0, 1, 1], codec, 2,
+        "hierarchical", [0, 0, 1, 1], "int8", 2,
     ]  # fmt: skip
     chosen = report["schemes"][report["scheme"]]
     for way, sent in report["bytes_sent_per_rank"].items():
         assert (chosen["bytes_sent"][way], chosen["largest_bytes_sent_per_rank"][way]) == (sum(sent), max(sent))
     for name in ("codec", "head_chunks", "work_imbalance"):
         assert chosen[name] == report[name]
-    assert report["schemes"]["a2a"]["codec"] == codec
-    assert ("p2p has no codec and 1 head chunk; all_gather has no codec;" in out) == (scheme != "exact")
+    assert report["schemes"]["a2a"]["codec"] == report["schemes"]["p2p"]["codec"] == "int8"
+    assert "p2p has 1 head chunk" in out
 
 
 def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads():
@@ -310,8 +308,6 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "none for chunkwise"),
         (["plan", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
         (["check", "--layer", "conv1d", "--codec", "fp8"], "none for conv1d"),
-        (["check", "--scheme", "p2p", "--codec", "int8"], "none for p2p"),
-        (["plan", "--scheme", "p2p", "--codec", "int8"], "coded: use a2a"),
         (["check", "--codec", "fp7"], "--codec"),
         (["plan", "--transport", "pigeon"], "--transport"),
         (["plan", "--transport", "hierarchical", "--hosts", "9", "--cp", "4"], "at most the 4 ranks"),
@@ -481,5 +477,10 @@ def test_check_all_gives_chunks_and_codecs_to_those_that_have_them(layer):
     cases = sweep(case, ["layout", "mask", "heads"])
     plans = [one.plan() for one in cases]
     with_both = {plan.scheme for plan in plans if plan.head_chunks == 2 and plan.codec is not None}
-    assert with_both == {"a2a" if layer == "attention" else "headwise"}
+    coded = {plan.scheme for plan in plans if plan.codec is not None}
+    if layer == "attention":
+        assert coded == {plan.scheme for plan in plans}
+        assert coded - with_both == {"p2p", "all_gather", "exact", "exact_by_host", "tiled"}
+    else:
+        assert with_both == coded == {"headwise"}
     assert len({plan.scheme for plan in plans}) > 1

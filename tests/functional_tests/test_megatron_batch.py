@@ -219,7 +219,7 @@ def count_syncs(kind, stock_rotary=False):
     with pytest.MonkeyPatch.context() as patch:
         if stock_rotary:
             patch.setattr(SelfAttention, "forward", megatron_attention.SelfAttention.forward)
-            patch.setattr(multi_latent_attention, "_Rotary", lambda embedding, config: embedding)
+            patch.setattr(multi_latent_attention, "PlannedRotary", lambda embedding, config: embedding)
             own, method = multi_latent_attention.MLASelfAttention, "get_query_key_value_tensors"
             patch.setattr(own, method, getattr(megatron_mla.MLASelfAttention, method))
         model = two_of_each() if kind == "hybrid" else tiny.build(kind)
@@ -418,7 +418,7 @@ REFUSED = {
     "no scheme in one layer": ("--cp-comm-type", "'tiles'", "Did you mean tiled?"),
     "p2p of a linear layer": ("--cp-comm-type", "'p2p'", "a2a or auto", "--linear-cp-mode"),
     "a product of 2": ("--cp-comm-type", "'a2a+p2p'", "2 has no other divisor"),
-    "sparse": ("--hybrid-layer-pattern", "M, G, *, + and -"),
+    "sparse": ("--multi-latent-attention", "got False", "an indexer"),
     "mtp of Megatron's batch": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
     "mtp of rows": ("packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"),
     "mtp of Megatron's layers": ("mtp_block_spec", "megatron_cp.megatron.specs.gpt_mtp_block_spec"),

@@ -93,7 +93,7 @@ LAUNCHES = {
     " --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim"
     " 64 --v-head-dim 128 --no-rope-fusion --seq-length 4096 --max-position-embeddings 163840"
     " --experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128"
-    " --dsa-indexer-topk 2048",
+    " --dsa-indexer-topk 2048 --cp-comm-type all_gather",
     "a job with much that is refused":
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
     " --num-experts 4 --moe-router-load-balancing-type sinkhorn --qk-clip --cuda-graph-impl local"
@@ -101,9 +101,6 @@ LAUNCHES = {
     " --moe-token-dispatcher-type allgather",
 }  # fmt: skip
 REFUSED = {
-    "DeepSeek-V3.2": {
-        "--experimental-attention-variant", "--dsa-indexer-n-heads", "--dsa-indexer-head-dim", "--dsa-indexer-topk",
-    },
     "a job with much that is refused": {
         "--moe-router-load-balancing-type", "--qk-clip", "--cuda-graph-impl",
         "--reset-attention-mask", "--hybrid-context-parallel", "--moe-token-dispatcher-type",

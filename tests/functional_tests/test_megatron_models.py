@@ -204,6 +204,22 @@ LATENT_TWO = [
 ]  # fmt: skip
 
 
+def sparse(features=(), **more):
+    """Attention whose keys an indexer chooses, with the scheme that Megatron's configuration takes."""
+    return Case("dsa_mla", changes=(("cp_comm_type", "all_gather"), *features), **more)
+
+
+SHARED = ("dsa_indexer_topk_freq", 2)  # the second of three layers takes the choice of the first
+MEANS = (("calculate_per_token_loss", False), ("dsa_indexer_use_sparse_loss", True))
+SPARSE_TWO = [
+    sparse(layout="random"), sparse(MEANS), sparse((SHARED, *YARN)), sparse((("dsa_indexer_scoring_relu", False),)),
+    sparse(batches="tiny"), sparse(batches="aligned", how="megatron"), sparse(batches="even", how="unpacked"),
+    sparse((SHARED,), batches="even", how="unpacked"), sparse((SHARED, *UNRANKED), recompute="core_attn"),
+    sparse(recompute="full"), sparse(recompute="all_of_mla"), Case("hybrid_dsa_mla"), Case("hybrid_dsa_mla", "random"),
+]  # fmt: skip
+SPARSE_THREE = [sparse((SHARED,), layout="contiguous"), sparse(layout="lopsided"), Case("hybrid_dsa_mla")]
+
+
 def latents(mode, kind, scheme="auto", layout="zigzag", *more, **others):
     changes = (("cp_comm_type", scheme), ("cp_latent_mode", mode), *more)
     return Case(kind, layout, changes=changes, **others)
@@ -280,7 +296,7 @@ PLACES = {
         [
             *everywhere("cp2"), *RECOMPUTED, *[dataclasses.replace(case, recompute="") for case in RECOMPUTED],
             *REDISTRIBUTED, DETERMINISTIC, ONE_KEY_HEAD, NORMED, MIXED, *KEYS_TRAVEL, *latent_at("cp2"), *LATENT_TWO,
-            WHOLE, *IN_CHUNKS, *latents_at("cp2"), *LATENTS_TWO,
+            *SPARSE_TWO, WHOLE, *IN_CHUNKS, *latents_at("cp2"), *LATENTS_TWO,
         ],
     ),
     "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
@@ -288,7 +304,7 @@ PLACES = {
         1,
         3,
         [
-            *everywhere("cp3"), *latent_at("cp3"), *latents_at("cp3"), *OF_MAMBA,
+            *everywhere("cp3"), *latent_at("cp3"), *latents_at("cp3"), *OF_MAMBA, *SPARSE_THREE,
             spread("redistribute", "hybrid_both", recompute="full"),
         ],
     ),

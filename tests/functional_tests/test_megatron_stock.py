@@ -4,6 +4,7 @@ Megatron's attention, Gated DeltaNet and stack are what a user of Megatron witho
 knows no packing: one document at a time, `[s, b, h]`.
 """
 
+import copy
 from functools import partial
 
 import pytest
@@ -46,6 +47,8 @@ MODELS = {
         },
         {},
     ),
+    # The second of three layers takes the choice of the first.
+    "dsa_mla": ({}, {"cp_comm_type": "all_gather", "dsa_indexer_topk_freq": 2}, {}),
     "hybrid": ({}, {}, {}),
 }  # fmt: skip
 # One layer of GatedDeltaNet, and its arguments.
@@ -115,11 +118,26 @@ def replace_cuda_kernels(patch):
 
     patch.setattr(common, "l2norm", lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6))
     patch.setattr(hybrid_block, "TENorm", WrappedTorchNorm)
+    patch.setattr(torch.Tensor, "topk", first_of_equal(torch.Tensor.topk))
+
+
+def first_of_equal(topk):
+    """Returns torch's choice of the largest, and of equal ones the first, which torch does not promise."""
+
+    def stable(scores, count, dim=-1, **options):
+        if options or dim != -1 or not scores.is_floating_point():
+            return topk(scores, count, dim, **options)
+        values, places = scores.sort(dim=-1, descending=True, stable=True)
+        return values[..., :count], places[..., :count]
+
+    return stable
 
 
 def stock_model(name):
     qk_norm = MODELS[name][1].get("qk_layernorm", True)
-    spec = stock_stack() if name == "hybrid" else stock_layer_spec(qk_norm, name.startswith("mla"))
+    spec = stock_stack() if name == "hybrid" else stock_layer_spec(qk_norm, name.startswith(("mla", "dsa")))
+    if name.startswith("dsa"):
+        spec.submodules.self_attention = stock_sparse_attention()
     return our_model(name, spec=spec, deterministic_mode=True, transformer_impl="local")
 
 
@@ -137,6 +155,17 @@ def stock_layer_spec(qk_norm=False, latent=False):
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", multi_latent_attention=latent)
     if latent:
         spec.submodules.self_attention.submodules.core_attention = Core
+    return spec
+
+
+def stock_sparse_attention():
+    """Megatron's own layer, of local parts."""
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+
+    from megatron_cp.megatron.specs import hybrid_stack_spec
+
+    spec = copy.deepcopy(hybrid_stack_spec.submodules.dsa_layer.submodules.self_attention)
+    spec.module, spec.submodules.core_attention.module = absorbed_mla.AbsorbedMLASelfAttention, dsa.DSAttention
     return spec
 
 

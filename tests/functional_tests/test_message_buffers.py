@@ -151,7 +151,7 @@ CASES = {
             for layout in ("zigzag", "random")
         ),
         replace(ATTENTION, scheme="a2a", head_chunks=2),
-        replace(ATTENTION, scheme="a2a", codec="int8"),
+        *(replace(ATTENTION, scheme=scheme, codec="int8") for scheme in ("a2a", "p2p", "exact", "tiled")),
         replace(ATTENTION, scheme="all_gather", head_chunks=3),
         replace(ATTENTION, scheme="exact", head_chunks=3, layout="random"),
         replace(ATTENTION, cp=4, scheme="a2a+p2p", head_chunks=3, dtype=torch.bfloat16),

@@ -1,5 +1,7 @@
 """Layers that are made of the operations, as docs/more-layers.md has them: exact over ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -89,56 +91,69 @@ def test_gated_delta_product_is_a_delta_rule_over_steps(size, layout, mode, step
 
 
 HEADS, TOP, INDEX_HEADS, WIDTH = 4, 16, 3, 8
+ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
 
-def chosen_and_attended(dsa, q, keys, values, index_q, index_k, weights, starts, ends):
-    """Megatron's own functions: the top keys of each query among `starts` to `ends`, and attention to them.
+def by_megatron(dsa, q, keys, values, index_q, index_k, weights, sparse):
+    """Megatron's own scores, attention, loss and gradients of the indexer, of one document; the first of equal scores.
 
-    Scores without relu: with it many are 0, and which of equal scores torch chooses depends on how many keys there are.
+    Returns the output, the loss of all queries and the gradients of the indexer's three tensors.
     """
-    bounds, index = (
-        {"varlen_starts": starts, "varlen_ends": ends},
-        (index_q[:, None], index_k[:, None], weights[:, None]),
-    )
-    _, chosen = dsa.fused_qk_topk_naive(*index, TOP, use_relu=False, **bounds)
+    rows = torch.arange(len(q))
+    bounds = {"varlen_starts": torch.zeros_like(rows), "varlen_ends": rows + 1}
+    index = (index_q[:, None], weights[:, None], index_k[:, None])
+    scores = dsa._compute_index_scores(*index)
+    visible = scores.masked_fill(rows > rows[:, None], -torch.inf)
+    best = visible.sort(dim=-1, descending=True, stable=True)
+    chosen = best.indices.masked_fill(best.values == -torch.inf, -1)[..., :TOP]
     out = dsa.unfused_dsa_fn(q[:, None], keys[:, None, None], values[:, None, None], chosen, WIDTH**-0.5, **bounds)
-    return out[:, 0]
+    seen = q.detach()[:, None], keys.detach()[:, None, None].expand(-1, -1, HEADS, -1)
+    options = {**bounds, "calculate_per_token_loss": True}
+    loss = dsa.compute_dsa_indexer_loss(scores, chosen, *seen, WIDTH**-0.5, 1.0, sparse, ONE_RANK, **options)
+    gradients = dsa.bwd_fused_indexer_loss_naive(
+        *index, *seen, chosen, WIDTH**-0.5, 1.0, sparse, None, torch.tensor(1.0), ONE_RANK, **options
+    )
+    return out[:, 0], loss, [each[:, 0] for each in gradients]
 
 
 def latents(total):
+    """Draws the tensors; many index scores are zero, and others equal: those of the indexer are small integers."""
     random = torch.Generator().manual_seed(2)
     shapes = [(HEADS, WIDTH), (WIDTH,), (WIDTH,), (INDEX_HEADS, WIDTH), (WIDTH,), (INDEX_HEADS,), (HEADS * WIDTH,)]
-    return [torch.randn((total, *shape), generator=random) for shape in shapes]
+    found = [torch.randn((total, *shape), generator=random) for shape in shapes]
+    return [x.round() if 3 <= at < 6 else x for at, x in enumerate(found)]
 
 
+@pytest.mark.parametrize("loss", ["sparse", "dense"])
 @pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (3, "balanced"), (5, "contiguous")])
-def test_sparse_attention_over_gathered_latents(size, layout):
-    """The indexer and its top-k of a rank's own queries, over gathered keys: Megatron's own on each document alone."""
+def test_sparse_attention_is_megatrons_on_each_document_alone(size, layout, loss):
     dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
     packing = cp.Packing(LENGTHS)
     *inputs, weight = latents(packing.total)
-    alone, expected = [x.clone().requires_grad_() for x in inputs], []
+    alone, expected, of_indexer, losses = [x.clone().requires_grad_() for x in inputs[:3]], [], [], []
     for begin, end in packing.spans():
-        rows = torch.arange(end - begin)
-        own = [x[begin:end] for x in alone]
-        expected.append(chosen_and_attended(dsa, *own, torch.zeros_like(rows), rows + 1))
+        own = [x[begin:end] for x in (*alone, *inputs[3:])]
+        out, divergence, gradients = by_megatron(dsa, *own, loss == "sparse")
+        expected.append(out), losses.append(divergence), of_indexer.append(gradients)
     (torch.cat(expected) * weight).sum().backward()
+    index_q, index_weights, index_k = (torch.cat(each) for each in zip(*of_indexer, strict=True))
+    gradients = [*(x.grad for x in alone), index_q, index_k, index_weights]
     assigned = LAYOUTS[layout](packing, size)
+    plan = cp.plan_attention(
+        packing, assigned, heads=HEADS, kv_heads=1, head_dim=WIDTH, topk=TOP, indexer=(INDEX_HEADS, WIDTH)
+    )
 
     def main(group):
-        q, keys, values, index_q, index_k, weights = own = [
-            assigned.shard(x, group.rank).requires_grad_() for x in inputs
-        ]
-        ends = torch.from_numpy(assigned.tokens(group.rank)) + 1
-        starts = ends - 1 - torch.from_numpy(assigned.positions(group.rank))
-        keys, values = (cp.gather(x, assigned, group) for x in (keys, values))
-        index_k = cp.gather(index_k.detach(), assigned, group)  # what is chosen has no gradient
-        out = chosen_and_attended(dsa, q, keys, values, index_q, index_k, weights, starts, ends)
-        (out * assigned.shard(weight, group.rank)).sum().backward()
-        return out.detach(), [x.grad for x in own[:3]]
+        own = [assigned.shard(x, group.rank).requires_grad_() for x in inputs]
+        q, keys, values, *index = own
+        named = dict(zip(("index_q", "index_k", "index_weights"), index, strict=True))
+        found = cp.sparse_attention(q, keys[:, None], values[:, None], plan, group, **named, index_loss=loss)
+        (found.out.flatten(1) * assigned.shard(weight, group.rank)).sum().add(found.index_loss.sum()).backward()
+        return found.out.detach().flatten(1), found.index_loss.detach().sum(), [x.grad for x in own]
 
     found = run_ranks(main, size)
-    assert (assigned.unshard([out for out, _ in found]) - torch.cat(expected)).abs().max() < 1e-6
-    for at, x in enumerate(alone[:3]):
-        gradient = assigned.unshard([gradients[at] for _, gradients in found])
-        assert (gradient - x.grad).abs().max() < 1e-5 * x.grad.abs().max()
+    assert (assigned.unshard([out for out, _, _ in found]) - torch.cat(expected)).abs().max() < 1e-6
+    assert sum(each for _, each, _ in found) == pytest.approx(sum(losses).item(), rel=1e-6)
+    for at, gradient in enumerate(gradients):
+        own = assigned.unshard([each[at] for _, _, each in found])
+        assert (own - gradient).abs().max() < 1e-5 * gradient.abs().max()

@@ -29,7 +29,10 @@ CASES = [
         for layout in LAYOUTS
     ),
     Case("attention", 3, LENGTHS, "balanced", scheme="a2a", head_chunks=2, heads=12, groups=6, dtype=torch.float32),
-    Case("attention", 2, LENGTHS, scheme="a2a", dtype=torch.bfloat16, codec="int8", heads=12, groups=4),
+    *(
+        Case("attention", 2, LENGTHS, scheme=scheme, dtype=torch.bfloat16, codec="int8", heads=12, groups=4)
+        for scheme in ("a2a", "p2p", "all_gather", "tiled")
+    ),
     # Chunks that are not equal: 9 groups over 3 ranks in 2 chunks.
     Case("attention", 3, LENGTHS, scheme="a2a", head_chunks=2, heads=18, groups=9, dtype=torch.float32),
     Case("gdn", 3, LENGTHS, scheme="headwise", head_chunks=2, heads=18, groups=9, dtype=torch.float32),

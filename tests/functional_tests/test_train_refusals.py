@@ -359,7 +359,7 @@ def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):
     assert main(["train", *arguments, "--context-parallel-size", "2", "--hybrid-layer-pattern", "DG-"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2  # the first says what will be trained on
-    assert lines[1].startswith("megatron-cp train: --hybrid-layer-pattern: got")
+    assert lines[1].startswith("megatron-cp train: --multi-latent-attention: got False; allowed: True with layers")
     assert not folder.exists()  # so that the next attempt may have its name
 
 

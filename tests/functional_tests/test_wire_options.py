@@ -14,7 +14,7 @@ from megatron_cp.exchange import buffers as buffers_module
 from megatron_cp.exchange import messages
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
-from megatron_cp.exchange.coding import decode, encode
+from megatron_cp.exchange.coding import decode, decode_together, encode, encode_together
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
@@ -22,7 +22,7 @@ from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.softmax.kernels import cpu
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.parity import TOLERANCES, Case, compare, judge, run_layer
+from megatron_cp.testing.parity import TOLERANCES, Case, compare, draw, judge, run_layer
 from megatron_cp.testing.poison import poisoned
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup, Diary
@@ -30,6 +30,7 @@ from tests.random_tiles import assign_at_random
 from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
+DOUBLE = torch.float64
 TRANSPORTS = ("collective", "pairwise", "hierarchical", "shared_memory")
 
 
@@ -180,6 +181,11 @@ def test_projections_of_other_heads_are_rejected_and_fp8_sends_its_share():
                 dtype=torch.bfloat16)  # fmt: skip
     plain, coded = (replace(case, codec=codec).plan().bytes_sent(2, forward=True) for codec in ("none", "fp8"))
     assert max(plain) / max(coded) == 256 / 132
+    ring = replace(case, scheme="p2p")
+    rings = [replace(ring, codec=codec).plan() for codec in ("none", "fp8")]
+    forward, backward = ([sum(plan.bytes_sent(2, forward=way)) for plan in rings] for way in (True, False))
+    assert forward[0] / forward[1] == 256 / 132
+    assert backward[0] - backward[1] == forward[0] - forward[1]  # keys are sent again, their gradients as they are
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
     with pytest.raises(ArgumentError, match=r"^k: got "):
         projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
@@ -495,6 +501,27 @@ def test_codecs_give_the_same_bits_by_every_road_and_in_any_chunks():
         expected = bits(case)
         for transport, chunks in itertools.product(TRANSPORTS, (1, 2)):
             assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+@pytest.mark.parametrize("scheme", ["p2p", "all_gather", "exact", "exact_by_host", "tiled"])
+def test_every_rank_computes_with_keys_that_their_owner_coded_once(scheme, codec):
+    """The bits are those of the uncoded layer with decoded keys; only tiles are assigned by what rows cost."""
+    target = CODECS[codec].forward
+    for size, layout, dtype in ((2, "zigzag", torch.bfloat16), (5, "random", torch.float32), (3, "balanced", DOUBLE)):
+        case = Case("attention", size, LENGTHS, layout, scheme=scheme, dtype=dtype, num_hosts=2, head_dim=12,
+                    value_head_dim=7)  # fmt: skip
+        problem = draw(case)
+        q, k, v = problem.inputs.values()
+        (k,), (v,) = (decode_together(encode_together([x], target, 16), x.shape[-1:], target, dtype) for x in (k, v))
+        decoded = replace(problem, inputs={"q": q, "k": k, "v": v})
+        coded = run_ranks(run_layer, size, replace(case, codec=codec), problem)
+        if scheme != "tiled":
+            assert_same(coded, run_ranks(run_layer, size, case, decoded))
+        elif dtype == DOUBLE:
+            for mine, theirs in zip(coded, run_ranks(run_layer, size, case, decoded), strict=True):
+                assert all((mine[name] - x).abs().max() < 1e-12 for name, x in theirs.items() if x.numel())
+        assert not torch.equal(coded[0]["out"], run_ranks(run_layer, size, case, problem)[0]["out"])
 
 
 def test_gradients_of_fp8_e5m2_are_coarser_than_its_activations():

@@ -38,7 +38,14 @@ LATENT = {
     "num_query_groups": None, "kv_channels": 6, "qk_layernorm": True, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rope_type": "rope",
 }  # fmt: skip
+# An indexer that chooses 8 keys, and learns.
+SPARSE = {
+    **LATENT, "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": 8, "dsa_indexer_loss_coeff": 0.5,
+    "dsa_indexer_rotate_activation": False,
+}  # fmt: skip
 KINDS |= {
+    "dsa_mla": {"num_layers": 3, "experimental_attention_variant": "dsa", **SPARSE},
+    "hybrid_dsa_mla": {"num_layers": 4, **SPARSE},  # GD+-
     "mla": {"num_layers": 2, **LATENT},
     "fused_mla": {"num_layers": 2, **LATENT},  # with one projection down to both latents
     "hybrid_mla": {"num_layers": 4, **LATENT},  # G++-
@@ -46,7 +53,13 @@ KINDS |= {
     "hybrid_mamba": {"num_layers": 4},  # MM*-
     "hybrid_both": {"num_layers": 4},  # MG*-
 }
-PATTERNS = {"hybrid": "GG*-", "hybrid_mla": "G++-", "hybrid_mamba": "MM*-", "hybrid_both": "MG*-"}
+PATTERNS = {
+    "hybrid": "GG*-",
+    "hybrid_mla": "G++-",
+    "hybrid_dsa_mla": "GD+-",
+    "hybrid_mamba": "MM*-",
+    "hybrid_both": "MG*-",
+}
 
 
 def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
@@ -112,9 +125,12 @@ def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **chang
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.experimental_attention_variant import dsa
 
     from megatron_cp.megatron import specs
 
+    dsa.DSAIndexerLossLoggingHelper.tracker.clear()  # is kept by layer, and the next model may have more layers
+    dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
     config = configure(kind, **changes) if config is None else config
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
     common |= arguments or {}

@@ -84,6 +84,8 @@ SHAPES = {"heads": 2, "head_dim": 4}
 PLANS = {
     "attention": cp.plan_attention(P, ALONE, **SHAPES),
     "latent": cp.plan_attention(P, ALONE, **SHAPES, latent=(2, 6)),
+    "sparse": cp.plan_attention(P, ALONE, **SHAPES, topk=3, indexer=(2, 5)),
+    "chosen": cp.plan_attention(P, ALONE, **SHAPES, topk=3),
     **{kind: cp.plan_linear(P, ALONE, kind, **SHAPES) for kind in ("gdn", "kda")},
     "mamba": cp.plan_linear(P, ALONE, "mamba", state=4, **SHAPES),
     "conv1d": cp.plan_linear(P, ALONE, "conv1d", channels=6),
@@ -103,6 +105,8 @@ LATENT = {
     "shared_key": torch.ones(9, 2),
     "up": torch.ones(2, 6, 6),
 }
+NO_INDEXER = [5, True, "ab", (2,), (2, 6, 1), (0, 6), (2, 0), (2.0, 6), (2, True), (None, 6), {2: 6}, {2, 6}, object()]
+INDEX = {"index_q": ones(2, 5), "index_k": ones(5), "index_weights": ones(2)}
 QKV = {name: ones(2, 4) for name in "qkv"}
 HELD = {f"held_{name}": torch.ones(KEYS.total, 2, 4) for name in "qkv"}
 SOFTMAX = {
@@ -236,6 +240,8 @@ CALLS = {
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT,
         "latent_mode": [*optional(NO_NAME), "expand"]}),
+    "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, {
+        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER}),
     "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -309,6 +315,15 @@ CALLS = {
     "Cache.drop": (lambda documents: cp.Cache(3).drop(documents), {"documents": [0]}, {
         "documents": [value for value in NO_LIST if not isinstance(value, list) or value] + [[0, 1, 2], [3], [-1]]}),
     "latent_attention": (cp.latent_attention, {**LATENT, "plan": PLANS["latent"]}, tensors(**LATENT) | SOFTMAX),
+    "plan_attention, sparse": (cp.plan_attention, {"packing": P, "layout": LAYOUT, "topk": 3, **SHAPES}, {
+        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER}),
+    "sparse_attention": (cp.sparse_attention, {**QKV, **INDEX, "plan": PLANS["sparse"]}, {
+        **tensors(**QKV, **INDEX), "plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP,
+        "softmax_scale": optional(NO_NUMBER), "index_relu": NO_FLAG, "index_loss": optional(NO_NAME),
+        "chosen": [torch.zeros(9, 3, dtype=torch.int32)], "up": optional(no_tensor(ones(2)))}),
+    "sparse_attention, chosen": (cp.sparse_attention, {
+        **QKV, "chosen": torch.zeros(9, 3, dtype=torch.int32), "plan": PLANS["chosen"]}, {
+        "chosen": [None, 5, True, "q", [], torch.zeros(9, 3), torch.zeros(9, 2, dtype=torch.int32), SPARSE, NESTED]}),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,

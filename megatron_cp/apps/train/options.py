@@ -95,7 +95,7 @@ class TrainingOptions:
     cp_transport: str = _parallel(
         "collective", "how messages are sent: collective, pairwise, hierarchical or shared_memory"
     )
-    cp_codec: str = _parallel("none", "coding of heads that are exchanged: none, fp8, fp8_e5m2 or int8")
+    cp_codec: str = _parallel("none", "coding of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8")
     cp_hardware: str | None = _parallel(None, "machine for which auto predicts: a preset such as h100, or a file")
     cp_search: float = _parallel(
         0.0,
@@ -268,8 +268,8 @@ class TrainingOptions:
         headwise = may_exchange_heads(self.linear_cp_mode) and (
             any(kind in layers for kind in "GM") or self.experimental_attention_variant is not None
         )
-        if self.cp_codec != "none" and not headwise and not any(map(may_exchange_heads, schemes)):
-            remedy = "No layer of this model exchanges heads; --cp-comm-type a2a or --linear-cp-mode headwise do."
+        if self.cp_codec != "none" and not headwise and not schemes:
+            remedy = "No layer of this model sends heads or keys: --linear-cp-mode headwise does."
             raise ArgumentError("cp_codec", self.cp_codec, "none", remedy)
         if (
             self.cp_head_chunks is not None

@@ -70,7 +70,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         **others: Any,
     ) -> None:
         super().__init__(config=config)
-        _refuse(config, attn_mask_type, attention_type)
+        refuse_attention(config, attn_mask_type, attention_type)
         self.cp_group, self.ranks = pg_collection.cp, cp_ranks(pg_collection.cp)
         self.tp_group, self.layer_number = pg_collection.tp, layer_number
         self.softmax_scale = softmax_scale
@@ -78,8 +78,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         dropout = others.get("attention_dropout")
         self.dropout = config.attention_dropout if dropout is None else dropout
         tp_size = pg_collection.tp.size()
-        scheme = _scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, scheme, f"--cp-comm-type {scheme}")
+        scheme = comm_scheme(cp_comm_type, self.ranks.size)
+        options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}", codes=True)
         if not scheme_named(scheme).takes_chunks:
             options["head_chunks"] = None
         self.slot = AttentionSpec(
@@ -94,7 +94,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             **options,
             **_search(config, scheme),
         )
-        _refuse_unplannable(self.slot, self.ranks.size)
+        refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
         sinks = config.softmax_type
         self.agree(softmax_scale=softmax_scale, dropout=self.dropout, sinks=sinks, mask=attn_mask_type)
@@ -271,7 +271,8 @@ class SelfAttention(megatron_attention.SelfAttention):
         )
 
 
-def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
+def comm_scheme(cp_comm_type: str | None, cp_size: int) -> str:
+    """Returns the scheme that `--cp-comm-type` names; "auto" if it names none, or on one rank."""
     if cp_comm_type is None or cp_size == 1:
         return "auto"
     return require("scheme", scheme_name(cp_comm_type), name="--cp-comm-type")
@@ -293,7 +294,7 @@ def _latents(config: Any, k_channels: int | None) -> dict[str, Any]:
     return {"latent": (config.qk_pos_emb_head_dim, config.kv_lora_rank), "latent_mode": mode}
 
 
-def _refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
+def refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
     """Plans a batch of one token, so that refusals are raised while the model is built."""
     flags = {
         "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
@@ -321,7 +322,8 @@ def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:
     return f"window:{left},{0 if is_causal else right}"
 
 
-def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> None:
+def refuse_attention(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> None:
+    """Raises an error for options that no attention here supports, while the model is built."""
     refuse_unsupported(config)
     if attention_type != "self":
         refuse_feature("cross_attention", attention_type, "self", flag="attention_type")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.plan.transport import Transport, knows_hosts
 
 
@@ -18,19 +17,19 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
 
 
-def spec_options(config: Any, ranks: RankGroup, scheme: str, how: str) -> dict[str, Any]:
+def spec_options(config: Any, ranks: RankGroup, how: str, *, codes: bool) -> dict[str, Any]:
     """Returns the arguments that the specs of all kinds of layers read from the configuration.
 
     It is collective: call it while the model is built. A codec that nothing is coded with is left out, with a warning.
 
     Args:
-        scheme: the scheme or mode.
         how: the layer and its scheme, for the warning.
+        codes: True if the layer's messages may be coded.
     """
     transport, codec = getattr(config, "cp_transport", "collective"), getattr(config, "cp_codec", "none")
-    if codec != "none" and not may_exchange_heads(scheme):
+    if codec != "none" and not codes:
         if ranks.size > 1:
-            warnings.warn(f"--cp-codec {codec} does nothing for {how}: heads do not change places.", stacklevel=3)
+            warnings.warn(f"--cp-codec {codec} does nothing for {how}, which sends no heads to code.", stacklevel=3)
         codec = "none"
     return {
         "head_chunks": getattr(config, "cp_head_chunks", None),

@@ -43,7 +43,7 @@ _ROTARY_SETTINGS = (
 )  # fmt: skip
 
 
-class _Rotary(nn.Module):
+class PlannedRotary(nn.Module):
     """Megatron's rotary embedding, called with a length, or with the `PlannedSeqParams` of a microbatch.
 
     With a microbatch its rows are those of this rank's positions, gathered once for all layers, although every layer
@@ -91,7 +91,7 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             raise error
         super().__init__(config, submodules, *args, **kwargs)
         own: Any = self._modules["rotary_pos_emb"]
-        self.rotary_pos_emb = _Rotary(own, config)
+        self.rotary_pos_emb = PlannedRotary(own, config)
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
                 # Every tensor-parallel rank has the whole gradient, which Megatron would sum as for norms of heads.

@@ -13,6 +13,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install
 from megatron_cp.plan.schemes import AUTO, DEFAULT
 from megatron_cp.planner.capabilities import remark
 
@@ -96,9 +97,9 @@ def unsupported(config: Any) -> Iterator[ArgumentError]:
 def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options for which GPTModel's spec here has no layers."""
     variant = config.experimental_attention_variant
-    if variant not in (None, "gated_delta_net"):
+    if variant not in (None, "gated_delta_net", "dsa"):
         remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
-        allowed = "gated_delta_net, or none for softmax attention"
+        allowed = "gated_delta_net, dsa, or none for softmax attention"
         yield ArgumentError("--experimental-attention-variant", variant, allowed, remedy)
     if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
         yield ArgumentError(
@@ -146,10 +147,28 @@ def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
         yield ArgumentError(flag, given, "none or float32", "States are float32 here.")
 
 
-def sparse_attention_over_ranks(pattern: str) -> ArgumentError:
-    """Returns the error for a layer of sparse attention on several ranks."""
-    allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
-    return _feature_error("sparse_attention", pattern, allowed, flag="hybrid_layer_pattern")
+def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
+    """Yields the errors for options that DSA layers do not support, beside `unsupported`."""
+    if not getattr(config, "multi_latent_attention", False):
+        yield ArgumentError("--multi-latent-attention", False, "True with layers whose keys an indexer chooses")
+    for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+        if getattr(config, name) is None:
+            yield ArgumentError(f"--{name.replace('_', '-')}", None, "an integer of at least 1")
+    if config.tensor_model_parallel_size > 1 and (config.context_parallel_size > 1 or not HAVE_TE):
+        allowed = "1 with an indexer that chooses keys"
+        remedy = "Gradients of latents over tensor-parallel ranks have not been shown to be right here."
+        if config.context_parallel_size == 1:
+            remedy = f"Only Transformer Engine's layers sum the gradients of latents: {install('te')}."
+        yield ArgumentError("--tensor-model-parallel-size", config.tensor_model_parallel_size, allowed, remedy)
+    elif config.tensor_model_parallel_size > 1 and config.dsa_indexer_loss_coeff:
+        remedy = "The indexer learns from the weights of all heads, of which a tensor-parallel rank has a share."
+        given = config.dsa_indexer_loss_coeff
+        yield ArgumentError("--dsa-indexer-loss-coeff", given, "0 with --tensor-model-parallel-size above 1", remedy)
+    if config.dsa_kernel_backend != "none":
+        remedy = "These kernels are not called here. Leave --spec out to keep Megatron's own layers, with their limits."
+        yield ArgumentError("--dsa-kernel-backend", config.dsa_kernel_backend, "none", remedy)
+    if config.softmax_type != "vanilla":
+        yield ArgumentError("--softmax-type", config.softmax_type, "vanilla with an indexer that chooses keys")
 
 
 def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:

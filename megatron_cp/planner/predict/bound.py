@@ -239,7 +239,9 @@ def _ring_seconds(
     merged = step.queries.token_counts[kv_ranks] * heads * (value * 3 if forward else size) * max(item_size, 4)
     work = work + later * copy_seconds(hardware, merged)
     row, tokens, total = groups * sum(step.key_features) * item_size, step.keys.token_counts, step.keys.packing.total
-    load = _ring_load(plan, topology, row, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
+    coded = groups * step.coded_bytes(item_size)
+    sent = np.where(coded > 0, coded, row)
+    load = _ring_load(plan, topology, sent, total - tokens[np.roll(kv_ranks, -degree)], total - tokens[kv_ranks])
     if forward:
         return np.maximum(work, load.seconds(topology))
     wide = row * max(4 // item_size, 1)
@@ -274,16 +276,17 @@ def _fetch_seconds(
     kernels = _kernel_seconds(plan, step, on, item_size, forward=forward)
     degree = plan.ulysses_degree
     groups = [[chunk.num_groups for chunk in step.chunks(rank)] for rank in range(degree)]
-    rows = np.array([[min(each), sum(each)] for each in groups]) * sum(step.key_features) * item_size
-    smallest, whole = rows[np.arange(plan.cp_size) % degree].T
+    smallest, whole = np.array([[min(each), sum(each)] for each in groups])[np.arange(plan.cp_size) % degree].T
+    row = sum(step.key_features) * item_size
+    coded = step.coded_bytes(item_size) or row
     first = first_hop(flow)
     keys = _fetch_load(plan, first, on, topology, back=False)
-    exposed, moved = keys.times(smallest).seconds(topology), keys.times(whole)
+    exposed, moved = keys.times(smallest * coded).seconds(topology), keys.times(whole * coded)
     if not forward:
         back = _fetch_load(plan, first, on, topology, back=True)
-        exposed, moved = exposed + back.times(smallest).seconds(topology), moved.plus(back.times(whole))
+        exposed, moved = exposed + back.times(smallest * row).seconds(topology), moved.plus(back.times(whole * row))
     for is_back in (False, True)[: (2 - forward) * (first is not flow)]:  # a second hop, which nothing hides
-        within = _fetch_load(plan, flow, on, topology, back=is_back).times(whole)
+        within = _fetch_load(plan, flow, on, topology, back=is_back).times(whole * (row if is_back else coded))
         kernels, moved = kernels + within.seconds(topology), moved.plus(within)
     ports = moved.seconds(topology)
     return np.maximum(kernels + exposed, ports), np.maximum(kernels, ports)

@@ -131,7 +131,7 @@ def seconds_of_calls(
     row = hardware.row_seconds((step.head_dim + step.value_head_dim) // 2, forward=forward)
     of_ranks = StageShapes(*(each[:, kv_ranks] for each in shapes))
     found = seconds_of_shapes(of_ranks, rate, row, hardware, heads, forward=forward)
-    if step.latent is not None:  # of all calls of a rank together
+    if step.latent_mode:  # of all calls of a rank together
         seconds = _latent_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
         areas = np.array([step.area(rank, forward=forward) for rank in range(step.num_kv_ranks)])
         found = found + seconds * of_ranks.pairs / np.maximum(areas[kv_ranks], 1)

@@ -31,9 +31,10 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     """Returns the peak bytes of the tensors that `attention` keeps alive, beyond its inputs q, k and v.
 
     Counts outputs, the tensors that forward saves for backward, and in backward (beyond the output's gradient) all of
-    these and the gradients. Does not count the allocations of kernels and transports, index tables, which are made once
-    a batch, a learned sink, the tensors of a codec, and the group's buffers, which all layers share: see
-    `buffer_bytes`. A batch axis multiplies all of it.
+    these and the gradients; with a codec of keys also own codes and decoded keys, and those of a stage. Does not count
+    the allocations of kernels and transports, index tables, which are made once a batch, a learned sink, the other
+    tensors of a codec, and the group's buffers, which all layers share: see `buffer_bytes`. A batch axis multiplies all
+    of it.
 
     In elements of `item_size` bytes, or of `acc_bytes = max(item_size, 4)` where marked `w`; `t` own rows of queries,
     `s` of keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
@@ -78,6 +79,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     # Gradients have the form of their inputs: if those are one message, so are gradients, and are sent as they are.
     message = inbound[0] if len(inbound) == 1 else None
     held = sum(local.held_for_latents(plan.out.head_dim, forward=forward, moved=bool(moves)) for local in chunks)
+    held += sum(local.held_for_codes for local in chunks)
     live, moments = held, [held]
     if not forward:
         live += sum(move.tokens for move in outbound) + sum(sum(move.heads) for move in inbound)
@@ -87,9 +89,9 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
             chunk = do.chunk or 0
             local, made = chunks[chunk], chunks[chunk].out + chunks[chunk].lse
             gradients = 0 if forward else message.heads[chunk] if message else local.dq + local.keys
-            of_latents = local.latents(plan.out.head_dim, forward=forward)
+            of_keys = local.latents(plan.out.head_dim, forward=forward) + local.decoded
             of_loop = local.forward() if forward else local.backward()
-            moments += [live + gradients + of_latents + moment for moment in of_loop]
+            moments += [live + gradients + of_keys + moment for moment in of_loop]
             live += made if forward else -made - sum(move.heads[chunk] for move in moves.values())
             live += gradients if message and message.in_order else 0
         elif isinstance(do, Move) and (move := moves.get(id(do.step))):
@@ -264,6 +266,26 @@ class _RankBytes:
     def block(self, rows: int, groups: int, item: int) -> int:
         return rows * groups * sum(self.step.key_features) * item
 
+    @property
+    def held_for_codes(self) -> int:
+        """The bytes of own codes, and of the own keys that are decoded from them."""
+        coded = self.step.coded_bytes(self.item)
+        rows = int(self.step.keys.row_counts[self.kv_rank]) if coded else 0
+        return rows * self.groups * (coded + sum(self.step.key_features) * self.item)
+
+    @property
+    def decoded(self) -> int:
+        """The bytes of the keys of a stage and a chunk of heads, decoded."""
+        if not self.step.coded_bytes(self.item):
+            return 0
+        rows, most = [0], max(chunk.num_groups for chunk in self._chunks)
+        for flow in (stage.keys for stage in self.step.all_stages):
+            if isinstance(flow, Fetch):
+                rows.append(flow.message_rows(self.kv_rank).received)
+            else:  # of the own stage too, whose keys are in a ring's first buffer
+                rows.append(int(self.step.keys.token_counts.max()))
+        return self.block(max(rows), most, self.item)
+
     def held_for_latents(self, value_dim: int, *, forward: bool, moved: bool) -> int:
         """Returns the bytes that are made of own latents or queries before the loop, and kept.
 
@@ -282,7 +304,7 @@ class _RankBytes:
 
     def latents(self, value_dim: int, *, forward: bool) -> int:
         """Returns the bytes that the loop makes of latents, in backward also of gradients, beside what is held."""
-        if self.step.latent is None or not self.step.latent.travels:
+        if self.step.latent is None or not self.step.latent_mode or not self.step.latent.travels:
             return 0
         _, rank, own, mode = self.step.latent
         key, value = self.step.head_dim, self.step.value_head_dim

@@ -10,7 +10,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
 from megatron_cp.plan.payloads import Payload
-from megatron_cp.plan.program import Compute, ComputeRemote, Merge, Order, Pack, Start, Wait
+from megatron_cp.plan.program import Compute, ComputeRemote, Instruction, Merge, Order, Pack, Start, Wait
 from megatron_cp.planner.predict.kernels import StageSeconds, seconds_of_calls, shapes_of, stage_seconds
 from megatron_cp.planner.predict.program import Edges
 from megatron_cp.planner.predict.walk_base import WalkBase
@@ -22,17 +22,55 @@ _NAMES = {
 }
 
 
+def _message_rows(step: Attend, flow: Fetch | Return, which: str) -> IntArray:
+    """Returns the rows that each KV rank packs, or receives, for a flow."""
+    if isinstance(flow, Fetch) and flow.equal_shares:
+        return np.full(step.num_kv_ranks, flow.longest * (1 if which == "sent" else flow.size))
+    return flow.split_counts.counts.sum(axis=1 if which == "sent" else 0)
+
+
+def _rows_of_stage(step: Attend, hops: int) -> IntArray:
+    """Returns the key rows that each KV rank has in a stage of a ring."""
+    return step.keys.token_counts[(np.arange(step.num_kv_ranks) - hops) % step.num_kv_ranks]
+
+
+class _CodedRows:
+    """Follows the buffers of coded keys of an attention, which are decoded wherever tiles of them are computed."""
+
+    def __init__(self, step: Attend) -> None:
+        self.step, self._rows = step, dict[int, IntArray]()
+
+    def decoded_by(self, do: Instruction) -> IntArray | None:
+        """Returns the rows that each KV rank decodes in an instruction, which is the next of the program."""
+        match do:
+            case Pack(payload=Payload.KEYS, flow=None):
+                self._rows[do.buffer] = self.step.keys.token_counts
+            case Wait(payload=Payload.KEYS, flow=PassOn(hops=hops)):
+                self._rows[do.buffer] = _rows_of_stage(self.step, hops)
+            case Wait(payload=Payload.KEYS, flow=Fetch() as flow):
+                self._rows[do.buffer] = _message_rows(self.step, flow, "received")
+            case Compute(keys=int() as keys) | ComputeRemote(keys=keys):
+                return self._rows[keys]
+        return None
+
+
 class AttentionWalk(WalkBase):
     """A walk over the softmax of a plan, in the order of its program."""
 
     def _attend(self, step: Attend) -> None:
-        keys = dict[int, int]()
-        seconds = dict[int, StageSeconds]()
         self._row_widths: dict[tuple[Payload, int], IntArray] = {}
+        keys = dict[int, int]()
+        coded = _CodedRows(step) if step.coded_bytes(self.item) else None
+        if coded is not None:  # own keys, coded in forward alone, and decoded
+            own = self._bytes(step, step.keys.token_counts, Payload.KEY_GRADIENTS, 0) * step.head_chunks
+            self._copy("code keys", own * (2 if self.is_forward else 1))
+        seconds = dict[int, StageSeconds]()
         for do in step.program(forward=self.is_forward):
+            if coded is not None and (rows := coded.decoded_by(do)) is not None:
+                self._copy("decode keys", self._bytes(step, rows, Payload.KEY_GRADIENTS, do.part.chunk))
             match do:
                 case Pack(payload=payload, flow=flow):
-                    rows = step.keys.token_counts if flow is None else self._message_rows(step, flow, "sent")
+                    rows = step.keys.token_counts if flow is None else _message_rows(step, flow, "sent")
                     self._copy(f"pack {payload.value}", self._bytes(step, rows, payload, do.part.chunk))
                 case Start(payload=payload, flow=flow):
                     keys[do.buffer] = self._start_rows(step, flow, payload, do.part.chunk)
@@ -89,7 +127,7 @@ class AttentionWalk(WalkBase):
         """Prices the addition of returned rows: three passes where partial outputs are merged."""
         tokens, chunk, payload = step.keys.token_counts, do.part.chunk, do.payload
         if do.flow is not None:
-            rows, passes = self._message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
+            rows, passes = _message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
             if payload is Payload.KEY_GRADIENTS and do.flow.fetch.equal_shares:
                 rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as in the calibration of machines
             wider = 1 if payload.is_summed else max(4 // self.item, 1)
@@ -97,7 +135,7 @@ class AttentionWalk(WalkBase):
         elif do.target is None:
             self._copy("own gradients", self._bytes(step, tokens, Payload.KEY_GRADIENTS, chunk))
         else:
-            held = tokens[(np.arange(step.num_kv_ranks) - do.part.stage.number) % step.num_kv_ranks]
+            held = _rows_of_stage(step, do.part.stage.number)
             self._copy("sum gradients", self._bytes(step, held, payload, chunk))
 
     def _tiles(
@@ -114,13 +152,6 @@ class AttentionWalk(WalkBase):
             size = step.value_head_dim if self.is_forward else step.head_dim
             rows = shapes.rows[0][self.kv_ranks] * heads
             self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
-
-    @staticmethod
-    def _message_rows(step: Attend, flow: Fetch | Return, which: str) -> IntArray:
-        """Returns the rows that each KV rank packs, or receives, for a flow."""
-        if isinstance(flow, Fetch) and flow.equal_shares:
-            return np.full(step.num_kv_ranks, flow.longest * (1 if which == "sent" else flow.size))
-        return flow.split_counts.counts.sum(axis=1 if which == "sent" else 0)
 
     def _widths_of(self, step: Attend, payload: Payload, chunk: int) -> IntArray:
         """Returns `[degree]` bytes of a row in a message."""

@@ -123,13 +123,13 @@ class _Block:
 def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Block, int, int]]:
     """Yields a block, a query head, and the key/value head that it reads, for each head of each block."""
     ratio = q.shape[1] // k.shape[1]
-    for bands in tiles.memo("reference", lambda: _blocks(tiles.bands)):
+    for bands in tiles.memo("reference", lambda: cut_to_blocks(tiles.bands)):
         block = _block(bands, tiles, q.device)
         for head in range(q.shape[1]):
             yield block, head, head // ratio
 
 
-def _blocks(bands: IntArray) -> list[IntArray]:
+def cut_to_blocks(bands: IntArray, most_rows: int = _MAX_SCORES) -> list[IntArray]:
     """Returns, for each block, the bands of its queries, cut to them, in the order of their keys.
 
     Blocks are cut where a band begins or ends, and so between documents: no row's result depends on another document.
@@ -138,7 +138,7 @@ def _blocks(bands: IntArray) -> list[IntArray]:
     pieces, number = band.cut(bands, edges[:-1], edges[1:], queries=True)
     columns = np.zeros(len(edges) - 1, dtype=np.int64)
     np.add.at(columns, number, pieces[:, 3] - pieces[:, 2])
-    rows = np.maximum(_MAX_SCORES // np.maximum(columns, 1), 1)
+    rows = np.clip(_MAX_SCORES // np.maximum(columns, 1), 1, most_rows)
     starts = np.concatenate([np.arange(*span) for span in zip(edges[:-1], edges[1:], rows, strict=True)])
     pieces, number = band.cut(bands, starts, np.append(starts[1:], edges[-1]), queries=True)
     order = np.lexsort((pieces[:, 2], number))

@@ -26,7 +26,7 @@ def test_rejects_what_is_not_built(argument, value):
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
-    rejects(r"allowed: GPTModel or .*not built yet .*; use one rank \(", require, "megatron", "sparse_attention")
+    rejects(r"allowed: GPTModel or .*not built yet; self-attention only", require, "megatron", "cross_attention")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))
@@ -156,8 +156,8 @@ def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
             assert caught.value.argument in wish
     with pytest.raises(ArgumentError, match=r"none for conv1d\. It has single channels"):
         plan_linear(PACKING, LAYOUT, "conv1d", channels=40, codec="fp8")
-    with pytest.raises(ArgumentError, match=r"none for p2p\. Only heads of an exchange are coded: use a2a"):
-        plan_attention(**ATTENTION, scheme="p2p", codec="fp8")
+    with pytest.raises(ArgumentError, match=r"none for exact\. Keys among which queries choose travel in their own"):
+        plan_attention(**ATTENTION, scheme="exact", codec="fp8", topk=2)
     with pytest.raises(ArgumentError, match="1, for 2 groups of B and C over 2 ranks"):
         plan_linear(PACKING, Layout.zigzag(PACKING, 2), "mamba", **SIZES["mamba"], head_chunks=2)
 

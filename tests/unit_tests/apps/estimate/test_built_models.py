@@ -64,7 +64,7 @@ def test_glm_is_read_by_building_it(kind, tmp_path):
 
 def test_rejects_what_is_not_understood(tmp_path):
     dsa = values("glm_moe_dsa", **_LATENT, pad_token_id=0)
-    rejects("model: got .a layer of type 'indexed_attention'", lambda: read(tmp_path, **dsa))
+    rejects("model_type: got 'GlmMoeDsaDecoderLayer with .* parameters, of which", lambda: read(tmp_path, **dsa))
     olmo = values("olmo2", head_dim=None)  # norms of all heads together
     rejects("model_type: got 'Olmo2DecoderLayer with .* parameters, of which", lambda: read(tmp_path, **olmo))
     rejects("model_type: got 'bert'", lambda: read(tmp_path, **values("bert")))

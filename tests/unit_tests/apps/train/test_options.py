@@ -106,9 +106,14 @@ def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
         ),
         ({"cp_head_chunks": 99}, "cp_head_chunks", "1 to 2, for 2 key/value heads."),
         (
-            {"cp_codec": "fp8", "context_parallel_size": 2, "cp_comm_type": ("p2p",), "linear_cp_mode": "chunkwise"},
+            {
+                "cp_codec": "fp8",
+                "context_parallel_size": 2,
+                "hybrid_layer_pattern": "M-",
+                "linear_cp_mode": "chunkwise",
+            },
             "cp_codec",
-            "No layer of this model exchanges heads",
+            "No layer of this model sends heads or keys",
         ),
         (
             {"cp_head_chunks": 1, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "linear_cp_mode": "chunkwise"},

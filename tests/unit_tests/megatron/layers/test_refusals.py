@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
@@ -31,8 +32,9 @@ from megatron_cp.megatron import specs
 from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
-from megatron_cp.megatron.layers import attention
+from megatron_cp.megatron.layers import attention, refusals
 from megatron_cp.megatron.layers.attention import CoreAttention
+from megatron_cp.megatron.layers.communication import spec_options
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
@@ -42,6 +44,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_unaligned,
     refuse_unsupported,
 )
+from megatron_cp.megatron.layers.sparse_attention import SparseCoreAttention, SparseMLASelfAttention
 from megatron_cp.megatron.packed_seq_params import Documents, PlannedSeqParams
 from tests.refusals import rejects
 
@@ -266,29 +269,52 @@ def test_rejects_megatrons_cuda_graphs(impl, size):
 
 def test_rejects_other_attention_variants():
     config = configure()
-    config.experimental_attention_variant = "dsa"
-    with refused("experimental-attention-variant", "'dsa'") as caught:
+    config.experimental_attention_variant = "csa"
+    with refused("experimental-attention-variant", "'csa'") as caught:
         specs.gpt_layer_spec(config)
     assert "leave --spec out" in caught.value.remedy
-    # Transformer Engine is installed in this case; without it, the layer is refused on one rank, too.
-    refusing = specs._refused_under_cp(Layer)
-    assert refusing(configure(), name="one").name == "one"
-    with refused("hybrid-layer-pattern", "'D'"):
-        refusing(configure(context_parallel_size=2))
 
 
-class Layer(nn.Module):
-    def __init__(self, config, name=None):
-        super().__init__()
-        self.name = name
+DSA = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 4, "dsa_indexer_topk": 8}
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "changes"),
+    [
+        ("multi-latent-attention", "False", {"multi_latent_attention": False}),
+        ("dsa-indexer-topk", "None", {"dsa_indexer_topk": None}),
+        ("dsa-kernel-backend", "'tilelang'", {"dsa_kernel_backend": "tilelang"}),
+        ("softmax-type", "'learnable'", {"softmax_type": "learnable"}),
+        ("tensor-model-parallel-size", "2", {"tensor_model_parallel_size": 2}),
+    ],
+)
+def test_rejects_what_sparse_attention_does_not_compute(flag, given, changes):
+    config = configure(context_parallel_size=2)
+    for name, value in (DSA | changes).items():
+        setattr(config, name, value)
+    with refused(flag, given):
+        SparseMLASelfAttention(config, None)
+
+
+def test_rejects_an_indexers_loss_over_tensor_parallel_ranks(monkeypatch):
+    config = configure()
+    for name, value in (DSA | {"tensor_model_parallel_size": 2, "dsa_indexer_loss_coeff": 0.1}).items():
+        setattr(config, name, value)
+    monkeypatch.setattr(refusals, "HAVE_TE", True)
+    with refused("dsa-indexer-loss-coeff", "0.1"):
+        SparseMLASelfAttention(config, None)
 
 
 def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch):
     stock = specs._local_stack()
     stock.submodules.mamba_layer.submodules.mixer.module = mamba_mixer.MambaMixer
-    stock.submodules.dsa_layer = ModuleSpec(module=Layer)
+    sparse = stock.submodules.dsa_layer.submodules.self_attention
+    sparse.module, sparse.submodules.core_attention.module = absorbed_mla.AbsorbedMLASelfAttention, dsa.DSAttention
     monkeypatch.setattr(specs.hybrid_layer_specs, "hybrid_stack_spec", stock)
     assert specs._te_stack().submodules.mamba_layer.submodules.mixer.module is MambaMixer
+    own = specs._te_stack().submodules.dsa_layer.submodules.self_attention
+    assert own.module is SparseMLASelfAttention
+    assert own.submodules.core_attention.module is SparseCoreAttention
     assert stock.submodules.mamba_layer.submodules.mixer.module is mamba_mixer.MambaMixer  # which is Megatron's own
 
 
@@ -421,7 +447,6 @@ def infer_with_latents():
         ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
         ("cp-latent-mode", "'expand'", infer_with_latents, {}),
         ("hybrid-context-parallel", True, build_hybrid, {}),
-        ("hybrid-layer-pattern", "'another layer'", lambda: specs._NeedsTransformerEngine(configure()), {}),
         ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
          {"mamba_training_ssm_states_dtype": torch.bfloat16}),
         ("cp-comm-type", "'p2p'", build_mamba,
@@ -431,6 +456,15 @@ def infer_with_latents():
 def test_rejects(flag, given, make, options):
     with refused(flag, given):
         make(**options)
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "p2p"])
+def test_heads_and_keys_are_coded_and_what_is_not_says_so(scheme):
+    config = configure(OurConfig, cp_codec="fp8", cp_comm_type=scheme)
+    assert build_ours(cp_codec="fp8", cp_comm_type=scheme).slot.codec == "fp8"
+    ranks = types.SimpleNamespace(size=2)
+    with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which sends no heads"):
+        assert spec_options(config, ranks, "Mamba, chunkwise", codes=False)["codec"] == "none"
 
 
 def test_an_order_in_another_spelling_is_that_order():

@@ -1,0 +1,60 @@
+"""`Selection`: the choice of keys of each query, and what travels for it. Pure data; no torch in here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.plan.schemes import AUTO, SCHEMES
+
+
+class Selection(NamedTuple):
+    """The choice of keys that each query attends to, and the sizes of what travels for it.
+
+    Attributes:
+        topk: the most keys of a query.
+        kv_heads: key/value heads, which travel as one group; 1 for latents.
+        heads, head_dim: of the indexer that chooses; 0 where the caller chooses.
+    """
+
+    topk: int
+    kv_heads: int
+    heads: int
+    head_dim: int
+
+    def describe(self) -> str:
+        by = f"by {self.heads} index heads of {self.head_dim}" if self.heads else "that the caller chooses"
+        return f"at most {self.topk} keys a query, {by}, of {self.kv_heads} key heads"
+
+
+def travelling_features(
+    head_dim: int, value_head_dim: int, latent: tuple[int, int] | None, selection: Selection | None
+) -> tuple[int, int]:
+    """Returns the features of a key and of a value head as they travel, the latter with the index key."""
+    key, value = latent or (head_dim, value_head_dim)
+    if selection is None:
+        return key, value
+    return key * selection.kv_heads, value * selection.kv_heads + selection.head_dim
+
+
+def checked_selection(topk: object, indexer: object, kv_heads: int, scheme: str) -> Selection | None:
+    """Returns the choice of keys after checking its sizes; None where queries attend to all that the mask shows.
+
+    Raises:
+        ArgumentError: other than a number of keys and two sizes of an indexer, an indexer without `topk`, or a scheme
+            that brings a query's keys in parts.
+    """
+    if topk is None:
+        if indexer is not None:
+            raise ArgumentError("indexer", indexer, "None without topk", "Say how many keys a query attends to.")
+        return None
+    names = [each.name for each in SCHEMES.values() if each.brings_all_keys]
+    if scheme not in (AUTO, *names):
+        remedy = "The keys of a query must be on its rank together before it chooses among them."
+        raise ArgumentError("scheme", scheme, f"{', '.join(names)} or auto with topk", remedy)
+    topk, heads, head_dim = checked_integer("topk", topk, 1), 0, 0
+    if indexer is not None:
+        if not isinstance(indexer, tuple | list) or len(indexer) != 2:
+            raise ArgumentError("indexer", indexer, "heads and features of the indexer, such as (64, 128)")
+        heads, head_dim = (checked_integer(f"indexer[{at}]", size, 1) for at, size in enumerate(indexer))
+    return Selection(topk, kv_heads, heads, head_dim)

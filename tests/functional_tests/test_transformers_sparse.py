@@ -1,0 +1,69 @@
+"""Models of transformers whose attention chooses keys: in float64 equal to the stock class on each document alone."""
+
+import contextlib
+import copy
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+
+from megatron_cp import Packing
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.transformers import enable_context_parallel
+from tests.transformers_cases import build, stock, wide, worst_gradient
+
+LENGTHS, CLOSE = (37, 1, 22), 2e-12
+
+
+@contextlib.contextmanager
+def first_of_equal_scores():
+    """Makes torch's choice among equal scores the first, where it depends on how many there are."""
+    topk = torch.Tensor.topk
+
+    def stable(scores, count, dim=-1, **options):
+        if not scores.is_floating_point() or dim != -1 or options:
+            return topk(scores, count, dim, **options)
+        found = scores.sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((found.values[..., :count], found.indices[..., :count]))
+
+    torch.Tensor.topk = stable
+    try:
+        yield
+    finally:
+        torch.Tensor.topk = topk
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+@pytest.mark.parametrize(("size", "scheme"), [(3, "exact"), (2, "all_gather")])
+@pytest.mark.few
+def test_queries_choose_as_on_each_document_alone(name, size, scheme):
+    model, packing = build(name), Packing(LENGTHS)
+    tokens = torch.randint(3, 97, (packing.total,), generator=torch.Generator().manual_seed(1))
+
+    def main(group):
+        own = copy.deepcopy(model)
+        cp = enable_context_parallel(own, group, scheme=scheme)
+        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+        loss = own(**batch, num_items_in_batch=batch.num_items).loss
+        loss.backward()
+        with cp.disabled():
+            own(input_ids=tokens[None, :5])
+        return loss.item(), {name: each.grad for name, each in own.named_parameters()}
+
+    with wide(), first_of_equal_scores():
+        loss, _, gradients = stock(model, packing, tokens)
+    with wide():
+        found = run_ranks(main, size)
+    assert abs(sum(each[0] for each in found) - loss) < CLOSE
+    names = {name for _, each in found for name, gradient in each.items() if gradient is not None}
+    assert names == gradients.keys()
+    summed = {name: sum(each[1][name] for each in found if each[1][name] is not None) for name in names}
+    error, parameter = worst_gradient(summed, gradients)
+    assert error < CLOSE, parameter
+
+
+def test_rejects_schemes_that_bring_keys_in_parts():
+    with pytest.raises(ArgumentError, match="scheme"):
+        enable_context_parallel(build("DeepseekV32"), None, scheme="p2p")

@@ -1,0 +1,304 @@
+"""Sparse attention over ranks is each document alone, by the definition: scores of all keys, and a stable sort."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.softmax.selection import first_of_largest
+
+LENGTHS = [37, 1, 130, 22]
+HEADS, TOP = 4, 9
+INDEXER = (3, 5)
+SIZES = {"heads": HEADS, "kv_heads": 2, "head_dim": 6, "value_head_dim": 7}
+SHARED, RANK, OWN = 2, 8, 4
+LATENT = {"heads": HEADS, "head_dim": OWN + SHARED, "value_head_dim": 7, "latent": (SHARED, RANK)}
+TOKENS, GLOBAL = ("q", "k", "v", "index_q", "index_k", "index_weights"), ("up",)
+
+
+def drawn(total, sizes, dtype=torch.float64):
+    """Draws a layer's tensors. Those of the indexer are small integers: many scores are equal, and exactly so."""
+    random = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
+
+    def integers(*shape):
+        return torch.randint(-1, 2, shape, generator=random).to(dtype)
+
+    if "latent" in sizes:
+        found = {"q": normal(total, HEADS, OWN + SHARED), "k": normal(total, SHARED), "v": normal(total, RANK)}
+        found["up"] = normal(HEADS, OWN + 7, RANK) / 3
+    else:
+        found = {"q": normal(total, HEADS, 6), "k": normal(total, 2, 6), "v": normal(total, 2, 7)}
+    index = {"index_q": integers(total, *INDEXER), "index_k": integers(total, 5), "index_weights": integers(total, 3)}
+    return found | index, normal(total, HEADS, 7), normal(total)
+
+
+def keys_and_values(inputs):
+    """Returns keys and values `[t, heads, features]`."""
+    if "up" in inputs:
+        expanded = torch.einsum("tr,hnr->thn", inputs["v"], inputs["up"])
+        shared = inputs["k"][:, None].expand(-1, HEADS, -1)
+        return torch.cat([expanded[..., :OWN], shared], -1), expanded[..., OWN:]
+    return inputs["k"].repeat_interleave(2, 1), inputs["v"].repeat_interleave(2, 1)
+
+
+def one_document(inputs, first, last, relu=True, window=None, top=TOP):
+    """Returns the output, the choice and both divergences of one document."""
+    own = {name: x if name == "up" else x[first:last] for name, x in inputs.items()}
+    (keys, values), size = keys_and_values(own), last - first
+    visible = torch.ones(size, size, dtype=torch.bool).tril()
+    if window is not None:
+        visible &= ~torch.ones_like(visible).tril(-window - 1)
+    products = torch.einsum("qhd,kd->qhk", own["index_q"], own["index_k"])
+    index = torch.einsum("qhk,qh->qk", products.relu() if relu else products, own["index_weights"])
+    index = index.masked_fill(~visible, -torch.inf)
+    best = index.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    chosen = torch.zeros_like(visible).scatter_(1, best, value=True) & visible
+    scores = torch.einsum("qhd,khd->hqk", own["q"], keys) * own["q"].shape[-1] ** -0.5
+    weights = scores.masked_fill(~chosen, -torch.inf).softmax(-1)
+    losses = []
+    for among in (chosen, visible):
+        target = scores.masked_fill(~among, -torch.inf).softmax(-1).mean(0).detach()
+        logits = index.masked_fill(~among, -torch.inf).log_softmax(-1)
+        losses.append((target * (target.clamp_min(1e-10).log() - logits.masked_fill(~among, 0))).sum(-1))
+    places = torch.full((size, top), -1)
+    for row, found in enumerate(chosen):
+        kept = found.nonzero().flatten() + first
+        places[row, : len(kept)] = kept
+    return torch.einsum("hqk,khv->qhv", weights, values), places, losses
+
+
+def alone(sizes, loss=None, **options):
+    packing = cp.Packing(LENGTHS)
+    inputs, dout, dloss = drawn(packing.total, sizes)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    outputs, places, losses = zip(*(one_document(inputs, *span, **options) for span in packing.spans()), strict=True)
+    total = (torch.cat(outputs) * dout).sum()
+    divergence = torch.cat([each[loss == "dense"] for each in losses])
+    if loss:
+        total = total + (divergence * dloss).sum()
+    total.backward()
+    found = {"out": torch.cat(outputs).detach(), "chosen": torch.cat(places), "loss": divergence.detach()}
+    return found | {f"d_{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
+
+
+def over_ranks(group, sizes, layout, loss=None, dtype=torch.float64, scheme="exact", chosen=None, **options):
+    packing = cp.Packing(LENGTHS)
+    layout = getattr(cp.Layout, layout)(packing, group.size) if isinstance(layout, str) else layout
+    mask = {"mask": f"window:{options.pop('window')},0"} if "window" in options else {}
+    indexer = {} if chosen is not None else {"indexer": INDEXER}
+    plan = cp.plan_attention(packing, layout, scheme=scheme, topk=options.pop("top", TOP), **sizes, **mask, **indexer)
+    inputs, dout, dloss = drawn(packing.total, sizes, dtype)
+    if chosen is not None:
+        inputs = {name: x for name, x in inputs.items() if "index" not in name}
+    own = {
+        name: x.clone() if name == "up" else layout.shard(x, group.rank, pad_value=torch.nan)
+        for name, x in inputs.items()
+    }
+    own = {name: x.requires_grad_() for name, x in own.items()}
+    more = {} if chosen is None else {"chosen": layout.shard(chosen, group.rank)}
+    if "relu" in options:
+        more["index_relu"] = options["relu"]
+    found = cp.sparse_attention(**own, plan=plan, group=group, index_loss=loss, **more)
+    gradients = [layout.shard(dout, group.rank, pad_value=torch.nan)]
+    gradients += [layout.shard(dloss, group.rank, pad_value=torch.nan)] if loss else []
+    torch.autograd.backward([found.out, found.index_loss][: len(gradients)], gradients)
+    results = {"out": found.out.detach(), "chosen": found.chosen}
+    if loss:
+        results["loss"] = found.index_loss.detach()
+    gradients = {f"d_{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in own.items()}
+    return results | gradients, layout
+
+
+def check(size, sizes, layout, limit=1e-12, loss=None, exact=None, **options):
+    both = {name: value for name, value in options.items() if name in ("relu", "window", "top")}
+    exact = exact or alone(sizes, loss, **both)
+    ranks = run_ranks(partial(over_ranks, sizes=sizes, layout=layout, loss=loss, **options), size)
+    for name in ranks[0][0]:
+        parts = [rank[0][name] for rank in ranks]
+        found = sum(parts) if name == "d_up" else ranks[0][1].unshard(parts)
+        if name == "chosen":
+            assert (found == exact[name]).all()
+        else:
+            assert (found - exact[name]).abs().max() <= limit * exact[name].abs().max().clamp_min(1), name
+
+
+@pytest.mark.parametrize("sizes", [SIZES, LATENT], ids=["heads", "latent"])
+@pytest.mark.parametrize(
+    ("size", "layout", "scheme"),
+    [(1, "contiguous", "auto"), (2, "zigzag", "exact"), (3, "balanced", "all_gather"), (5, "contiguous", "exact")],
+)
+def test_every_document_is_as_alone(size, layout, scheme, sizes):
+    for loss in ("sparse", "dense"):
+        check(size, sizes, layout, loss=loss, scheme=scheme)
+
+
+def test_scores_without_relu_and_windows():
+    check(3, SIZES, "zigzag", relu=False)
+    check(2, LATENT, "balanced", window=20, loss="dense")
+
+
+@pytest.mark.parametrize("top", [1, 500])
+def test_queries_choose_one_key_or_all_that_there_are(top):
+    check(3, LATENT, "zigzag", top=top, loss="sparse")
+
+
+def test_rows_in_any_order_and_ranks_without_rows():
+    packing = cp.Packing(LENGTHS)
+    total = packing.total
+    backwards = cp.Layout.from_fragments(packing, [[(100, total), (0, 100)]])
+    check(1, SIZES, backwards, loss="sparse")
+    padded = cp.Layout.zigzag(packing, 3, align=8)
+    assert padded.pad_rows.any()
+    check(3, LATENT, padded, loss="dense")
+    holes = cp.Layout.from_fragments(packing, [[(50, 60), (0, 30)], [], [(60, total), (30, 50)]])
+    check(3, LATENT, holes, loss="sparse")
+
+
+def test_choices_of_the_caller():
+    """A layer's own choice, given again in any order, also with places that the mask hides, repeated ones, and -1."""
+    exact = {name: value for name, value in alone(SIZES).items() if "index" not in name}
+    chosen = exact["chosen"]
+    later = torch.arange(len(chosen))[:, None] + torch.tensor([1, 400])
+    given = torch.cat([chosen, chosen[:, :2], later], 1)
+    given = given[:, torch.randperm(given.shape[1], generator=torch.Generator().manual_seed(0))]
+    main = partial(over_ranks, sizes=SIZES, layout="zigzag", chosen=given, top=given.shape[1])
+    ranks = run_ranks(main, 3)
+    for name in exact.keys() - {"chosen", "loss"}:
+        found = ranks[0][1].unshard([rank[0][name] for rank in ranks])
+        assert (found - exact[name]).abs().max() <= 1e-12, name
+    found = ranks[0][1].unshard([rank[0]["chosen"] for rank in ranks]).sort(-1).values
+    assert (found[:, -TOP:] == chosen.sort(-1).values).all()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_narrow_types_choose_as_float64_does(dtype, limit):
+    """The indexer's tensors are small integers, so that its scores are exact in every type."""
+    check(2, LATENT, "zigzag", dtype=dtype, limit=limit, loss="sparse")
+
+
+@pytest.mark.any_cpu
+def test_every_layout_chooses_alike_to_the_bit():
+    """Scores of random numbers, many of which differ in the last bits only: keys are equal but for their place."""
+    packing = cp.Packing([300, 7, 90])
+    random = torch.Generator().manual_seed(5)
+    few = torch.randn(6, 16, generator=random)
+    keys = few[torch.randint(6, (packing.total,), generator=random)]
+    queries, weights = (torch.randn(packing.total, *shape, generator=random) for shape in ((8, 16), (8,)))
+    q = torch.randn(packing.total, 2, 4, generator=random)
+
+    def main(group, layout):
+        plan = cp.plan_attention(packing, layout, heads=2, head_dim=4, topk=20, indexer=(8, 16))
+        rows = (layout.shard(x, group.rank) for x in (q, queries, keys, weights))
+        q_own, *index = rows
+        names = ("index_q", "index_k", "index_weights")
+        return cp.sparse_attention(q_own, q_own, q_own, plan, group, **dict(zip(names, index, strict=True))).chosen
+
+    expected = run_ranks(main, 1, cp.Layout.contiguous(packing, 1))[0]
+    for size, kind in ((2, "zigzag"), (3, "balanced"), (5, "contiguous"), (7, "striped")):
+        layout = getattr(cp.Layout, kind)(packing, size)
+        assert torch.equal(layout.unshard(run_ranks(main, size, layout)), expected)
+
+
+def test_equal_scores_go_to_the_first():
+    scores = torch.tensor([[0.0, 2.0, 0.0, 0.0, 1.0], [-torch.inf, 3.0, 3.0, 3.0, -torch.inf]])
+    columns, valid = first_of_largest(scores, scores > -torch.inf, 4)
+    assert columns.tolist() == [[0, 1, 2, 4], [1, 2, 3, 0]]
+    assert valid.tolist() == [[True] * 4, [True, True, True, False]]
+
+
+def test_what_a_rank_sends():
+    """The rows that queries see, once: index keys beside latents; an indexer that is not there sends nothing."""
+    packing = cp.Packing([1000])
+    layout = cp.Layout.contiguous(packing, 4)
+    sizes = {"heads": 128, "head_dim": 192, "value_head_dim": 128, "latent": (64, 512)}
+    plans = [cp.plan_attention(packing, layout, topk=64, scheme="exact", indexer=x, **sizes) for x in ((64, 128), None)]
+    assert [max(plan.bytes_sent(2, forward=True)) for plan in plans] == [250 * 3 * 704 * 2, 250 * 3 * 576 * 2]
+    assert "64 keys a query" in plans[0].explain()
+    assert plans[0].fingerprint() != plans[1].fingerprint()
+    auto = cp.plan_attention(packing, layout, topk=64, **sizes)
+    assert auto.scheme in ("exact", "all_gather")
+    assert {price.scheme for price in auto.prices} == {"exact", "all_gather"}
+
+
+def call(**changed):
+    packing = cp.Packing([5, 2])
+    sizes = changed.pop("sizes", {"indexer": INDEXER})
+    plan = changed.pop("plan", None) or cp.plan_attention(
+        packing, cp.Layout.contiguous(packing, 1), topk=3, **SIZES, **sizes
+    )
+    inputs, _, _ = drawn(packing.total, SIZES)
+    return cp.sparse_attention(**{**inputs, **changed}, plan=plan)
+
+
+NONE = {"index_q": None, "index_k": None, "index_weights": None}
+PLACES = torch.zeros(7, 3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "changed"),
+    [
+        ("index_q", {"index_q": None}), ("index_k", {"index_k": torch.ones(7, 5)}),
+        ("index_weights", {"index_weights": torch.ones(7, 2)}), ("chosen", {"chosen": PLACES}),
+        ("up", {"up": torch.ones(2, 2)}), ("index_loss", {"index_loss": "both"}), ("index_relu", {"index_relu": 1}),
+        ("softmax_scale", {"softmax_scale": "1"}), ("k", {"k": torch.ones(7, 1, 6, dtype=torch.float64)}),
+        ("chosen", {**NONE, "sizes": {}}), ("chosen", {**NONE, "sizes": {}, "chosen": PLACES.float()}),
+        ("chosen", {**NONE, "sizes": {}, "chosen": PLACES[:, :2]}), ("index_q", {"sizes": {}, "chosen": PLACES}),
+        ("index_loss", {**NONE, "sizes": {}, "chosen": PLACES, "index_loss": "sparse"}),
+    ],
+)  # fmt: skip
+def test_rejects_calls_that_do_not_fit(argument, changed):
+    with pytest.raises(ArgumentError) as caught:
+        call(**changed)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("topk", {"topk": 0}), ("topk", {"topk": 2.0}), ("indexer", {"topk": 3, "indexer": 5}),
+        ("indexer[1]", {"topk": 3, "indexer": (4, 0)}), ("indexer", {"indexer": (4, 4)}),
+        ("scheme", {"topk": 3, "scheme": "p2p"}), ("scheme", {"topk": 3, "scheme": "a2a"}),
+        ("scheme", {"topk": 3, "scheme": "a2a+exact"}),
+        ("head_chunks", {"topk": 3, "scheme": "exact", "head_chunks": 2}),
+        ("ulysses_degree", {"topk": 3, "ulysses_degree": 2}),
+    ],
+)  # fmt: skip
+def test_rejects_plans_that_choose_nothing(argument, given):
+    packing = cp.Packing([5, 2])
+    with pytest.raises(ArgumentError) as caught:
+        cp.plan_attention(packing, cp.Layout.contiguous(packing, 4), **SIZES, **given)
+    assert caught.value.argument == argument
+
+
+def test_rejects_plans_of_other_operations():
+    packing = cp.Packing([5, 2])
+    layout = cp.Layout.contiguous(packing, 1)
+    q = torch.ones(7, 4, 6)
+    with pytest.raises(ArgumentError, match="topk"):
+        call(plan=cp.plan_attention(packing, layout, **SIZES))
+    chooses = cp.plan_attention(packing, layout, heads=4, head_dim=6, topk=3)
+    with pytest.raises(ArgumentError, match="sparse_attention"):
+        cp.attention(q, q, q, chooses)
+    latent = cp.plan_attention(packing, layout, topk=3, **LATENT)
+    with pytest.raises(ArgumentError, match="sparse_attention"):
+        cp.latent_attention(q, q[:, 0], q[:, 0], q, latent)
+
+
+def other_loss(group):
+    packing = cp.Packing(LENGTHS)
+    inputs, _, _ = drawn(packing.total, SIZES)
+    layout = cp.Layout.zigzag(packing, 2)
+    plan = cp.plan_attention(packing, layout, topk=TOP, indexer=INDEXER, **SIZES)
+    own = {name: layout.shard(x, group.rank) for name, x in inputs.items()}
+    cp.sparse_attention(**own, plan=plan, group=group, index_loss=("sparse", "dense")[group.rank])
+
+
+def test_ranks_agree_on_the_loss():
+    with pytest.raises(RankError, match="index_loss"):
+        run_ranks(other_loss, 2)
