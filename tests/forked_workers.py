@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -29,13 +31,17 @@ def fork_workers(config: pytest.Config, count: int) -> None:
         for module in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
             with contextlib.suppress(Exception, pytest.skip.Exception):  # which the workers report
                 importtestmodule(module, config)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("ortools.sat.python.cp_model")  # which tests import when they search
     if threading.active_count() > 1:
         return
     gc.collect()
     gc.freeze()
     forks: list[_Fork] = []
-    for _ in range(count):
-        forks.append(_Fork(forks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that numpy and pyarrow end and begin at a fork
+        for _ in range(count):
+            forks.append(_Fork(forks))
     create_io = gateway_io.create_io
 
     def take_fork(spec: Any, execmodel: Any) -> Any:
