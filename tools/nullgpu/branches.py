@@ -22,7 +22,10 @@ from types import CodeType
 
 LIBRARY = Path(__file__).resolve().parents[2] / "megatron_cp"
 # Modules of which all but what is listed is for CUDA.
-WHOLE = {"exchange/kernels/copies.py": {"runs_on", "_has_triton"}, "exchange/kernels/triton.py": set()}
+WHOLE = {
+    "exchange/kernels/copies.py": {"runs_on", "_has_triton"}, "exchange/kernels/triton.py": set(),
+    "executor/groups/symmetric_memory.py": set(),
+}  # fmt: skip
 # Classes that it takes more than their use to know.
 MARKED = {"exchange/device.py": {"_Tables", "_Table"}}
 # Interpreted and compiled: Python runs none of their lines.
