@@ -102,6 +102,23 @@ def occupy_device(cycles: int) -> None:
 _sleep: Callable[[int], None] = _find("cuda._sleep", lambda _: None)
 
 
+def symmetric_backend(device: torch.device) -> str | None:
+    """Returns the name of torch's backend of symmetric memory, or None without one, or without torch's functions."""
+    find = _find("_C._distributed_c10d._SymmetricMemory.get_backend", None)
+    return None if find is None else find(device)
+
+
+def symmetric_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """Returns `[size]` bytes of a device and the handle by which all ranks of a group reach each other's.
+
+    It is collective. The memory is none of torch's pool, whose blocks may come back with signals of an earlier use.
+    """
+    symmetric = _find("_C._distributed_c10d._SymmetricMemory", None)
+    with torch.inference_mode(False):
+        memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    return memory, symmetric.rendezvous(memory, group.group_name)
+
+
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 

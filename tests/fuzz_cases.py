@@ -40,7 +40,8 @@ class Call:
         mask: a name of `mask_oracle` and its arguments, of attention.
         kv_lengths, kv_layout: of cross-attention; of relayout the layout that rows go to.
         sink, softcap, dropout, scale: of attention; scale also of delta rules.
-        width: taps of a convolution; the keys that a query of sparse attention chooses.
+        width: taps of a convolution; the keys that a query of sparse attention chooses, or the blocks.
+        block: keys of these blocks; 0 if an indexer chooses keys.
         options: of sparse attention, which of "dense" (the indexer's loss) and "relu"; of a linear layer, which of
             "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit", "bound", "skip", "skips" (one for
             each feature).
@@ -83,6 +84,7 @@ class Call:
     dropout: float = 0.0
     scale: float | None = None
     width: int = 4
+    block: int = 0
     options: tuple = ()
     kernel: str = "auto"
     dtype: str = "float64"

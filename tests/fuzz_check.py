@@ -79,7 +79,9 @@ def plan_of(call, cp_size):
 
 
 def _selection(call):
-    return {"topk": call.width, "indexer": (INDEX_HEADS, INDEX_DIM)} if call.operation == "sparse_attention" else {}
+    if call.operation != "sparse_attention":
+        return {}
+    return {"topk": call.width} | ({"block": call.block} if call.block else {"indexer": (INDEX_HEADS, INDEX_DIM)})
 
 
 def layouts_of(call, plan):
@@ -198,6 +200,8 @@ def operate(call, plan, group, leaves):
 
 
 def _attended(call, plan, group, tensors):
+    if call.block:
+        return cp.sparse_attention(**tensors, plan=plan, group=group, softmax_scale=call.scale).out.flatten(1)
     if call.operation == "sparse_attention":
         found = cp.sparse_attention(
             **tensors, plan=plan, group=group, softmax_scale=call.scale, index_relu=call.has("relu"),

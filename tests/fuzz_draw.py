@@ -55,7 +55,7 @@ def _next(r, call):
     lengths, fresh = _lengths(r), r.randrange(10**6)
     if call.operation in ATTENTIONS:
         kv_lengths = tuple(_length(r) for _ in lengths) if call.kv_lengths else ()
-        mask = _mask(r, lengths, kv_lengths)
+        mask = ("causal",) if call.block else _mask(r, lengths, kv_lengths)
         return dataclasses.replace(call, lengths=lengths, mask=mask, kv_lengths=kv_lengths, seed=fresh)
     return dataclasses.replace(call, lengths=lengths, seed=fresh)
 
@@ -67,7 +67,7 @@ def _branched(r, call):
     lengths, parents = forest(r)
     if call.operation not in ATTENTIONS:
         return dataclasses.replace(call, lengths=lengths, parents=parents)
-    kind, left = r.choice(FOREST_MASKS), r.randint(-1, 9)
+    kind, left = "causal" if call.block else r.choice(FOREST_MASKS), r.randint(-1, 9)
     options = {"window": (left, 0), "first": (left, 0, r.randint(1, 5)), "chunk": (r.randint(1, 12),)}
     layout = "random" if call.layout == "stripes" and sum(lengths) > 24 else call.layout
     mask = (kind, *options.get(kind, ()))
@@ -179,6 +179,11 @@ def _attention(r, call, cp_size):
 
 
 def _sparse(r, call):
+    if r.random() < 0.4:
+        return dataclasses.replace(
+            call, scheme=r.choice(("exact", "all_gather")), block=r.choice((1, 2, 2, 3, 4, 5, 8)),
+            width=r.choice((1, 2, 2, 3, 40)), scale=r.choice((None, None, -0.4)),
+        )  # fmt: skip
     options = tuple(name for name in ("dense", "relu") if r.random() < 0.5)
     return dataclasses.replace(
         call, scheme=r.choice(("exact", "all_gather")), mask=_mask(r, call.lengths), width=r.choice((1, 2, 5, 40)),

@@ -33,6 +33,7 @@ def features_of(case, call):
         found |= {"mask": call.mask[0], "cross": bool(call.kv_lengths), "dropout": bool(call.dropout)}
         found |= {"softcap": bool(call.softcap), "head chunks": (call.head_chunks or 1) > 1}
         found["kv_layout"] = call.kv_layout if call.kv_lengths else None
+        found["blocks of keys"] = call.block > 0 if call.operation == "sparse_attention" else None
         found["latent_mode"] = call.latent_mode if call.latent else None
     if family == "linear":
         found |= {"head chunks": (call.head_chunks or 1) > 1}

@@ -23,7 +23,7 @@ def evaluate(call, plan, leaves):
     """The output over the whole stream, differentiable."""
     tensors = arguments(call, leaves)
     if call.operation == "sparse_attention":
-        return _along_paths(call, partial(_chosen, tensors))
+        return _along_paths(call, partial(_of_blocks if call.block else _chosen, tensors))
     if call.operation in ATTENTIONS:
         return _attention(call, plan, tensors)
     if call.operation == "causal_conv1d":
@@ -146,17 +146,38 @@ def _chosen(tensors, call, tokens):
     best = index.detach().masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.zeros_like(visible).scatter_(1, best[:, : call.width], True) & visible
     scores = torch.einsum("ihd,jhd->hij", q, k) * (call.head_dim**-0.5 if call.scale is None else call.scale)
-
-    def softmax_over(keys, values):
-        seen = keys.any(-1, keepdim=True)
-        return torch.where(seen, values.masked_fill(~keys, -torch.inf), 0).softmax(-1) * seen
-
-    out = torch.einsum("hij,jhv->ihv", softmax_over(chosen, scores), v)
+    out = torch.einsum("hij,jhv->ihv", _softmax_over(chosen, scores), v)
     among = visible if call.has("dense") else chosen
-    target = softmax_over(among, scores).mean(0).detach()
-    predicted = softmax_over(among, index)
+    target = _softmax_over(among, scores).mean(0).detach()
+    predicted = _softmax_over(among, index)
     terms = target * (target.clamp_min(1e-10).log() - torch.where(among, predicted, 1).log())
     return torch.cat([out.flatten(1), terms.sum(-1, keepdim=True)], 1)
+
+
+def _softmax_over(keys, values):
+    seen = keys.any(-1, keepdim=True)
+    return torch.where(seen, values.masked_fill(~keys, -torch.inf), 0).softmax(-1) * seen
+
+
+def _of_blocks(tensors, call, tokens):
+    """`[t, h * v]`: attention to the own block and the best earlier ones of each document, the first of equal ones."""
+    q = tensors["q"][tokens]
+    k, v = (tensors[name][tokens].repeat_interleave(call.heads // call.groups, 1) for name in "kv")
+    outputs = [q.new_zeros(0, call.heads, call.value_head_dim)]
+    for length in filter(None, call.lengths):
+        queries, keys, values = (x[:length] for x in (q, k, v))
+        q, k, v = (x[length:] for x in (q, k, v))
+        means = torch.stack([part.mean(0) for part in keys.detach().split(call.block)])
+        numbers, at = torch.arange(len(means)), (torch.arange(length) // call.block)[:, None, None]
+        gates = torch.einsum("ihd,bhd->ihb", queries.detach(), means).masked_fill(numbers > at, -torch.inf)
+        best = gates.masked_fill(numbers == at, torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        chosen = torch.zeros_like(gates, dtype=torch.bool).scatter_(-1, best[..., : call.width], True)
+        seen = chosen.repeat_interleave(call.block, -1)[..., :length].transpose(0, 1)
+        scale = call.head_dim**-0.5 if call.scale is None else call.scale
+        scores = torch.einsum("ihd,jhd->hij", queries, keys) * scale
+        weights = _softmax_over(seen & torch.ones(length, length, dtype=torch.bool).tril(), scores)
+        outputs.append(torch.einsum("hij,jhv->ihv", weights, values))
+    return torch.cat(outputs).flatten(1)
 
 
 def _expanded(call, shared, latent, up):

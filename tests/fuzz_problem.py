@@ -134,12 +134,19 @@ def _attention(call, draw):
 
 
 def _sparse(call, draw):
-    """Keys, values and an indexer of small whole numbers, whose scores are often equal, and exactly so."""
+    """Keys, values and an indexer of small whole numbers, whose scores are often equal, and exactly so.
+
+    Without an indexer, queries and keys themselves are such numbers where means of blocks of keys are exact.
+    """
     found, whole = _attention(call, draw)
 
     def integers(*shape):
         return torch.randint(-1, 2, shape, generator=draw.random).to(draw.dtype)
 
+    if call.block:
+        if call.block & (call.block - 1) == 0:  # whose means, and scores, are exact
+            found |= {name: integers(*found[name].shape) for name in "qk"}
+        return found, whole
     found["index_q"] = integers(call.packing.total, INDEX_HEADS, INDEX_DIM)
     found["index_k"] = integers(call.kv_packing.total, INDEX_DIM)
     found["index_weights"] = integers(call.packing.total, INDEX_HEADS)
@@ -232,7 +239,7 @@ def _output_shape(call):
         case "attention" | "projected_attention" | "latent_attention":
             return (total, *batch, call.heads, call.value_head_dim)
         case "sparse_attention":  # with the indexer's loss behind the heads
-            return (total, call.heads * call.value_head_dim + 1)
+            return (total, call.heads * call.value_head_dim + (not call.block))
         case "causal_conv1d":
             return (total, call.heads * call.value_head_dim)
         case "gather" | "relayout":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a machine with a GPU should check and measure, in steps of less than ten minutes.
-#     bash tools/gpu_check.sh [--wheels FOLDER] --only smoke|kernels|parity|one-rank|gloo [OPTIONS]
+#     bash tools/gpu_check.sh [--wheels FOLDER] --only smoke|kernels|parity|one-rank|gloo|symmetric [OPTIONS]
 # Wheels (default folder: .whl, if it is there) go to a temporary folder, nothing else is installed or set. Logs and
 # results go to $OUT, or else to benchmarks/results. The exit status is 1 if a step failed; --help says more.
 set -uo pipefail

@@ -164,7 +164,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         type=of_kind("codec"),
         default="none",
         metavar="|".join(working("codec")),
-        help="coding of heads that are exchanged (default: none)",
+        help="coding of heads, keys and values in messages (default: none)",
     )
     group.add_argument(
         "--mask",

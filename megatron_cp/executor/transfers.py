@@ -172,6 +172,7 @@ class RowTransfers(ABC):
         self.acc_dtype = accumulation_dtype(k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
+        self._own_block: int | None = None  # the buffer of own keys that a ring passes on
         self._batch = k.shape[1:-2]
         coded = 0 if codes is None else codes.shape[-1]
         self._program = bound_program(step, kv_rank, head_rank, k.device, coded, forward=forward)
@@ -193,6 +194,8 @@ class RowTransfers(ABC):
         """Packs own keys, or the columns of own queries that are sent, into a buffer of the group."""
         do, chunk = bound.do, bound.chunk
         buffer = self.buffers[do.buffer] = self._acquire(bound, bound.rows)
+        if do.payload is Payload.KEYS and do.flow is None:
+            self._own_block = do.buffer
         if do.source is not None:
             rows = self.buffers[do.source]
             buffer.copy_(rows) if bound.picked is None else torch.index_select(rows, 0, bound.picked, out=buffer)
@@ -275,7 +278,7 @@ class RowTransfers(ABC):
 
     def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
         """Returns the keys and values in a buffer, decoded if they are coded; or the own ones."""
-        if number is None:
+        if number is None or number == self._own_block:
             return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
         if self.codes is None:
             return self.uncoded_keys(number, chunk)

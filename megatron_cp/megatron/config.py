@@ -30,7 +30,7 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_head_chunks: number of chunks in which heads are exchanged in `a2a` and `a2a+p2p`, and in headwise linear
             layers (there at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact`
             gather keys, 2 if None and there are as many key/value heads.
-        cp_transport: the transport of messages: collective, pairwise, hierarchical or shared_memory.
+        cp_transport: the transport of messages: collective, pairwise, hierarchical, shared_memory or symmetric_memory.
         cp_codec: the codec of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8.
         cp_latent_mode: what is done with the latents of multi-latent attention: "heads", they are expanded to keys and
             values, which travel; expand, absorb or auto; see `plan_attention`.
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     modes = "mode of linear layers: headwise, chunkwise, redistribute or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="chunks in which heads are exchanged, or keys are gathered")
-    transports = "transport of messages: collective, pairwise, hierarchical or shared_memory"
+    transports = "transport of messages: collective, pairwise, hierarchical, shared_memory or symmetric_memory"
     group.add_argument("--cp-transport", default="collective", help=transports)
     orders = "unit that Megatron's own pipeline cut into 2 * cp chunks: each document, or the whole pack"
     group.add_argument("--cp-packed-order", help=f"{orders}; derived from --sft or its masking by default")

@@ -53,7 +53,7 @@ from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAtten
 from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import unsupported_spec
+from megatron_cp.megatron.layers.refusals import unsupported_spec, uses_transformer_engine
 from megatron_cp.megatron.layers.sparse_attention import DuplicatedLinear, SparseCoreAttention, SparseMLASelfAttention
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
 from megatron_cp.versions import warn_if_untested
@@ -79,7 +79,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     if config.mtp_num_layers:
         config.mtp_layers_are_ours = True
         exchange_mtp_block_spec(_replace_mtp_block)
-    variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
+    variant, use_te = config.experimental_attention_variant, uses_transformer_engine(config)
     for error in unsupported_spec(config):
         raise error
     if use_te and variant:
@@ -112,7 +112,7 @@ def gpt_mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPr
     `GPTModelBuilder`, which `pretrain` uses, finds it itself. Returns None if this pipeline stage has no such layers.
     """
     config = getattr(config, "transformer", config)
-    use_te = HAVE_TE and config.transformer_impl != "local"
+    use_te = uses_transformer_engine(config)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # the last layer is softmax attention, as in GPTModelBuilder
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(

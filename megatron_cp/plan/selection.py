@@ -12,17 +12,26 @@ class Selection(NamedTuple):
     """The choice of keys that each query attends to, and the sizes of what travels for it.
 
     Attributes:
-        topk: the most keys of a query.
+        topk: the most keys of a query, or blocks of keys of a query and head.
         kv_heads: key/value heads, which travel as one group; 1 for latents.
-        heads, head_dim: of the indexer that chooses; 0 where the caller chooses.
+        heads, head_dim: of the indexer that chooses; 0 where there is none.
+        block: the keys of a block, counted from the start of a document, if every query head chooses blocks for itself;
+            0 if keys are chosen, for all heads.
     """
 
     topk: int
     kv_heads: int
     heads: int
     head_dim: int
+    block: int = 0
+
+    def shape(self, rows: int, heads: int) -> tuple[int, ...]:
+        """Returns the shape of a choice: of places of keys, or of blocks' first keys for each query head."""
+        return (rows, heads, self.topk) if self.block else (rows, self.topk)
 
     def describe(self) -> str:
+        if self.block:
+            return f"at most {self.topk} blocks of {self.block} keys a query and head, of {self.kv_heads} key heads"
         by = f"by {self.heads} index heads of {self.head_dim}" if self.heads else "that the caller chooses"
         return f"at most {self.topk} keys a query, {by}, of {self.kv_heads} key heads"
 
@@ -37,14 +46,16 @@ def travelling_features(
     return key * selection.kv_heads, value * selection.kv_heads + selection.head_dim
 
 
-def checked_selection(topk: object, indexer: object, kv_heads: int, scheme: str) -> Selection | None:
+def checked_selection(topk: object, indexer: object, block: object, kv_heads: int, scheme: str) -> Selection | None:
     """Returns the choice of keys after checking its sizes; None where queries attend to all that the mask shows.
 
     Raises:
-        ArgumentError: other than a number of keys and two sizes of an indexer, an indexer without `topk`, or a scheme
-            that brings a query's keys in parts.
+        ArgumentError: other than a number of keys and two sizes of an indexer, or than numbers of blocks and of their
+            keys; an indexer or blocks without `topk`; both; or a scheme that brings a query's keys in parts.
     """
     if topk is None:
+        if block is not None:
+            raise ArgumentError("block", block, "None without topk", "Say how many blocks a query attends to.")
         if indexer is not None:
             raise ArgumentError("indexer", indexer, "None without topk", "Say how many keys a query attends to.")
         return None
@@ -53,8 +64,12 @@ def checked_selection(topk: object, indexer: object, kv_heads: int, scheme: str)
         remedy = "The keys of a query must be on its rank together before it chooses among them."
         raise ArgumentError("scheme", scheme, f"{', '.join(names)} or auto with topk", remedy)
     topk, heads, head_dim = checked_integer("topk", topk, 1), 0, 0
+    if block is not None:
+        block = checked_integer("block", block, 1)
+        if indexer is not None:
+            raise ArgumentError("indexer", indexer, "None with block", "An indexer chooses keys, not blocks of them.")
     if indexer is not None:
         if not isinstance(indexer, tuple | list) or len(indexer) != 2:
             raise ArgumentError("indexer", indexer, "heads and features of the indexer, such as (64, 128)")
         heads, head_dim = (checked_integer(f"indexer[{at}]", size, 1) for at, size in enumerate(indexer))
-    return Selection(topk, kv_heads, heads, head_dim)
+    return Selection(topk, kv_heads, heads, head_dim, block or 0)

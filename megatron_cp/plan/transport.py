@@ -10,7 +10,7 @@ from typing import Any
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 
-TRANSPORTS = ("collective", "pairwise", "hierarchical", "shared_memory")
+TRANSPORTS = ("collective", "pairwise", "hierarchical", "shared_memory", "symmetric_memory")
 _OVER_HOSTS = ("hierarchical",)
 
 
@@ -27,6 +27,7 @@ class Transport:
         pairwise        disjoint pairs of ranks, round by round, a few rounds at a time
         hierarchical    one message to each other host, and from there to the rank that it is for
         shared_memory   ranks of one Linux host copy from each other's memory; on the CPU
+        symmetric_memory  likewise from each other's devices; on CUDA
 
     Attributes:
         name: one of the above.

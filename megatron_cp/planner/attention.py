@@ -26,8 +26,10 @@ from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
+    UNCODED_CHOICE,
     check_layout,
     check_mask,
+    checked_blocks,
     checked_chunks,
     checked_codec,
     checked_heads,
@@ -56,6 +58,7 @@ def plan_attention(
     latent: tuple[int, int] | None = None,
     topk: int | None = None,
     indexer: tuple[int, int] | None = None,
+    block: int | None = None,
     latent_mode: str | None = None,
     mask: MaskLike | None = None,
     kv_packing: Packing | None = None,
@@ -98,9 +101,12 @@ def plan_attention(
             are multiplied by the up-projection; "heads": keys and values travel; "auto": whichever is predicted to be
             fastest. If None, "auto" with scheme "auto", else "expand".
         topk: for `sparse_attention`, the most keys that a query attends to; None where it attends to all that the mask
-            shows. Only schemes that bring all keys of a query at once can do it: exact and all_gather.
+            shows. Only schemes that bring all keys of a query at once can do it: exact,
+            exact_by_host and all_gather.
         indexer: heads and features of the indexer that chooses these keys, such as (64, 128), whose keys travel too;
             None where the caller has chosen them.
+        block: with `topk`, the keys of a block, counted from the start of each document: each query head then chooses
+            `topk` blocks for itself, as in MoBA, under a causal mask. None where keys are chosen one by one.
         mask: the keys that each query sees: a `Mask`, a spelling of `Mask.named`, such as "window:128", or a function
             of the packing that returns a `Mask`; causal in each document if None, or full if `kv_packing` or
             `kv_layout` is given.
@@ -113,8 +119,8 @@ def plan_attention(
         head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
             and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
             a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: the transport of messages: "collective", "pairwise", "shared_memory", or a `Transport`, which
-            hierarchical needs.
+        transport: the transport of messages: "collective", "pairwise", "shared_memory", "symmetric_memory", or a
+            `Transport`, which hierarchical needs.
         codec: the codec of messages: "none", "fp8" (E4M3), "fp8_e5m2" (gradients of exchanged heads in E5M2) or "int8",
             each with a scale for each token and head. Coded are the heads of an exchange, and their gradients; and
             keys and values, or latents, that travel, once by their owner: every rank, the owner too, computes with the
@@ -151,7 +157,7 @@ def plan_attention(
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
     latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
-    selection = checked_selection(topk, indexer, kv_heads if latent is None else 1, scheme)
+    selection = checked_blocks(mask, checked_selection(topk, indexer, block, kv_heads if latent is None else 1, scheme))
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
         codec, transport, topology, search, on, latent, selection,
@@ -176,7 +182,6 @@ def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ul
 
 
 _SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
-_CODEC_REMEDY = "Keys among which queries choose travel in their own type: leave the codec out."
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -270,7 +275,7 @@ class _Request:
         """Returns the steps: the attention, between two head exchanges if the scheme has them."""
         layout, kv_layout = self.layout, self.kv_layout
         chunks = _head_chunks(self.head_chunks, scheme, partition)
-        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else _CODEC_REMEDY)
+        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else UNCODED_CHOICE)
         degree = len(partition.heads)
         # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
         in_order = layout.in_stream_order and kv_layout.in_stream_order

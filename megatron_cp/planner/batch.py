@@ -26,6 +26,7 @@ from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.checks import UNCODED_CHOICE, checked_codec
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
@@ -66,6 +67,7 @@ class AttentionSpec:
     latent: tuple[int, int] | None = None
     topk: int | None = None
     indexer: tuple[int, int] | None = None
+    block: int | None = None
     latent_mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +81,8 @@ class AttentionSpec:
             object.__setattr__(self, "latent", checked_latent(self.latent, self.heads, self.kv_heads, self.head_dim))
         for name in ("scheme", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
-        checked_selection(self.topk, self.indexer, self.kv_heads, self.scheme)
+        selection = checked_selection(self.topk, self.indexer, self.block, self.kv_heads, self.scheme)
+        checked_codec(self.codec, self.scheme, "" if selection is None else UNCODED_CHOICE)
         if self.indexer is not None:
             object.__setattr__(self, "indexer", tuple(self.indexer))
         checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)

@@ -74,7 +74,10 @@ CAPABILITIES = (
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
     Capability("transport", "hierarchical", True, "one message a rank to each other host, and on from there"),
     Capability("transport", "shared_memory", True, "copies from the other ranks' memory; one Linux host, on the CPU"),
-    Capability("codec", "none", True, "heads are exchanged in their own type"),
+    Capability(
+        "transport", "symmetric_memory", True, "copies from the other ranks' devices; one host, CUDA; not on a GPU yet"
+    ),
+    Capability("codec", "none", True, "heads, keys and values travel in their own type"),
     Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
     Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
     Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),

@@ -18,6 +18,7 @@ from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, plural
 from megatron_cp.plan.schemes import Scheme, alternatives
+from megatron_cp.plan.selection import Selection
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
@@ -36,6 +37,25 @@ def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool)
     for side in (layout, kv_layout):
         if isinstance(side, FilledLayout):
             _check_filler_is_unseen(side, mask, is_cross=is_cross)
+
+
+def checked_blocks(mask: Mask, selection: Selection | None) -> Selection | None:
+    """Returns the choice after checking, if it is of blocks, that queries see all keys of their document before them.
+
+    Raises:
+        ArgumentError: another mask.
+    """
+    if selection is None or not selection.block:
+        return selection
+    if not mask.is_cross:
+        causal = Mask.causal(mask.packing)
+        if mask.packing.branches is None:  # documents may end in pads, which see nothing
+            see = np.concatenate([[0], np.cumsum(mask.seen > 0)])[mask.packing.cu_seqlens]
+            causal = causal.unpadded(np.diff(see))
+        if mask == causal:
+            return selection
+    given = f"{mask.name} over other documents of keys" if mask.is_cross else mask.name
+    raise ArgumentError("mask", given, "causal with block", "Without block, topk keys are chosen under any mask.")
 
 
 def _check_filler_is_unseen(layout: FilledLayout, mask: Mask, *, is_cross: bool) -> None:
@@ -114,6 +134,9 @@ def no_chunks(asked: int, scheme: str, remedy: str) -> int:
     if checked_integer("head_chunks", asked, 1) > 1:
         raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
     return 1
+
+
+UNCODED_CHOICE = "Keys among which queries choose travel in their own type: leave the codec out."
 
 
 def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:

@@ -1,4 +1,4 @@
-"""`Selection`: computes attention of queries that choose among the keys that they see, in blocks of queries.
+"""`SelectionWork`: computes attention of queries that choose among the keys that they see, in blocks of queries.
 
 An indexer of `H` heads (DeepSeek-V3.2's) scores the keys that a query sees, and the query attends to the best:
 
@@ -6,7 +6,7 @@ An indexer of `H` heads (DeepSeek-V3.2's) scores the keys that a query sees, and
     P = softmax of the scores over C             out = P V
 
 The indexer learns from the attention it chose for, by `KL(T || softmax I)` over C or over all keys that a query sees,
-where T is the mean of P over heads, as a constant.
+where T is the mean of P over heads, as a constant. Or each query head chooses blocks of keys; see `best_blocks`.
 
 Shapes: `n` queries of a block, `c` keys that any of them sees, `K` chosen keys, `g` key/value heads, `r` query heads of
 each, `d` and `v` features of a key and a value, `H` and `D` heads and features of the indexer.
@@ -24,16 +24,16 @@ from torch.nn.functional import pad
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.arguments import accumulation_dtype
-from megatron_cp.layout.bands import ranges_seen
+from megatron_cp.layout.bands import UNBOUNDED, cut, ranges_seen, unbound
+from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
+from megatron_cp.softmax.choices import ROWS, best_blocks, first_of_largest, product_tiles
 from megatron_cp.softmax.kernels.reference import cut_to_blocks
 
-# Index scores are products of this many queries and keys, filled up with zeros where there are fewer: a score then has
-# the same bits in every layout and number of ranks, and so has the choice.
-_ROWS, _COLUMNS = 64, 256
 _MAX_GATHERED = 1 << 22  # elements of gathered keys in memory at once
+_MAX_SCORES = 1 << 24  # scores in memory at once, of queries that share their keys
 _SMALLEST = 1e-10  # of a probability's logarithm and of a sum of probabilities, as in Megatron's loss
 
 
@@ -65,14 +65,20 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Picks:
-    """Keys `[n, K]` of some queries, `rows` of q: rows of keys, of which `valid` ones count."""
+    """Keys of some queries.
+
+    Attributes:
+        rows: the queries, rows of q.
+        keys: `[n, K]` rows of keys, or `[1, K]` if these queries have the same.
+        valid: `[n, 1, 1, K]` the keys that count, or `[n, g, r, K]` if each head has its own.
+    """
 
     rows: slice
     keys: Tensor
     valid: Tensor
 
 
-class Selection:
+class SelectionWork:
     """Computes a rank's tiles for queries that choose; see `TileWork`.
 
     Args:
@@ -80,8 +86,8 @@ class Selection:
         index_q: `[t, H, D]` queries of the indexer, or None where the caller has chosen.
         weights: `[t, H]` the weights of its heads, or None.
         given: `[t, topk]` places of keys in the stream, -1 for none: the caller's choice, and in backward that of
-            forward; None for the indexer's.
-        chosen: `[t, topk]`, filled with -1; forward writes the choice, each key once.
+            forward; None for the indexer's. Of blocks `[t, h, topk]`, the places of their first keys.
+        chosen: of the same shape, filled with -1; forward writes the choice, each key or block once.
         divergence: `[t]`, zero; forward writes the loss of each query.
         divergence_gradient: `[t]` or None, for backward.
 
@@ -107,10 +113,10 @@ class Selection:
         out.zero_()
         lse.fill_(-torch.inf)
         rows = self._split(k, v)
-        for block in _blocks(tiles, q.device):
-            columns, valid = self._choose(block, rows) if self.given is None else self._look_up(block)
+        for block in self._blocks(tiles, q.device):
+            columns, valid = self._choose(block, rows, q) if self.given is None else self._look_up(block)
             places = block.places[columns].masked_fill(~valid, -1).to(self.chosen.dtype)
-            self.chosen[block.rows, : places.shape[1]] = places
+            self.chosen[block.rows, ..., : places.shape[-1]] = places
             for picks in self._picks(block, columns, valid, rows):
                 scores = self._scores(q, picks, rows)
                 values = rows.values[picks.keys].to(scores.dtype)
@@ -121,7 +127,7 @@ class Selection:
                 if self.call.loss == "sparse":
                     self._diverge(picks, weights, rows)
             if self.call.loss == "dense":
-                for picks in self._all_keys(block, rows):
+                for picks in self._all_keys(block, q):
                     scores = self._scores(q, picks, rows)
                     self._diverge(picks, _exp(scores, scores.logsumexp(-1)), rows)
 
@@ -138,7 +144,7 @@ class Selection:
             assert self.weights is not None
             self.index_gradients = torch.zeros_like(self.index_q), torch.zeros_like(self.weights)
         groups = rows.keys.shape[1]
-        for block in _blocks(tiles, q.device):
+        for block in self._blocks(tiles, q.device):
             for picks in self._picks(block, *self._look_up(block), rows):
                 scores = self._scores(q, picks, rows)
                 queries, dhead = (x[picks.rows].unflatten(1, (groups, -1)).to(dtype) for x in (q, dout))
@@ -148,12 +154,12 @@ class Selection:
                 dscores = torch.einsum("ngrv,nkgv->ngrk", dhead, values).sub_(row_sums).mul_(weights)
                 dscores *= self.call.scale
                 dq[picks.rows] = torch.einsum("ngrk,nkgd->ngrd", dscores, keys).flatten(1, 2).to(dq.dtype)
-                _add(sums.keys, picks, torch.einsum("ngrk,ngrd->nkgd", dscores, queries))
-                _add(sums.values, picks, torch.einsum("ngrk,ngrv->nkgv", weights, dhead))
+                _add(sums.keys, picks, dscores, queries)
+                _add(sums.values, picks, weights, dhead)
                 if self.divergence_gradient is not None and self.call.loss == "sparse":
                     self._diverge_backward(picks, weights, rows, sums.index)
             if self.divergence_gradient is not None and self.call.loss == "dense":
-                for picks in self._all_keys(block, rows):
+                for picks in self._all_keys(block, q):
                     scores = self._scores(q, picks, rows)
                     self._diverge_backward(picks, _exp(scores, scores.logsumexp(-1)), rows, sums.index)
         self._join(sums, dk, dv)
@@ -181,51 +187,71 @@ class Selection:
         dk.copy_(dkeys.unsqueeze(1))
         dv.copy_(torch.cat([dvalues, sums.index], 1).unsqueeze(1))
 
+    def _blocks(self, tiles: Tiles, device: torch.device) -> Iterator[_Block]:
+        assert self.call.step.selection is not None
+        return _blocks(tiles, device, of_one_path=self.call.step.selection.block > 0)
+
     # -- the choice ----------------------------------------------------------------------------------------------------
 
-    def _choose(self, block: _Block, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """Returns `[n, K]` columns of the block, ascending, and those that are chosen keys rather than fillers."""
+    def _choose(self, block: _Block, rows: _Rows, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `[n, K]` columns, ascending, and those that are chosen keys rather than fillers.
+
+        Of blocks of keys it returns `[n, h, K]` columns of their first keys.
+        """
         assert self.call.step.selection is not None
+        topk, size = self.call.step.selection.topk, self._size_in(block)
+        if size:
+            own = (block.visible.sum(-1) - 1) // size
+            numbers, valid = best_blocks(q[block.rows], rows.keys[block.columns], own, size, topk)
+            return numbers * size, valid
         scores = self._index_scores_of_all(block, rows).masked_fill_(~block.visible, -torch.inf)
-        return first_of_largest(scores, block.visible, self.call.step.selection.topk)
+        return first_of_largest(scores, block.visible, topk)
 
     def _index_scores_of_all(self, block: _Block, rows: _Rows) -> Tensor:
         assert self.index_q is not None
         assert self.weights is not None
         dtype, count = accumulation_dtype(rows.index.dtype), len(block.visible)
-        queries, weights = (
-            pad(x[block.rows].to(dtype), (0, 0) * (x.ndim - 1) + (0, _ROWS - count))
-            for x in (self.index_q, self.weights)
-        )
-        keys = rows.index[block.columns].to(dtype)
-        keys = pad(keys, (0, 0, 0, -len(keys) % _COLUMNS))
-        tiles = []
-        for part in keys.split(_COLUMNS):
-            products = (queries.flatten(0, 1) @ part.T).unflatten(0, queries.shape[:2])
-            tiles.append(((products.relu_() if self.call.relu else products) * weights.unsqueeze(-1)).sum(1))
+        weights = pad(self.weights[block.rows].to(dtype), (0, 0, 0, ROWS - count)).unsqueeze(-1)
+        queries, keys = self.index_q[block.rows].to(dtype), rows.index[block.columns].to(dtype).unsqueeze(1)
+        products = (x.relu_() if self.call.relu else x for x in product_tiles(queries, keys))
+        tiles = [(x * weights).sum(1) for x in products]
         found: Tensor = torch.cat(tiles, 1)[:count, : len(block.columns)].nan_to_num_(torch.inf, torch.inf, -torch.inf)
         return found
+
+    def _size_in(self, block: _Block) -> int:
+        """Returns the keys of a block of keys, at most those that there are; 0 where keys are chosen."""
+        assert self.call.step.selection is not None
+        return min(self.call.step.selection.block, len(block.columns))
 
     def _look_up(self, block: _Block) -> tuple[Tensor, Tensor]:
         """Returns what `_choose` does, for a choice that is made; keys that the mask hides are left out."""
         assert self.given is not None
         places = self.given[block.rows].to(block.places.dtype).sort(-1).values
         columns = torch.searchsorted(block.places, places).clamp_(max=len(block.places) - 1)
-        valid = (block.places[columns] == places) & block.visible.gather(1, columns)
-        valid[:, 1:] &= places[:, 1:] != places[:, :-1]
+        valid = (block.places[columns] == places) & block.visible.gather(1, columns.flatten(1)).view_as(columns)
+        valid[..., 1:] &= places[..., 1:] != places[..., :-1]
+        if size := self._size_in(block):
+            valid &= columns % size == 0
+        if columns.shape[-1] > (most := len(block.places)):  # a short document has no more keys to choose
+            columns = columns.where(valid, most).sort(-1).values[..., :most]
+            valid = columns < most
         return columns.where(valid, 0), valid
 
     def _picks(self, block: _Block, columns: Tensor, valid: Tensor, rows: _Rows) -> Iterator[_Picks]:
-        """Yields parts of a block whose gathered keys are few enough."""
-        size = max(_MAX_GATHERED // max(columns.shape[1] * rows.keys[0].numel(), 1), 1)
-        for first in range(0, len(columns), size):
-            part = slice(first, min(first + size, len(columns)))
-            queries = slice(block.rows.start + part.start, block.rows.start + part.stop)
-            yield _Picks(queries, block.columns[columns[part]], valid[part])
+        """Yields parts of a block whose keys, or whose scores where queries share keys, are few enough."""
+        groups = rows.keys.shape[1]
+        if size := self._size_in(block):
+            # Heads choose apart, so that gathered keys would be more numbers than the scores of all keys.
+            for part, queries in block.parts(_MAX_SCORES // (columns.shape[1] * len(block.columns))):
+                seen = _keys_of_blocks(columns[part] // size, valid[part], size, block.visible[part])
+                yield _Picks(queries, block.columns.unsqueeze(0), seen.unflatten(1, (groups, -1)))
+            return
+        for part, queries in block.parts(_MAX_GATHERED // max(columns.shape[1] * rows.keys[0].numel(), 1)):
+            yield _Picks(queries, block.columns[columns[part]], valid[part, None, None])
 
-    def _all_keys(self, block: _Block, rows: _Rows) -> Iterator[_Picks]:
-        columns = torch.arange(len(block.columns), device=block.columns.device).expand_as(block.visible)
-        return self._picks(block, columns, block.visible, rows)
+    def _all_keys(self, block: _Block, q: Tensor) -> Iterator[_Picks]:
+        for part, queries in block.parts(_MAX_SCORES // (q.shape[1] * len(block.columns))):
+            yield _Picks(queries, block.columns.unsqueeze(0), block.visible[part, None, None])
 
     # -- scores and the indexer's loss ---------------------------------------------------------------------------------
 
@@ -235,10 +261,10 @@ class Selection:
         keys = rows.keys[picks.keys].to(dtype)
         queries = q[picks.rows].unflatten(1, (keys.shape[2], -1)).to(dtype)
         scores = torch.einsum("ngrd,nkgd->ngrk", queries, keys).mul_(self.call.scale)
-        return scores.masked_fill_(~picks.valid[:, None, None], -torch.inf)
+        return scores.masked_fill_(~picks.valid, -torch.inf)
 
-    def _index_scores(self, picks: _Picks, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns index scores `[n, K]`, products with each head `[n, H, K]`, and the index keys `[n, K, D]`."""
+    def _index_scores(self, picks: _Picks, rows: _Rows) -> tuple[Tensor, Tensor]:
+        """Returns index scores `[n, K]`, and products with each head `[n, H, K]`."""
         assert self.index_q is not None
         assert self.weights is not None
         dtype = accumulation_dtype(rows.index.dtype)
@@ -247,12 +273,12 @@ class Selection:
         if self.call.relu:
             products = products.relu_()
         scores = torch.einsum("nhk,nh->nk", products, self.weights[picks.rows].to(dtype))
-        return scores.masked_fill_(~picks.valid, -torch.inf), products, keys
+        return scores.masked_fill_(~picks.valid[:, 0, 0], -torch.inf), products
 
     def _diverge(self, picks: _Picks, weights: Tensor, rows: _Rows) -> None:
         assert self.divergence is not None
         target = _mean_of_heads(weights)
-        logits = self._index_scores(picks, rows)[0].log_softmax(-1).masked_fill_(~picks.valid, 0)
+        logits = self._index_scores(picks, rows)[0].log_softmax(-1).masked_fill_(~picks.valid[:, 0, 0], 0)
         terms = target * (target.clamp_min(_SMALLEST).log() - logits)
         self.divergence[picks.rows] = terms.sum(-1).to(self.divergence.dtype)
 
@@ -261,44 +287,23 @@ class Selection:
         assert self.weights is not None
         assert self.divergence_gradient is not None
         assert self.index_gradients is not None
-        scores, products, keys = self._index_scores(picks, rows)
-        dscores = scores.softmax(-1).masked_fill_(~picks.valid, 0) - _mean_of_heads(weights)
+        scores, products = self._index_scores(picks, rows)
+        dscores = scores.softmax(-1).masked_fill_(~picks.valid[:, 0, 0], 0) - _mean_of_heads(weights)
         dscores *= self.divergence_gradient[picks.rows].to(dscores.dtype).unsqueeze(-1)
         dproducts = dscores.unsqueeze(1) * self.weights[picks.rows].to(dscores.dtype).unsqueeze(-1)
         if self.call.relu:
             dproducts *= products > 0
         dindex_q, dweights = self.index_gradients
+        keys = rows.index[picks.keys].to(dscores.dtype)
         dindex_q[picks.rows] = torch.einsum("nhk,nkd->nhd", dproducts, keys).to(dindex_q.dtype)
         dweights[picks.rows] = torch.einsum("nk,nhk->nh", dscores, products).to(dweights.dtype)
         queries = self.index_q[picks.rows].to(dscores.dtype)
-        _add(dindex, picks, torch.einsum("nhk,nhd->nkd", dproducts, queries))
-
-
-def first_of_largest(scores: Tensor, visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Chooses the largest scores of each row, and of equal ones the first.
-
-    Args:
-        scores: `[n, c]`, -inf where not visible.
-        visible: `[n, c]`.
-        count: the number to choose; fewer where fewer are visible.
-
-    Returns:
-        `[n, min(count, c)]` columns, ascending, and True for those that are chosen. The others come last and are 0.
-    """
-    size, count = scores.shape[1], min(count, scores.shape[1])
-    least = scores.topk(count).values[:, -1:]
-    above = scores > least
-    level = (scores == least) & visible
-    chosen = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    numbers = torch.arange(size, device=scores.device)
-    columns = numbers.where(chosen, size).topk(count, largest=False, sorted=True).values
-    valid = columns < size
-    return columns.where(valid, 0), valid
+        _add(dindex.unsqueeze(1), picks, dproducts.unsqueeze(1), queries.unsqueeze(1))
 
 
 @dataclass(frozen=True)
 class _Block:
-    """At most `_ROWS` queries that see the same bands.
+    """At most `ROWS` queries that see the same bands.
 
     Attributes:
         rows: rows of q.
@@ -312,11 +317,19 @@ class _Block:
     places: Tensor
     visible: Tensor
 
+    def parts(self, count: int) -> Iterator[tuple[slice, slice]]:
+        """Yields parts of the block of `count` queries, or of one: rows of the block, and of q."""
+        start, size = self.rows.start, self.rows.stop - self.rows.start
+        for first in range(0, size, max(count, 1)):
+            last = min(first + max(count, 1), size)
+            yield slice(first, last), slice(start + first, start + last)
 
-def _blocks(tiles: Tiles, device: torch.device) -> Iterator[_Block]:
+
+def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterator[_Block]:
+    """Yields the queries that see a key; with `of_one_path` each block sees one document's keys from the first on."""
     places = tiles.memo(("places", device), lambda: on_device(tiles.k_tokens, device, torch.int64))
-    rises = bool((np.diff(tiles.k_tokens) > 0).all())
-    for bands in tiles.memo("selection", lambda: cut_to_blocks(tiles.bands, _ROWS)):
+    rises = tiles.memo("keys rise", lambda: bool((np.diff(tiles.k_tokens) > 0).all()))
+    for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles.bands, of_one_path=of_one_path)):
         first, last = bands[0, :2].tolist()
         ranges = zip(*(edges.tolist() for edges in ranges_seen(bands)), strict=True)
         columns = torch.cat([torch.arange(*each, device=device) for each in ranges])
@@ -331,6 +344,15 @@ def _blocks(tiles: Tiles, device: torch.device) -> Iterator[_Block]:
         yield _Block(slice(first, last), columns, own, visible)
 
 
+def _cut(bands: IntArray, *, of_one_path: bool) -> list[IntArray]:
+    if of_one_path:  # documents that branch into single tokens may have one band of these: each sees itself alone
+        bands = unbound(bands)
+        several = bands[:, 4] > -UNBOUNDED
+        starts = np.concatenate([np.arange(0), *(np.arange(*span) for span in bands[several, :2])])
+        bands = np.concatenate([bands[~several], cut(bands[several], starts, starts + 1, queries=True)[0]])
+    return cut_to_blocks(bands, ROWS)
+
+
 def _exp(scores: Tensor, lse: Tensor) -> Tensor:
     """Returns the weights of a softmax, zero for queries that have no key."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
@@ -342,6 +364,16 @@ def _mean_of_heads(weights: Tensor) -> Tensor:
     return total / total.sum(-1, keepdim=True).clamp_min(_SMALLEST)
 
 
-def _add(total: Tensor, picks: _Picks, gradients: Tensor) -> None:
-    """Adds gradients of picked rows to the rows; those of fillers are zero."""
-    total.index_add_(0, picks.keys.flatten(), gradients.flatten(0, 1))
+def _keys_of_blocks(numbers: Tensor, valid: Tensor, size: int, visible: Tensor) -> Tensor:
+    """Returns `[n, h, c]` the keys of chosen blocks `[n, h, K]` among those that are visible `[n, c]`."""
+    count = -(-visible.shape[1] // size)
+    chosen = torch.zeros(*numbers.shape[:2], count + 1, dtype=torch.bool, device=numbers.device)
+    chosen = chosen.scatter_(-1, numbers.where(valid, count), value=True)[..., :count]
+    return chosen.repeat_interleave(size, -1)[..., : visible.shape[1]] & visible.unsqueeze(1)
+
+
+def _add(total: Tensor, picks: _Picks, weights: Tensor, vectors: Tensor) -> None:
+    """Adds products of weights `[n, g, r, K]`, zero for fillers, and vectors `[n, g, r, d]` to rows `[s, g, d]`."""
+    rows = "kgd" if len(picks.keys) == 1 else "nkgd"
+    found = torch.einsum(f"ngrk,ngrd->{rows}", weights, vectors)
+    total.index_add_(0, picks.keys.flatten(), found.reshape(-1, *total.shape[1:]))

@@ -1,4 +1,4 @@
-"""`sparse_attention`: softmax attention of queries that choose a few of the keys that they see.
+"""`sparse_attention`: softmax attention of queries that choose a few of the keys, or blocks of keys, that they see.
 
 DeepSeek-V3.2 has a small indexer that scores all keys before a query, and attends to the best 2,048. Which these are is
 known in the middle of a layer, on the device. So no plan can say which keys a rank needs beyond what its queries see:
@@ -23,7 +23,7 @@ from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.options import checked_options
-from megatron_cp.softmax.selection import Selection, SelectionCall
+from megatron_cp.softmax.selection import SelectionCall, SelectionWork
 
 
 class SparseOutput(NamedTuple):
@@ -32,7 +32,8 @@ class SparseOutput(NamedTuple):
     Attributes:
         out: `[t, heads, value_head_dim]`, zero in pad rows and for queries that attend to no key.
         chosen: `[t, topk]` int32, the places in the packed stream of the keys that each query attends to, -1 for none:
-            for layers that share a choice. It is the same for every layout and number of ranks.
+            for layers that share a choice. With blocks `[t, heads, topk]`, the places of their first keys. It is the
+            same for every layout and number of ranks.
         index_loss: `[t]` in at least fp32, the divergence of each query, zero in pad rows; None unless asked for.
     """
 
@@ -66,6 +67,11 @@ def sparse_attention(
     The choice has no gradient: the indexer learns from `index_loss` alone, as in DeepSeek-V3.2. It runs in torch on
     every device, without kernels of its own.
 
+    With a plan that has a `block`, each query head attends to its own block up to itself, and to the `topk - 1` earlier
+    blocks of its document whose mean keys have the largest products with it, the earlier of equal ones, as in mixture
+    of block attention (MoBA, arXiv 2502.13189); to all keys up to itself if there are no more blocks than `topk`. That
+    choice has no gradient either.
+
     Args:
         q: `[t, heads, head_dim]`, this rank's rows in the plan's layout.
         k, v: `[s, kv_heads, head_dim]` and `[s, kv_heads, value_head_dim]`, this rank's keys and values. With a plan of
@@ -77,11 +83,12 @@ def sparse_attention(
             of the type of q, and the weights of its heads `[t, H]`, into which any scale of the scores is multiplied.
         chosen: with a plan that has none, `[t, topk]` integers: the places in the packed stream of the keys of each
             query, in any order, -1 for none. Places that the mask hides from the query, and repeated ones, are left
-            out.
+            out. With a `block`, `[t, heads, topk]` places of the first keys of blocks, in place of the choice by means;
+            the query's own block is then one like any other, and other places are left out too.
         up: `[heads, head_dim - shared + value_head_dim, r]` with a plan of latents; see `latent_attention`. None if the
             caller multiplies it: q is then `[t, heads, r + shared]`, in the space of latents, and so is the output.
         softmax_scale: see `attention`.
-        index_relu: False for index scores without relu, as GLM-5 has them.
+        index_relu: False for index scores without relu.
         index_loss: "sparse" to return the divergence `KL(T || softmax of the index scores)` over the chosen keys, and
             "dense" over all keys that a query sees, where T is the mean over heads of the attention's weights, as a
             constant. Its gradient reaches the three tensors of the indexer and no others.
@@ -143,7 +150,7 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     step = plan.attend
     assert step is not None
     assert step.selection is not None
-    kv_heads, (heads, size) = step.selection.kv_heads, step.selection[2:]
+    kv_heads, (heads, size) = step.selection.kv_heads, step.selection[2:4]
     rows, key_rows = (int(each.row_counts[rank]) for each in (plan.layout, plan.kv_layout))
     query_heads = plan.sections.blocks[0].num_heads
     wanted: dict[str, tuple[int, ...]] = {"q": (rows, query_heads, step.head_dim)}
@@ -161,8 +168,8 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     check_dense("q", q)
     for name, shape in wanted.items():
         check_tensor(name, {"q": q, **given}[name], shape, like=q, same_dtype=name != "index_weights")  # type: ignore
-    if not heads:
-        _check_chosen(given["chosen"], (rows, step.selection.topk), q)
+    if not heads and (given["chosen"] is not None or not step.selection.block):
+        _check_chosen(given["chosen"], step.selection.shape(rows, query_heads), q)
     for name, tensor in given.items():
         if tensor is not None and name not in wanted and (heads or name != "chosen"):
             remedy = "A plan has an indexer, or is given a choice; `up` belongs to a plan of latents."
@@ -179,7 +186,7 @@ def _lowered(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if tensor is None else lowered(tensor)[0] for tensor in tensors)
 
 
-def _check_chosen(chosen: object, shape: tuple[int, int], like: Tensor) -> None:
+def _check_chosen(chosen: object, shape: tuple[int, ...], like: Tensor) -> None:
     check_dense("chosen", chosen)
     assert isinstance(chosen, Tensor)
     if chosen.shape != shape or chosen.dtype not in (torch.int32, torch.int64) or chosen.device != like.device:
@@ -198,9 +205,9 @@ class _Sparse(torch.autograd.Function):
         ctx.call = call, comm, rank
         assert call.step.selection is not None
         loss = q.new_zeros(len(q), dtype=accumulation_dtype(q.dtype))
-        found = torch.full((len(q), call.step.selection.topk), -1, dtype=torch.int32, device=q.device)
+        found = torch.full(call.step.selection.shape(*q.shape[:2]), -1, dtype=torch.int32, device=q.device)
         with without_autocast(q.device):
-            work = Selection(call, index_q, weights, chosen, chosen=found, divergence=loss)
+            work = SelectionWork(call, index_q, weights, chosen, chosen=found, divergence=loss)
             out, lse = attend(call.step, rank, 0, comm, work, q, k, v)
         ctx.save_for_backward(q, k, v, index_q, weights, found, out, lse)
         ctx.mark_non_differentiable(found)
@@ -213,7 +220,7 @@ class _Sparse(torch.autograd.Function):
         call, comm, rank = ctx.call
         q, k, v, index_q, weights, chosen, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        work = Selection(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
+        work = SelectionWork(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
         dq, dk, dv = attend_backward(call.step, rank, 0, comm, work, dout, q, k, v, out, lse)
         found = work.index_gradients
         if found is None and call.loss:  # no query of this rank sees a key, or its loss was not used

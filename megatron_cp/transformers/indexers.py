@@ -45,11 +45,6 @@ def is_indexer(module: nn.Module) -> bool:
     return _rotation(module) is not None
 
 
-def indexer_sizes(module: Any) -> tuple[int, int]:
-    """Returns the heads of an indexer and their features."""
-    return module.n_heads, module.head_dim
-
-
 @torch.no_grad()
 def indexer_rows(module: Any, hidden: Tensor, latent_queries: Tensor, phases: tuple[Tensor, Tensor]) -> IndexerRows:
     """Computes an indexer's tensors as its stock class does, for rows `[1, t, ...]`."""

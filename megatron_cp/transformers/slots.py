@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec
-from megatron_cp.transformers.indexers import indexer_sizes, selects_keys
+from megatron_cp.transformers.indexers import selects_keys
 from megatron_cp.transformers.sources import passes
 
 # transformers' names of layers whose attention sees all earlier tokens. A layer that has attention and a state-space
@@ -100,8 +100,13 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
         if (latents or selects_keys(module)) and hasattr(module, "expand_kv"):
             options["latent"] = (module.qk_rope_head_dim, latent)
         if selects_keys(module):
+            if dropout := getattr(module, "attention_dropout", 0.0):
+                raise ArgumentError(
+                    "attention_dropout", dropout, "0 in layers that choose keys", "They have none here."
+                )
             options["topk"] = config.index_topk
-            options["indexer"] = None if module.indexer is None else indexer_sizes(module.indexer)
+            indexer = module.indexer
+            options["indexer"] = None if indexer is None else (indexer.n_heads, indexer.head_dim)
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -24,7 +24,7 @@ from tests.limits import limit
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tools" / "cluster"
 TINY = ["--device", "cpu", "--tokens-per-rank", "40", "--head-dim", "16", "--repeats", "2", "--json"]
-OVER_HOSTS = [name for name in TRANSPORTS if name != "shared_memory"]
+OVER_HOSTS = [name for name in TRANSPORTS if name not in ("shared_memory", "symmetric_memory")]
 EVERY = [*OVER_HOSTS, "naive loop", "all at once"]
 OF_TRANSPORTS = (
     "collective_over_pairwise", "naive_over_pairwise", "at_once_over_pairwise", "flat_over_hierarchical",

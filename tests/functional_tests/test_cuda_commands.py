@@ -54,7 +54,7 @@ def test_training_agrees_with_one_rank(capsys, tmp_path):
 
 
 @pytest.mark.skipif("NULLGPU" not in os.environ, reason="a dry run, for the emulated device")
-@pytest.mark.parametrize("step", ["smoke", "kernels", "parity", "one-rank", "gloo"])
+@pytest.mark.parametrize("step", ["smoke", "kernels", "parity", "one-rank", "gloo", "symmetric"])
 def test_gpu_check_runs_dry(step, tmp_path):
     """Errors of a step that do not come from the hardware show here."""
     options = ["--dry-run", "--repeats", "1", "--workers", "1", "--require", "varlen of attention"]

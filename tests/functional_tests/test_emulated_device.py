@@ -103,6 +103,13 @@ PARTS = {
         *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "a2a+p2p")),
         *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba")),
     ],
+    "symmetric memory": [
+        "test_cuda_symmetric_memory.py::test_a_fault_of_order_is_seen",
+        *(f"test_cuda_symmetric_memory.py::test_messages_arrive_and_the_host_waits_for_none[{n}]" for n in (2, 3, 5)),
+        *(f"test_cuda_symmetric_memory.py::test_layers_equal_float64[{name}]" for name in ("p2p", "gdn chunkwise")),
+        "test_cuda_symmetric_memory.py::test_rejects_being_captured",
+        "test_cuda_symmetric_memory.py::test_rejects_memory_that_cannot_be_shared",
+    ],
     "over gloo": [
         *(f"test_cuda.py::test_scheme_equals_float64[{scheme}-causal]" for scheme in ("p2p", "all_gather")),
         "test_cuda.py::test_exchange_moves_the_very_bits[2-zigzag]",

@@ -16,6 +16,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import LinearSpec
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
+from tests.stable_topk import first_of_equal
 
 pytest.importorskip("megatron.core")
 
@@ -119,18 +120,6 @@ def replace_cuda_kernels(patch):
     patch.setattr(common, "l2norm", lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6))
     patch.setattr(hybrid_block, "TENorm", WrappedTorchNorm)
     patch.setattr(torch.Tensor, "topk", first_of_equal(torch.Tensor.topk))
-
-
-def first_of_equal(topk):
-    """Returns torch's choice of the largest, and of equal ones the first, which torch does not promise."""
-
-    def stable(scores, count, dim=-1, **options):
-        if options or dim != -1 or not scores.is_floating_point():
-            return topk(scores, count, dim, **options)
-        values, places = scores.sort(dim=-1, descending=True, stable=True)
-        return values[..., :count], places[..., :count]
-
-    return stable
 
 
 def stock_model(name):

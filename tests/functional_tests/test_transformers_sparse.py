@@ -1,6 +1,5 @@
 """Models of transformers whose attention chooses keys: in float64 equal to the stock class on each document alone."""
 
-import contextlib
 import copy
 
 import pytest
@@ -12,27 +11,10 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
+from tests.stable_topk import first_of_equal
 from tests.transformers_cases import build, stock, wide, worst_gradient
 
 LENGTHS, CLOSE = (37, 1, 22), 2e-12
-
-
-@contextlib.contextmanager
-def first_of_equal_scores():
-    """Makes torch's choice among equal scores the first, where it depends on how many there are."""
-    topk = torch.Tensor.topk
-
-    def stable(scores, count, dim=-1, **options):
-        if not scores.is_floating_point() or dim != -1 or options:
-            return topk(scores, count, dim, **options)
-        found = scores.sort(dim=-1, descending=True, stable=True)
-        return torch.return_types.topk((found.values[..., :count], found.indices[..., :count]))
-
-    torch.Tensor.topk = stable
-    try:
-        yield
-    finally:
-        torch.Tensor.topk = topk
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
@@ -52,7 +34,8 @@ def test_queries_choose_as_on_each_document_alone(name, size, scheme):
             own(input_ids=tokens[None, :5])
         return loss.item(), {name: each.grad for name, each in own.named_parameters()}
 
-    with wide(), first_of_equal_scores():
+    with wide(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", first_of_equal(torch.Tensor.topk))
         loss, _, gradients = stock(model, packing, tokens)
     with wide():
         found = run_ranks(main, size)
@@ -64,6 +47,10 @@ def test_queries_choose_as_on_each_document_alone(name, size, scheme):
     assert error < CLOSE, parameter
 
 
-def test_rejects_schemes_that_bring_keys_in_parts():
+def test_rejects_what_layers_that_choose_keys_lack():
     with pytest.raises(ArgumentError, match="scheme"):
         enable_context_parallel(build("DeepseekV32"), None, scheme="p2p")
+    with pytest.raises(ArgumentError, match="codec: got 'fp8'"):
+        enable_context_parallel(build("DeepseekV32"), None, codec="fp8")
+    with pytest.raises(ArgumentError, match=r"attention_dropout: got 0\.1"):
+        enable_context_parallel(build("DeepseekV32", attention_dropout=0.1), None)

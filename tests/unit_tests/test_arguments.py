@@ -86,6 +86,7 @@ PLANS = {
     "latent": cp.plan_attention(P, ALONE, **SHAPES, latent=(2, 6)),
     "sparse": cp.plan_attention(P, ALONE, **SHAPES, topk=3, indexer=(2, 5)),
     "chosen": cp.plan_attention(P, ALONE, **SHAPES, topk=3),
+    "blocks": cp.plan_attention(P, ALONE, **SHAPES, topk=3, block=2),
     **{kind: cp.plan_linear(P, ALONE, kind, **SHAPES) for kind in ("gdn", "kda")},
     "mamba": cp.plan_linear(P, ALONE, "mamba", state=4, **SHAPES),
     "conv1d": cp.plan_linear(P, ALONE, "conv1d", channels=6),
@@ -241,7 +242,7 @@ CALLS = {
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT,
         "latent_mode": [*optional(NO_NAME), "expand"]}),
     "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, {
-        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER}),
+        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}),
     "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -316,7 +317,7 @@ CALLS = {
         "documents": [value for value in NO_LIST if not isinstance(value, list) or value] + [[0, 1, 2], [3], [-1]]}),
     "latent_attention": (cp.latent_attention, {**LATENT, "plan": PLANS["latent"]}, tensors(**LATENT) | SOFTMAX),
     "plan_attention, sparse": (cp.plan_attention, {"packing": P, "layout": LAYOUT, "topk": 3, **SHAPES}, {
-        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER}),
+        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}),
     "sparse_attention": (cp.sparse_attention, {**QKV, **INDEX, "plan": PLANS["sparse"]}, {
         **tensors(**QKV, **INDEX), "plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP,
         "softmax_scale": optional(NO_NUMBER), "index_relu": NO_FLAG, "index_loss": optional(NO_NAME),
@@ -324,6 +325,8 @@ CALLS = {
     "sparse_attention, chosen": (cp.sparse_attention, {
         **QKV, "chosen": torch.zeros(9, 3, dtype=torch.int32), "plan": PLANS["chosen"]}, {
         "chosen": [None, 5, True, "q", [], torch.zeros(9, 3), torch.zeros(9, 2, dtype=torch.int32), SPARSE, NESTED]}),
+    "sparse_attention, blocks": (cp.sparse_attention, {**QKV, "plan": PLANS["blocks"]}, {
+        "chosen": [5, True, "q", [], torch.zeros(9, 2, 3), torch.zeros(9, 3, dtype=torch.int32), SPARSE, NESTED]}),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,

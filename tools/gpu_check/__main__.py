@@ -7,7 +7,8 @@ $OUT (or benchmarks/results): gpu_STEP.log, gpu_STEP.json and gpu_STEP.xml.
   kernels   bytes a second of the exchange's copy kernels, beside a copy
   parity    all tests of the CUDA path, ranks as threads
   one-rank  layers at real sizes, one rank of 2, 4 and 8 alone: device and host time, launches, memory
-  gloo      ranks as processes that share the device: the exchange, every transport, commands, and a training run
+  gloo      ranks as processes that share the device: the exchange, transports, commands, and a training run
+  symmetric ranks as processes that copy out of each other's devices, or out of the one that they share
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-STEPS = ("smoke", "kernels", "parity", "one-rank", "gloo")
+STEPS = ("smoke", "kernels", "parity", "one-rank", "gloo", "symmetric")
 LIMIT = 570.0  # seconds of one step
 TESTS = "tests/functional_tests/test_cuda"
 # What else is brought as wheels, and what for.
@@ -203,6 +204,12 @@ def gloo(step: Step) -> None:
         )  # fmt: skip
 
 
+def symmetric(step: Step) -> None:
+    """Runs every scheme over symmetric memory; ranks share a device where there are fewer devices than ranks."""
+    chosen = ["-k", "host_waits"] if step.options.dry_run else []
+    step.tests(f"{TESTS}_symmetric_memory.py", *chosen, workers=1, threads=False)
+
+
 def _tiny(*, small: bool) -> list[str]:
     return ["--seq-length", "64", "--num-layers", "2"] if small else []
 
@@ -254,6 +261,7 @@ def _positive(text: str) -> int:
 
 RUN: dict[str, Callable[[Step], None]] = {
     "smoke": smoke, "kernels": kernels, "parity": parity, "one-rank": one_rank, "gloo": gloo,
+    "symmetric": symmetric,
 }  # fmt: skip
 
 

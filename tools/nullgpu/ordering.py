@@ -2,7 +2,7 @@
 
 From its start until the current stream has waited for it, a transfer's memory may be neither written, nor, where it
 arrives, read; nor may it be acquired, or released, for something else. What breaks this is an `OrderError`, in the
-operator that does it.
+operator that does it. With `Clocks` the order of all accesses of device memory is checked, by whatever stream.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from torch.cuda import _gpu_trace as gpu_trace
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp.exchange.buffers import Buffers
+from tools.nullgpu.clocks import Clocks, OrderError, runs
 
 _DONE_KEPT = 256  # transfers that some stream has waited for, and another may not have
-
-
-class OrderError(RuntimeError):
-    """Raised if memory of a transfer was used before the stream had waited for it."""
 
 
 @dataclass(eq=False)
@@ -47,9 +44,14 @@ class Transfer:
 
 
 class Watch:
-    """All transfers of a process."""
+    """All transfers of a process.
 
-    def __init__(self) -> None:
+    Args:
+        clocks: checks all accesses as well, if given.
+    """
+
+    def __init__(self, clocks: Clocks | None = None) -> None:
+        self.clocks = clocks
         self.lock = threading.RLock()
         self.under_way: list[Transfer] = []
         self.done: deque[Transfer] = deque(maxlen=_DONE_KEPT)
@@ -87,6 +89,8 @@ class Watch:
 
     def touch_addresses(self, name: str, addresses: np.ndarray, *, writes: bool) -> None:
         """Checks a kernel's accesses."""
+        if self.clocks is not None:
+            self.clocks.access(name, runs(addresses), writes=writes)
         for transfer in self.unordered():
             for lo, hi in (transfer.received, transfer.sent) if writes else (transfer.received,):
                 if ((addresses >= lo) & (addresses < hi)).any():
@@ -103,11 +107,15 @@ class Watch:
             return [transfer for transfer in (*self.under_way, *self.done) if here not in transfer.waited]
 
     def record(self, event: int, stream_of_event: int) -> None:
+        if self.clocks is not None:
+            self.clocks.record(event, stream_of_event)
         with self.lock:
             known = (*self.under_way, *self.done)
             self.events[event] = [transfer for transfer in known if stream_of_event in transfer.waited]
 
     def wait_event(self, event: int, waiting: int) -> None:
+        if self.clocks is not None:
+            self.clocks.wait_event(event, waiting)
         with self.lock:
             for transfer in self.events.get(event, ()):
                 transfer.waited.add(waiting)
@@ -117,10 +125,10 @@ active: Watch | None = None
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Watch]:
+def watching(clocks: Clocks | None = None) -> Iterator[Watch]:
     """Checks every operator, kernel and buffer of the process within it."""
     global active
-    watch = Watch()
+    watch = Watch(clocks)
     acquire, release = Buffers.acquire, Buffers.release
 
     def acquired(self: Buffers, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
@@ -149,6 +157,12 @@ def watching() -> Iterator[Watch]:
 def check_operator(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
     """Checks an operator's tensors before it runs."""
     assert active is not None
+    if active.clocks is not None:
+        targets = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor) and leaf.is_cuda]
+        sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]
+        sources = [source for source in sources if not any(source is target for target in targets)]
+        active.clocks.access(str(func), list(map(span, sources)), writes=False)
+        active.clocks.access(str(func), list(map(span, targets)), writes=True)
     if not active.unordered():
         return
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]

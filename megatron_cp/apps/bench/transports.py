@@ -25,7 +25,8 @@ Call = Callable[[RankGroup], None]
 def transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, Tensor]]:
     """Returns, by kind of exchange and transport, a call and the tensor that it fills."""
     one_host = len(set(job.hosts)) == 1 and job.sent.device == "cpu"
-    names = [name for name in TRANSPORTS if one_host or name != "shared_memory"]
+    # The groups that count here are none of torch.distributed, which symmetric memory needs.
+    names = [name for name in TRANSPORTS if name != "symmetric_memory" and (one_host or name != "shared_memory")]
     of_hosts = {name: Transport(name, job.hosts if knows_hosts(name) else ()) for name in names}
     moved = AllToAll(split_counts_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
     exchanges: dict[str, Call] = {name: partial(moved.by, transport) for name, transport in of_hosts.items()}

@@ -93,7 +93,7 @@ class TrainingOptions:
     )
     cp_head_chunks: int | None = _parallel(None, "chunks in which heads are exchanged, or keys are gathered")
     cp_transport: str = _parallel(
-        "collective", "how messages are sent: collective, pairwise, hierarchical or shared_memory"
+        "collective", "how messages are sent: collective, pairwise, hierarchical, shared_memory or symmetric_memory"
     )
     cp_codec: str = _parallel("none", "coding of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8")
     cp_hardware: str | None = _parallel(None, "machine for which auto predicts: a preset such as h100, or a file")

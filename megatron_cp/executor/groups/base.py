@@ -117,6 +117,7 @@ class RankGroup(ABC):
             backend allows it, a message is received only in the activity in which it was sent.
         details: the lines that are being compared, for errors only; they may differ from rank to rank.
         path: the ranges of ranks by which `part` led here from a whole group.
+        process_group: torch.distributed's group of the whole group's ranks; None if there is none.
     """
 
     rank: int
@@ -124,6 +125,7 @@ class RankGroup(ABC):
     activity: str = ""
     details: tuple[str, ...] = ()
     path: tuple[range, ...] = ()
+    process_group: Any = None
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -216,7 +218,7 @@ class Part(RankGroup):
     def __init__(self, parent: RankGroup, ranks: range) -> None:
         self._parent, self._ranks = parent, ranks
         self.path = (*parent.path, ranks)
-        self.buffers = parent.buffers
+        self.buffers, self.process_group = parent.buffers, parent.process_group
         self.rank, self.size = ranks.index(parent.rank), len(ranks)
 
     @property

@@ -132,7 +132,7 @@ class SharedHeap:
         self.rank, self.size = group.rank, group.size
         group.activity = "set-up of shared memory"
         remedy = 'Use "collective" or "pairwise", which need no shared memory.'
-        systems = group.all_gather_object(_system())
+        systems = group.all_gather_object(system())
         if None in systems or len(set(systems)) > 1:
             raise ArgumentError("transport", "shared_memory", "ranks that are processes of one Linux host", remedy)
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -300,7 +300,7 @@ def _share(buffers: Buffers) -> SharedPool:
     return pool
 
 
-def _system() -> str | None:
+def system() -> str | None:
     """Names the system in which this process can be found, or returns None where there is no such memory."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None

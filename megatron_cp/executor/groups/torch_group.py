@@ -94,7 +94,7 @@ class TorchGroup(RankGroup):
         if not isinstance(group, dist.ProcessGroup):
             allowed = "a torch.distributed group, a mesh of one axis, a RankGroup, or None for one rank"
             raise ArgumentError("group", group, allowed)
-        self.group = group
+        self.group = self.process_group = group
         self.host_group = host_group
         state = _state_of(group)
         self.buffers, self.agreed, self._tagged = state.buffers, state.agreed, state.tagged

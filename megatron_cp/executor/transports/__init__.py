@@ -12,6 +12,7 @@ from megatron_cp.executor.transports.collective import Collective
 from megatron_cp.executor.transports.hierarchical import Hierarchical
 from megatron_cp.executor.transports.pairwise import Pairwise
 from megatron_cp.executor.transports.shared_memory import SharedMemory
+from megatron_cp.executor.transports.symmetric_memory import SymmetricMemory
 from megatron_cp.plan.transport import Transport
 
 TRANSPORTS: dict[str, type[GroupTransport]] = {
@@ -19,6 +20,7 @@ TRANSPORTS: dict[str, type[GroupTransport]] = {
     "pairwise": Pairwise,
     "hierarchical": Hierarchical,
     "shared_memory": SharedMemory,
+    "symmetric_memory": SymmetricMemory,
 }
 
 
@@ -33,4 +35,13 @@ def transport_over(group: RankGroup, transport: Transport) -> GroupTransport:
     return TRANSPORTS[transport.name](group, transport)
 
 
-__all__ = ["TRANSPORTS", "Collective", "GroupTransport", "Hierarchical", "Pairwise", "SharedMemory", "transport_over"]
+__all__ = [
+    "TRANSPORTS",
+    "Collective",
+    "GroupTransport",
+    "Hierarchical",
+    "Pairwise",
+    "SharedMemory",
+    "SymmetricMemory",
+    "transport_over",
+]

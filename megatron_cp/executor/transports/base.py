@@ -47,14 +47,14 @@ class GroupTransport(ABC):
     - Errors show `group.activity`, which the caller has set before `start_*`. A transport that starts operations of the
       group in `wait` sets it again first, since other operations may have been started meanwhile.
 
-    A transport over symmetric memory, whose ranks write into each other's memory, overrides `acquire`, `release` and
-    all three `start_*`. It may write into another rank's memory once that rank has started the same operation: the rank
-    has acquired the memory by then, and does not read it before its wait. As sizes differ, the n-th buffer of each rank
-    has another offset in its heap, which a rank sends to the others with the signal of its start. `wait` returns when
-    all writers have signalled that they are done, and when this rank's own writes have completed. Memory that is `kept`
-    may outlive the step: it is taken from the heap until no tensor refers to it, or is ordinary memory into which
-    `wait` copies. A new transport is made for every call and every part of a group, so a heap belongs to the group, as
-    `RankGroup.buffers` do. `tests/unit_tests/executor/test_one_sided_transport.py` has such a transport over threads.
+    A transport whose ranks write into each other's memory overrides `acquire`, `release` and all three `start_*`. It
+    may write into another rank's memory once that rank has started the same operation: the rank has acquired the memory
+    by then, and does not read it before its wait. As sizes differ, the n-th buffer of each rank has another offset in
+    its heap, which a rank sends to the others with the signal of its start. `wait` returns when all writers have
+    signalled that they are done, and when this rank's own writes have completed. Memory that is `kept` may outlive the
+    step: it is taken from the heap until no tensor refers to it, or is ordinary memory into which `wait` copies. A new
+    transport is made for every call and every part of a group, so a heap belongs to the group, as `RankGroup.buffers`
+    do. `tests/unit_tests/executor/test_one_sided_transport.py` has such a transport over threads.
 
     Args:
         group: the ranks.

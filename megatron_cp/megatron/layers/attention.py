@@ -79,7 +79,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self.dropout = config.attention_dropout if dropout is None else dropout
         tp_size = pg_collection.tp.size()
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}", codes=True)
+        options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}")
         if not scheme_named(scheme).takes_chunks:
             options["head_chunks"] = None
         self.slot = AttentionSpec(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.plan.transport import Transport, knows_hosts
 
 
@@ -17,19 +18,24 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
 
 
-def spec_options(config: Any, ranks: RankGroup, how: str, *, codes: bool) -> dict[str, Any]:
+def no_heads(mode: str) -> str:
+    """Returns the reason why a linear layer codes nothing, if it exchanges no heads in this mode."""
+    return "" if may_exchange_heads(mode) else "which exchanges no heads"
+
+
+def spec_options(config: Any, ranks: RankGroup, how: str, *, uncoded: str = "") -> dict[str, Any]:
     """Returns the arguments that the specs of all kinds of layers read from the configuration.
 
     It is collective: call it while the model is built. A codec that nothing is coded with is left out, with a warning.
 
     Args:
         how: the layer and its scheme, for the warning.
-        codes: True if the layer's messages may be coded.
+        uncoded: the reason why none of the layer's messages is coded, for the warning; empty if they may be.
     """
     transport, codec = getattr(config, "cp_transport", "collective"), getattr(config, "cp_codec", "none")
-    if codec != "none" and not codes:
+    if codec != "none" and uncoded:
         if ranks.size > 1:
-            warnings.warn(f"--cp-codec {codec} does nothing for {how}, which sends no heads to code.", stacklevel=3)
+            warnings.warn(f"--cp-codec {codec} does nothing for {how}, {uncoded}.", stacklevel=3)
         codec = "none"
     return {
         "head_chunks": getattr(config, "cp_head_chunks", None),

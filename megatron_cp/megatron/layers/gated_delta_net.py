@@ -12,10 +12,9 @@ from torch import Tensor
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
+from megatron_cp.megatron.layers.communication import cp_ranks, no_heads, spec_options
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
 from megatron_cp.megatron.patches import gated_delta_net_without_fla
-from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.capabilities import require
 
@@ -50,7 +49,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             value_head_dim=self.value_head_dim,
             conv_width=self.conv_kernel_dim,
             mode=mode,
-            **spec_options(config, self.ranks, f"Gated DeltaNet, {mode}", codes=may_exchange_heads(mode)),
+            **spec_options(config, self.ranks, f"Gated DeltaNet, {mode}", uncoded=no_heads(mode)),
         )
         self.agree()
         if self.tp_size > 1 and not config.sequence_parallel:

@@ -14,11 +14,10 @@ from megatron_cp.extras import install
 from megatron_cp.linear.gated_norm import silu_gated
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
+from megatron_cp.megatron.layers.communication import cp_ranks, no_heads, spec_options
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
 from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
-from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.capabilities import require
 
@@ -57,7 +56,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             value_head_dim=self.headdim,
             conv_width=self.d_conv,
             mode=mode,
-            **spec_options(config, self.ranks, f"Mamba, {mode}", codes=may_exchange_heads(mode)),
+            **spec_options(config, self.ranks, f"Mamba, {mode}", uncoded=no_heads(mode)),
         )
         self.agree()
 

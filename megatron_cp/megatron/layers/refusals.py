@@ -122,7 +122,7 @@ def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
         yield _feature_error("apply_rope_fusion", True, "off with --multi-latent-attention")
     if config.cache_mla_latents:
         yield _feature_error("cache_mla_latents", True, "off")
-    if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
+    if config.qk_layernorm and config.q_lora_rank is None and not uses_transformer_engine(config):
         remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
         yield ArgumentError("--qk-layernorm", True, "off, or with --q-lora-rank", remedy)
     mode = getattr(config, "cp_latent_mode", "heads")
@@ -133,7 +133,7 @@ def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
                 yield ArgumentError(flag, given, "none with --cp-latent-mode", remedy)
         if config.delay_wgrad_compute:
             yield ArgumentError("--delay-wgrad-compute", True, "off with --cp-latent-mode", remedy)
-        if config.qk_layernorm and HAVE_TE and config.transformer_impl != "local":
+        if config.qk_layernorm and uses_transformer_engine(config):
             allowed = "heads with --qk-layernorm, or --transformer-impl local"
             remedy = "Transformer Engine's up-projection has the norm inside."
             yield ArgumentError("--cp-latent-mode", mode, allowed, remedy)
@@ -147,6 +147,11 @@ def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
         yield ArgumentError(flag, given, "none or float32", "States are float32 here.")
 
 
+def uses_transformer_engine(config: Any) -> bool:
+    """True if Megatron builds linear layers and norms of Transformer Engine."""
+    return HAVE_TE and config.transformer_impl != "local"
+
+
 def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options that DSA layers do not support, beside `unsupported`."""
     if not getattr(config, "multi_latent_attention", False):
@@ -154,7 +159,13 @@ def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         if getattr(config, name) is None:
             yield ArgumentError(f"--{name.replace('_', '-')}", None, "an integer of at least 1")
-    if config.tensor_model_parallel_size > 1 and (config.context_parallel_size > 1 or not HAVE_TE):
+    if config.dsa_indexer_topk_freq > 1 and config.pipeline_model_parallel_size > 1 and config.recompute_granularity:
+        remedy = "A layer is computed again after layers before it have chosen keys for another microbatch."
+        given = config.dsa_indexer_topk_freq
+        yield ArgumentError("--dsa-indexer-topk-freq", given, "1 with pipeline stages and recomputation", remedy)
+    if config.tensor_model_parallel_size > 1 and (
+        config.context_parallel_size > 1 or not uses_transformer_engine(config)
+    ):
         allowed = "1 with an indexer that chooses keys"
         remedy = "Gradients of latents over tensor-parallel ranks have not been shown to be right here."
         if config.context_parallel_size == 1:

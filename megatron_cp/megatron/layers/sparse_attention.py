@@ -21,6 +21,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
 from torch import Tensor, nn
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.layers.attention import comm_scheme, refuse_attention, refuse_unplannable
@@ -32,6 +33,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_other_means,
     unsupported_latent_attention,
     unsupported_sparse_attention,
+    uses_transformer_engine,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
@@ -69,7 +71,9 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         )  # fmt: skip
         self.ranks = cp_ranks(pg_collection.cp)
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, "sparse attention", codes=False) | {"head_chunks": None}
+        options = spec_options(config, self.ranks, "sparse attention", uncoded="whose keys keep their type") | {
+            "head_chunks": None
+        }
         sizes = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.slot = AttentionSpec(
             heads=config.num_attention_heads // pg_collection.tp.size(),
@@ -78,10 +82,20 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
             topk=config.dsa_indexer_topk, indexer=None if self.skip_topk else sizes, **options,
         )  # fmt: skip
         refuse_unplannable(self.slot, self.ranks.size)
+        self._refuse_a_choice_of_another_stage()
         if self.indexer is not None:
             self.indexer.rotary_pos_emb = _IndexerRotary(self.indexer.rotary_pos_emb, config)
         self.agree(softmax_scale=softmax_scale, loss=config.dsa_indexer_loss_coeff)
         self._unpacked: BatchPlan | None = None  # for the latest length of unpacked batches, which rarely changes
+
+    def _refuse_a_choice_of_another_stage(self) -> None:
+        built: set[int] = vars(self.config).setdefault("_layers_that_choose_keys", set())
+        if not self.skip_topk:
+            built.add(self.layer_number)
+        elif self.source_layer not in built:
+            given = f"{self.index_topk_freq}: layer {self.layer_number} takes the choice of layer {self.source_layer}"
+            allowed = "a number by which each pipeline stage has the layers whose choice its layers share"
+            raise ArgumentError("--dsa-indexer-topk-freq", given, allowed, "See also --dsa-indexer-skip-topk-offset.")
 
     def forward(
         self,
@@ -203,7 +217,7 @@ class SparseMLASelfAttention(AbsorbedMLASelfAttention):
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         for error in itertools.chain(unsupported_sparse_attention(config), unsupported_latent_attention(config)):
             raise error
-        if not HAVE_TE and config.qk_layernorm:
+        if config.qk_layernorm and not uses_transformer_engine(config):
             submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
         with _local_parts(config):
             super().__init__(config, submodules, *args, **kwargs)

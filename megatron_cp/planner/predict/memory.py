@@ -13,7 +13,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import rounded
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.by_host import first_hop
-from megatron_cp.plan.flows import Fetch, Return
+from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.layer_program import Local, Move
 from megatron_cp.plan.plan import Plan
@@ -282,8 +282,8 @@ class _RankBytes:
         for flow in (stage.keys for stage in self.step.all_stages):
             if isinstance(flow, Fetch):
                 rows.append(flow.message_rows(self.kv_rank).received)
-            else:  # of the own stage too, whose keys are in a ring's first buffer
-                rows.append(int(self.step.keys.token_counts.max()))
+            elif isinstance(flow, PassOn):
+                rows.append(flow.rows_received(self.kv_rank))
         return self.block(max(rows), most, self.item)
 
     def held_for_latents(self, value_dim: int, *, forward: bool, moved: bool) -> int:

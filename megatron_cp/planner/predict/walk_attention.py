@@ -43,14 +43,12 @@ class _CodedRows:
     def decoded_by(self, do: Instruction) -> IntArray | None:
         """Returns the rows that each KV rank decodes in an instruction, which is the next of the program."""
         match do:
-            case Pack(payload=Payload.KEYS, flow=None):
-                self._rows[do.buffer] = self.step.keys.token_counts
             case Wait(payload=Payload.KEYS, flow=PassOn(hops=hops)):
                 self._rows[do.buffer] = _rows_of_stage(self.step, hops)
             case Wait(payload=Payload.KEYS, flow=Fetch() as flow):
                 self._rows[do.buffer] = _message_rows(self.step, flow, "received")
             case Compute(keys=int() as keys) | ComputeRemote(keys=keys):
-                return self._rows[keys]
+                return self._rows.get(keys)  # none for the own block of a ring
         return None
 
 

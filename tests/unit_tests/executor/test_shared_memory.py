@@ -166,9 +166,9 @@ def test_refuses_other_hosts_and_devices(monkeypatch):
 
     run_ranks(on_a_device, 2)
     names = iter(("one", "another"))
-    monkeypatch.setattr(shared_memory, "_system", lambda: next(names))
+    monkeypatch.setattr(shared_memory, "system", lambda: next(names))
     run_ranks(elsewhere, 2)
-    monkeypatch.setattr(shared_memory, "_system", lambda: None)  # no Linux
+    monkeypatch.setattr(shared_memory, "system", lambda: None)  # no Linux
     run_ranks(elsewhere, 2)
 
 

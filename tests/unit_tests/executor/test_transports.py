@@ -13,19 +13,28 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, RankGroup, TorchGroup
 from megatron_cp.executor.groups.base import Done, check_peers
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transports import TRANSPORTS, GroupTransport, transport_over
+from megatron_cp.executor.transports import TRANSPORTS, GroupTransport, symmetric_memory, transport_over
 from megatron_cp.plan import transport as plan_transport
 from megatron_cp.plan.transport import Transport, num_rounds
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.poison import poisoned
 from tests.counting_group import CountingGroup
+from tests.host_windows import host_windows
 from tests.limits import limit
 from tests.refusals import rejects
 
 CPU = torch.device("cpu")
 HOSTS = {1: (0,), 2: (0, 1), 3: (0, 1, 1), 4: (0, 1, 0, 1), 5: (0, 0, 0, 1, 2), 6: (0, 1, 1, 2, 2, 2)}
 UNEVEN = "hierarchical"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def windows():
+    """Symmetric memory on the host, so small that pieces take several rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "window_of", host_windows(32))
+        yield
 
 
 def named(name: str, size: int, hosts: tuple[int, ...] | None = None) -> Transport:
@@ -208,8 +217,8 @@ def test_every_rank_starts_as_many_operations(name: str, size: int, counts: np.n
         started = [operations for operations, _ in run_ranks(rank_main, size, hosts)]
         assert started == [started[0]] * size
         rounds = {"collective": 1, "pairwise": num_rounds(size), "hierarchical": 2}
-        # Through shared memory the group only carries, once, what ranks tell each other of it.
-        assert len(started[0]) == (3 * rounds[name] + 1 if name in rounds else 6)
+        # Through shared or symmetric memory the group only carries, once, what ranks tell each other of it.
+        assert len(started[0]) == (3 * rounds[name] + 1 if name in rounds else {"shared_memory": 6}.get(name, 2))
 
 
 def test_parts_start_as_many_operations_whatever_hosts_they_have():

@@ -8,7 +8,8 @@ import torch
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.softmax.selection import first_of_largest
+from megatron_cp.softmax.choices import first_of_largest
+from megatron_cp.testing.memory import PeakMemory
 
 LENGTHS = [37, 1, 130, 22]
 HEADS, TOP = 4, 9
@@ -183,26 +184,47 @@ def test_narrow_types_choose_as_float64_does(dtype, limit):
 
 
 @pytest.mark.any_cpu
-def test_every_layout_chooses_alike_to_the_bit():
+@pytest.mark.parametrize("distinct", [1, 6])
+@pytest.mark.parametrize("mask", ["causal", "window:400,0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_layout_chooses_alike_to_the_bit(dtype, mask, distinct):
     """Scores of random numbers, many of which differ in the last bits only: keys are equal but for their place."""
-    packing = cp.Packing([300, 7, 90])
+    packing = cp.Packing([600, 7, 90])
     random = torch.Generator().manual_seed(5)
-    few = torch.randn(6, 16, generator=random)
-    keys = few[torch.randint(6, (packing.total,), generator=random)]
-    queries, weights = (torch.randn(packing.total, *shape, generator=random) for shape in ((8, 16), (8,)))
-    q = torch.randn(packing.total, 2, 4, generator=random)
+    few = torch.randn(distinct, 128, generator=random, dtype=dtype)
+    keys = few[torch.randint(distinct, (packing.total,), generator=random)]
+    shapes = ((8, 128), (8,), (2, 4))
+    queries, weights, q = (torch.randn(packing.total, *shape, generator=random, dtype=dtype) for shape in shapes)
 
     def main(group, layout):
-        plan = cp.plan_attention(packing, layout, heads=2, head_dim=4, topk=20, indexer=(8, 16))
+        plan = cp.plan_attention(packing, layout, heads=2, head_dim=4, topk=20, indexer=(8, 128), mask=mask)
         rows = (layout.shard(x, group.rank) for x in (q, queries, keys, weights))
         q_own, *index = rows
         names = ("index_q", "index_k", "index_weights")
         return cp.sparse_attention(q_own, q_own, q_own, plan, group, **dict(zip(names, index, strict=True))).chosen
 
     expected = run_ranks(main, 1, cp.Layout.contiguous(packing, 1))[0]
+    if distinct == 1:
+        first = max(0, 599 - 400) if mask != "causal" else 0
+        # relu leaves zeros where all weighted products are negative, so all scores of a query are equal
+        assert expected[599].sort().values.tolist() == [*range(first, first + 20)]
     for size, kind in ((2, "zigzag"), (3, "balanced"), (5, "contiguous"), (7, "striped")):
         layout = getattr(cp.Layout, kind)(packing, size)
         assert torch.equal(layout.unshard(run_ranks(main, size, layout)), expected)
+
+
+def test_short_documents_take_no_memory_for_keys_that_they_lack():
+    packing = cp.Packing([16] * 4)
+    layout = cp.Layout.contiguous(packing, 1)
+    peaks = []
+    for topk in (16, 4096):
+        inputs, *_ = drawn(packing.total, SIZES)
+        plan = cp.plan_attention(packing, layout, topk=topk, indexer=INDEXER, **SIZES)
+        out = cp.sparse_attention(**{name: x.requires_grad_() for name, x in inputs.items()}, plan=plan).out
+        with PeakMemory() as memory:
+            out.backward(torch.ones_like(out))
+        peaks.append(memory.peak)
+    assert peaks[1] < 2 * peaks[0] + 4 * 64 * 4096 * 8  # the choice itself, sorted
 
 
 def test_equal_scores_go_to_the_first():
@@ -266,7 +288,7 @@ def test_rejects_calls_that_do_not_fit(argument, changed):
         ("scheme", {"topk": 3, "scheme": "p2p"}), ("scheme", {"topk": 3, "scheme": "a2a"}),
         ("scheme", {"topk": 3, "scheme": "a2a+exact"}),
         ("head_chunks", {"topk": 3, "scheme": "exact", "head_chunks": 2}),
-        ("ulysses_degree", {"topk": 3, "ulysses_degree": 2}),
+        ("ulysses_degree", {"topk": 3, "ulysses_degree": 2}), ("codec", {"topk": 3, "codec": "fp8"}),
     ],
 )  # fmt: skip
 def test_rejects_plans_that_choose_nothing(argument, given):
@@ -274,6 +296,17 @@ def test_rejects_plans_that_choose_nothing(argument, given):
     with pytest.raises(ArgumentError) as caught:
         cp.plan_attention(packing, cp.Layout.contiguous(packing, 4), **SIZES, **given)
     assert caught.value.argument == argument
+
+
+def test_rejects_a_mode_of_latents_that_queries_choose():
+    packing = cp.Packing([5, 2])
+    with pytest.raises(ArgumentError, match="latent_mode: got 'heads'"):
+        cp.plan_attention(packing, cp.Layout.contiguous(packing, 4), topk=3, latent_mode="heads", **LATENT)
+
+
+def test_rejects_a_codec_before_there_is_a_plan():
+    with pytest.raises(ArgumentError, match="Keys among which queries choose travel in their own type"):
+        cp.AttentionSpec(heads=4, kv_heads=4, head_dim=6, topk=3, codec="fp8")
 
 
 def test_rejects_plans_of_other_operations():

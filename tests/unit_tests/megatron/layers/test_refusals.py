@@ -34,7 +34,7 @@ from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention, refusals
 from megatron_cp.megatron.layers.attention import CoreAttention
-from megatron_cp.megatron.layers.communication import spec_options
+from megatron_cp.megatron.layers.communication import no_heads, spec_options
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
@@ -286,14 +286,28 @@ DSA = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_he
         ("dsa-kernel-backend", "'tilelang'", {"dsa_kernel_backend": "tilelang"}),
         ("softmax-type", "'learnable'", {"softmax_type": "learnable"}),
         ("tensor-model-parallel-size", "2", {"tensor_model_parallel_size": 2}),
+        ("dsa-indexer-topk-freq", "2",
+         {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "selective"}),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_sparse_attention_does_not_compute(flag, given, changes):
     config = configure(context_parallel_size=2)
     for name, value in (DSA | changes).items():
         setattr(config, name, value)
     with refused(flag, given):
         SparseMLASelfAttention(config, None)
+
+
+def test_rejects_a_stage_without_the_layer_whose_choice_it_shares():
+    layer = types.SimpleNamespace(
+        config=configure(), layer_number=1, skip_topk=False, source_layer=1, index_topk_freq=2
+    )
+    SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+    layer.layer_number, layer.skip_topk = 2, True
+    SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+    layer.layer_number, layer.source_layer = 4, 3
+    with refused("dsa-indexer-topk-freq", "'2: layer 4 takes the choice of layer 3'"):
+        SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
 
 
 def test_rejects_an_indexers_loss_over_tensor_parallel_ranks(monkeypatch):
@@ -463,8 +477,8 @@ def test_heads_and_keys_are_coded_and_what_is_not_says_so(scheme):
     config = configure(OurConfig, cp_codec="fp8", cp_comm_type=scheme)
     assert build_ours(cp_codec="fp8", cp_comm_type=scheme).slot.codec == "fp8"
     ranks = types.SimpleNamespace(size=2)
-    with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which sends no heads"):
-        assert spec_options(config, ranks, "Mamba, chunkwise", codes=False)["codec"] == "none"
+    with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which exchanges no heads"):
+        assert spec_options(config, ranks, "Mamba, chunkwise", uncoded=no_heads("chunkwise"))["codec"] == "none"
 
 
 def test_an_order_in_another_spelling_is_that_order():

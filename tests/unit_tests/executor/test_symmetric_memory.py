@@ -1,0 +1,160 @@
+"""Tests of transport `symmetric_memory` without a device: its rounds and signals on the host, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, symmetric_memory
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.transports import symmetric_memory as transport_module
+from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.transport import Transport
+from megatron_cp.testing.parity import Case, judge, run_layer, whole
+from megatron_cp.testing.poison import poisoned
+from tests.host_windows import host_windows
+from tests.refusals import rejects
+
+BY = Transport("symmetric_memory")
+LENGTHS = (7, 1, 40, 13, 2)
+ATTENTION = Case("attention", 1, LENGTHS, heads=6, groups=3, scheme="a2a", transport="symmetric_memory")
+LINEAR = Case("gdn", 1, LENGTHS, heads=6, groups=3, scheme="headwise", transport="symmetric_memory")
+SIZES = {scheme: 4 if "+" in scheme else (2, 3, 5)[number % 3] for number, scheme in enumerate(SCHEMES)}
+CASES = {
+    f"{case}": case
+    for case in (
+        *(replace(ATTENTION, cp=size, scheme=scheme, layout="random") for scheme, size in SIZES.items()),
+        *(replace(ATTENTION, cp=size, scheme="p2p", layout="zigzag") for size in (2, 3, 5)),
+        replace(ATTENTION, cp=3, groups=6, scheme="a2a", head_chunks=2),
+        replace(LINEAR, cp=3, scheme="headwise"),
+        replace(LINEAR, cp=5, scheme="chunkwise"),
+    )
+}
+
+
+@pytest.fixture(autouse=True)
+def windows(monkeypatch):
+    """Slots so small that nearly all messages take several rounds."""
+    monkeypatch.setattr(transport_module, "window_of", host_windows(512))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_equal_one_rank_and_have_the_bits_of_a_collective(name: str):
+    case = CASES[name]
+
+    def rank_main(group: RankGroup, transport: str) -> dict[str, torch.Tensor]:
+        with poisoned():
+            return run_layer(group, replace(case, transport=transport))
+
+    found, expected = (run_ranks(rank_main, case.cp, by) for by in ("symmetric_memory", "collective"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    scheme = "a2a" if case.layer == "attention" else "headwise"
+    alone = run_layer(ThreadGroup.create(1)[0], replace(case, cp=1, layout="contiguous", scheme=scheme, head_chunks=1))
+    parity = judge(case, whole(case, found), alone)
+    assert all(error <= 1e-12 for error in parity.errors.values()), parity
+
+
+def test_several_messages_to_one_rank_stay_in_order():
+    def rank_main(group: RankGroup) -> None:
+        comm, other = Communicator(group, BY), 1 - group.rank
+        for _ in range(3):
+            sent = [torch.full((n,), float(n + group.rank)) for n in (3, 0, 700, 5)]
+            received = [torch.empty(n) for n in (3, 0, 700, 5)]
+            comm.start_messages([Message(x, other) for x in sent], [Message(x, other) for x in received]).wait()
+            assert [x.tolist() for x in received] == [[float(n + other)] * n for n in (3, 0, 700, 5)]
+
+    run_ranks(rank_main, 2)
+
+
+def test_signals_are_taken_before_they_are_sent_again():
+    """At most one signal of each reader and slot is left over, so that pads stay flags."""
+
+    def rank_main(group: RankGroup) -> int:
+        comm = Communicator(group, BY)
+        for _ in range(5):
+            comm.start_all_gather(torch.empty(900 * group.size), torch.ones(900)).wait()
+        window = transport_module.window_of(group)
+        return len([key for key in window._handle.memory.signals if key[0] == group.rank])
+
+    assert max(run_ranks(rank_main, 3)) <= 2 * 2
+
+
+@pytest.fixture
+def of_torch(monkeypatch):
+    """Has ranks pass for those of torch.distributed with a device each, and the set-up that there is for these."""
+    monkeypatch.setattr(transport_module, "window_of", symmetric_memory.window_of)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: "CUDA")
+    monkeypatch.setattr(ThreadGroup, "process_group", ThreadGroup)
+
+
+def refused(text: str) -> None:
+    """Checks that every one of two ranks refuses."""
+
+    def rank_main(group: RankGroup) -> None:
+        rejects(r"^transport: got 'symmetric_memory'; allowed: " + text, Communicator, group, BY)
+
+    run_ranks(rank_main, 2)
+
+
+EACH = r"processes of one host, each with a CUDA device that the others reach \("
+
+
+def test_rejects_ranks_that_are_threads(of_torch, monkeypatch):
+    monkeypatch.setattr(ThreadGroup, "process_group", None)
+    refused(EACH + r"rank 0: it is no rank of a torch.distributed group; rank 1: it is no rank")
+
+
+def test_rejects_ranks_without_a_device(of_torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    refused(EACH + "rank 0: it has no CUDA device")
+
+
+def test_rejects_another_backend_or_none_though_one_rank_alone_has_it(of_torch, monkeypatch):
+    backends = iter(("CUDA", "NVSHMEM"))
+    monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: next(backends))
+    refused(EACH + r'rank \d: torch has the backend NVSHMEM of symmetric memory, and not "CUDA"\)')
+    monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: None)
+    refused(EACH + "rank 0: torch has the backend None")
+
+
+def test_rejects_several_hosts(of_torch, monkeypatch):
+    names = iter(("one", "another"))
+    monkeypatch.setattr(symmetric_memory, "system", lambda: next(names))
+    refused(EACH + "the ranks are on several hosts, or in several containers")
+
+
+def test_rejects_memory_that_cannot_be_shared_on_one_rank(of_torch, monkeypatch):
+    calls = iter((0, 1))
+
+    def rendezvous(*_):
+        if next(calls) == 1:
+            raise RuntimeError("detected allocations from overlapping devices")
+        return None, None
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(symmetric_memory, "symmetric_memory", rendezvous)
+    monkeypatch.setattr(symmetric_memory, "Window", lambda *_: "a window")
+    refused(EACH + r"rank \d: detected allocations from overlapping devices\)")
+    assert not symmetric_memory._windows
+
+
+def test_rejects_tensors_of_another_device():
+    def rank_main(group: RankGroup) -> None:
+        start = Communicator(group, BY).start_all_gather
+        sent = torch.empty(4, device="meta")
+        rejects(r"allowed: tensors of the rank's device cpu, not of meta", start, sent.new_empty(8), sent)
+
+    run_ranks(rank_main, 2)
+
+
+def test_one_rank_needs_no_window(of_torch):
+    comm = Communicator(ThreadGroup.create(1)[0], BY)
+    received = torch.empty(3)
+    comm.start_all_gather(received, torch.ones(3)).wait()
+    assert received.tolist() == [1.0] * 3
