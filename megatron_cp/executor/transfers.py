@@ -164,7 +164,7 @@ class RowTransfers(ABC):
 
     def __init__(
         self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor,
-        leaving: Sequence[Tensor], codes: Tensor | None, *, forward: bool,
+        leaving: Sequence[Tensor], codes: Tensor | None = None, *, forward: bool,
     ) -> None:  # fmt: skip
         self.step, self.kv_rank, self.comm, self.k, self.v, self.codes = step, kv_rank, comm, k, v, codes
         self.leaving, self.forward = leaving, forward

@@ -20,7 +20,7 @@ class RowSizes(NamedTuple):
     value_head_dim: int
     key_and_value: int
     item: int
-    coded: int
+    coded: int = 0
 
     @property
     def wide(self) -> int:

@@ -325,7 +325,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
         q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
-        codes, unused = coded_keys(step, k, v), q.new_empty(0)
+        codes = coded_keys(step, k, v)
         k, v = (k, v) if codes is None else decoded_keys(step, codes, k.dtype)
         out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer.tile_work(step, up), q, k, v, codes)
         if sink is not None:
@@ -333,7 +333,7 @@ class _Attention(torch.autograd.Function):
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
             # Both are -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
-        kept = (k, v) if codes is None else (codes, unused)
+        kept = (k, v) if codes is None else (codes, None)
         ctx.save_for_backward(sink, up, q, *kept, out, lse)
         if not layer.lse_gradient:
             ctx.mark_non_differentiable(lse)
