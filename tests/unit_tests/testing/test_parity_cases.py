@@ -42,7 +42,7 @@ def test_every_layer_and_mode_equals_one_rank(layer, mode):
 
 
 @pytest.mark.parametrize("layer", ["attention", "gdn"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", sorted(set(TRANSPORTS) - {"symmetric_memory"}))  # which is for devices
 def test_every_transport_gives_one_ranks_bits(transport, layer):
     scheme = "a2a" if layer == "attention" else "headwise"
     parity = compare(Case(layer, 3, LENGTHS, "zigzag", scheme=scheme, transport=transport, dtype=torch.bfloat16))
