@@ -240,7 +240,7 @@ class Attend(Memo):
         """
         if self.tiled is not None or self.hosts:
             return self.bytes_sent(item_size, forward=forward)
-        return self._bytes({Payload.KEYS: self._rows_needed(forward=forward)}, item_size)
+        return self._bytes(self._rows_needed(forward=forward), item_size)
 
     def _bytes(self, rows: dict[Payload, IntArray], item_size: int) -> IntArray:
         total = np.zeros(self.num_kv_ranks * self.num_head_ranks, dtype=np.int64)
@@ -270,12 +270,12 @@ class Attend(Memo):
 
         return self.memo(("rows sent", forward), make)
 
-    def _rows_needed(self, *, forward: bool) -> IntArray:
-        """Returns the rows of keys that each KV rank sends to those that see them; backward adds their gradients."""
+    def _rows_needed(self, *, forward: bool) -> dict[Payload, IntArray]:
+        """Returns the rows of keys that each KV rank sends to those that see them, and in backward their gradients."""
 
-        def make() -> IntArray:
-            rows = self.needed.rows_sent_by_ranks()
-            return rows if forward else rows + Return(self.needed).rows_sent_by_ranks()
+        def make() -> dict[Payload, IntArray]:
+            flows = {Payload.KEYS: self.needed, Payload.KEY_GRADIENTS: Return(self.needed)}
+            return {kind: flow.rows_sent_by_ranks() for kind, flow in list(flows.items())[: 2 - forward]}
 
         return self.memo(("rows needed", forward), make)
 

@@ -186,6 +186,9 @@ def test_projections_of_other_heads_are_rejected_and_fp8_sends_its_share():
     forward, backward = ([sum(plan.bytes_sent(2, forward=way)) for plan in rings] for way in (True, False))
     assert forward[0] / forward[1] == 256 / 132
     assert backward[0] - backward[1] == forward[0] - forward[1]  # keys are sent again, their gradients as they are
+    exact = replace(ring, scheme="exact", codec="fp8").plan()
+    for way in (True, False):
+        assert exact.attend.bytes_needed(2, forward=way).tolist() == exact.attend.bytes_sent(2, forward=way).tolist()
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
     with pytest.raises(ArgumentError, match=r"^k: got "):
         projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
