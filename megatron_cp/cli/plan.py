@@ -320,7 +320,7 @@ def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
     for name, scheme in schemes.items():
         chunks = scheme["head_chunks"]
         without = [
-            *(["no codec"] if scheme["codec"] != case.codec else []),
+            *(["no codec"] if scheme["codec"] != case.codec and case.cp > 1 else []),
             *([counted(chunks, "head chunk")] if case.head_chunks not in (None, chunks) else []),
         ]
         if without:
