@@ -278,7 +278,7 @@ class RowTransfers(ABC):
 
     def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
         """Returns the keys and values in a buffer, decoded if they are coded; or the own ones."""
-        if number is None or number == self._own_block:
+        if number is None or (self.codes is not None and number == self._own_block):
             return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
         if self.codes is None:
             return self.uncoded_keys(number, chunk)

@@ -274,8 +274,8 @@ class Attend(Memo):
         """Returns the rows of keys that each KV rank sends to those that see them, and in backward their gradients."""
 
         def make() -> dict[Payload, IntArray]:
-            flows = {Payload.KEYS: self.needed, Payload.KEY_GRADIENTS: Return(self.needed)}
-            return {kind: flow.rows_sent_by_ranks() for kind, flow in list(flows.items())[: 2 - forward]}
+            found = {Payload.KEYS: self.needed.rows_sent_by_ranks()}
+            return found if forward else found | {Payload.KEY_GRADIENTS: Return(self.needed).rows_sent_by_ranks()}
 
         return self.memo(("rows needed", forward), make)
 

@@ -87,22 +87,22 @@ def _attend(step: Attend, item_size: int) -> list[str]:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
     row, width = sum(step.key_features), step.coded_bytes(item_size)
-    coded = f", coded as {step.codec.name} in {width} bytes" if step.codec is not None and width else ""
+    coded = f" coded as {step.codec.name} in {width} bytes" if step.codec is not None and width else ""
     if step.tiled is not None:
-        return _tiled(step, among, coded)
+        return _tiled(step, among, coded and f"; keys and values{coded} a head")
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
     latents = step.latent is not None and step.latent.travels
     what, each = ("a latent and its key are", "") if latents else ("a key and its value are", " a head")
     if step.selection is not None:
         what, each = f"{step.selection.describe()}; a token's row is", ""
-    return [f"attention: {way}{among}; {what} {row} elements{each}{coded}"]
+    return [f"attention: {way}{among}; {what} {row} elements{each}{coded and ','}{coded}"]
 
 
 def _tiled(step: Attend, among: str, coded: str) -> list[str]:
     """Describes the assigned tiles, with the numbers of the busiest rank."""
     lines = [
         f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in "
-        f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first{coded and '; keys' + coded[1:]}"
+        f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first{coded}"
     ]
     for name, forward in (("forward", True), ("backward", False)):
         transfers = step.transfers(forward=forward)

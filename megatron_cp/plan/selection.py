@@ -30,10 +30,12 @@ class Selection(NamedTuple):
         return (rows, heads, self.topk) if self.block else (rows, self.topk)
 
     def describe(self) -> str:
+        key_heads = f"{self.kv_heads} key head{'s' * (self.kv_heads != 1)}"
         if self.block:
-            return f"at most {self.topk} blocks of {self.block} keys a query and head, of {self.kv_heads} key heads"
-        by = f"by {self.heads} index heads of {self.head_dim}" if self.heads else "that the caller chooses"
-        return f"at most {self.topk} keys a query, {by}, of {self.kv_heads} key heads"
+            return f"at most {self.topk} blocks of {self.block} keys a query and head, of {key_heads}"
+        heads = f"{self.heads} index head{'s' * (self.heads != 1)}"
+        by = f"by {heads} of {self.head_dim}" if self.heads else "that the caller chooses"
+        return f"at most {self.topk} keys a query, {by}, of {key_heads}"
 
 
 def travelling_features(

@@ -80,11 +80,12 @@ def sparse_attention(
         plan: from `plan_attention(..., topk=..., indexer=...)`.
         group: see `attention`.
         index_q, index_k, index_weights: with a plan that has an `indexer`, its queries `[t, H, D]` and keys `[s, D]`,
-            of the type of q, and the weights of its heads `[t, H]`, into which any scale of the scores is multiplied.
+            of the type of q, and the weights of its heads `[t, H]`, of any floating type, into which any scale of the
+            scores is multiplied.
         chosen: with a plan that has none, `[t, topk]` integers: the places in the packed stream of the keys of each
-            query, in any order, -1 for none. Places that the mask hides from the query, and repeated ones, are left
-            out. With a `block`, `[t, heads, topk]` places of the first keys of blocks, in place of the choice by means;
-            the query's own block is then one like any other, and other places are left out too.
+            query, in any order, -1 for none. Places that the mask hides from the query, that no token has, and
+            repeated ones are left out. With a `block`, `[t, heads, topk]` places of the first keys of blocks, in place
+            of the choice by means; the query's own block is then one like any other, and other places are left out too.
         up: `[heads, head_dim - shared + value_head_dim, r]` with a plan of latents; see `latent_attention`. None if the
             caller multiplies it: q is then `[t, heads, r + shared]`, in the space of latents, and so is the output.
         softmax_scale: see `attention`.
@@ -109,8 +110,6 @@ def sparse_attention(
     step = plan.attend
     if step is None or step.selection is None:
         raise ArgumentError("plan", "a plan without topk", "one with", "Plan with topk=, and with indexer=.")
-    if plan.tables is not None:
-        raise ArgumentError("plan", "a plan with GraphTables", "a plan without", "Leave this layer out of the graph.")
     ranks, relu = as_rank_group(group, plan.cp_size), checked_flag("index_relu", index_relu)
     q, k, v, index_q, index_k, up = _lowered(q, k, v, index_q, index_k, up)
     given: dict[str, Tensor | None] = {"index_q": index_q, "index_k": index_k, "index_weights": index_weights}
@@ -150,7 +149,7 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     step = plan.attend
     assert step is not None
     assert step.selection is not None
-    kv_heads, (heads, size) = step.selection.kv_heads, step.selection[2:4]
+    kv_heads, heads, size = step.selection.kv_heads, step.selection.heads, step.selection.head_dim
     rows, key_rows = (int(each.row_counts[rank]) for each in (plan.layout, plan.kv_layout))
     query_heads = plan.sections.blocks[0].num_heads
     wanted: dict[str, tuple[int, ...]] = {"q": (rows, query_heads, step.head_dim)}
@@ -166,14 +165,20 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     if heads:
         wanted |= {"index_q": (rows, heads, size), "index_k": (key_rows, size), "index_weights": (rows, heads)}
     check_dense("q", q)
+    tensors: dict[str, Any] = {"q": q, **given}
+    in_latents = step.latent is not None and given["up"] is None
     for name, shape in wanted.items():
-        check_tensor(name, {"q": q, **given}[name], shape, like=q, same_dtype=name != "index_weights")  # type: ignore
+        remedy = "Without up, queries are in the space of latents." if name == "q" and in_latents else ""
+        check_tensor(name, tensors[name], shape, like=q, same_dtype=name != "index_weights", remedy=remedy)
     if not heads and (given["chosen"] is not None or not step.selection.block):
         _check_chosen(given["chosen"], step.selection.shape(rows, query_heads), q)
     for name, tensor in given.items():
         if tensor is not None and name not in wanted and (heads or name != "chosen"):
-            remedy = "A plan has an indexer, or is given a choice; `up` belongs to a plan of latents."
+            remedy = _UNUSED.get(name, "Plan with indexer=.")
             raise ArgumentError(name, "a tensor", f"None with {step.selection.describe()}", remedy)
+
+
+_UNUSED = {"chosen": "The plan's indexer chooses: plan without indexer=.", "up": "Plan with latent=."}
 
 
 def _fill_up(x: Tensor, rows: int) -> Tensor:

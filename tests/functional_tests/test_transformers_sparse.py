@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 
-from megatron_cp import Packing
+from megatron_cp import AttentionSpec, Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.transformers import enable_context_parallel
+from megatron_cp.transformers import attention, enable_context_parallel
 from tests.stable_topk import first_of_equal
 from tests.transformers_cases import build, stock, wide, worst_gradient
 
@@ -45,6 +45,14 @@ def test_queries_choose_as_on_each_document_alone(name, size, scheme):
     summed = {name: sum(each[1][name] for each in found if each[1][name] is not None) for name in names}
     error, parameter = worst_gradient(summed, gradients)
     assert error < CLOSE, parameter
+
+
+@pytest.mark.parametrize("name", ["softcap", "sink", "dropout", "indices"])
+def test_rejects_calls_that_layers_that_choose_keys_do_not_compute(name):
+    options = dict.fromkeys(("softcap", "sink", "dropout"), 0.0) | {name: 0.5}
+    with pytest.raises(ArgumentError) as caught:
+        attention._selected(None, AttentionSpec(heads=1, kv_heads=1, head_dim=4, topk=2), (), None, options, None)
+    assert caught.value.argument == name
 
 
 def test_rejects_what_layers_that_choose_keys_lack():

@@ -159,10 +159,15 @@ def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
         if getattr(config, name) is None:
             yield ArgumentError(f"--{name.replace('_', '-')}", None, "an integer of at least 1")
-    if config.dsa_indexer_topk_freq > 1 and config.pipeline_model_parallel_size > 1 and config.recompute_granularity:
-        remedy = "A layer is computed again after layers before it have chosen keys for another microbatch."
-        given = config.dsa_indexer_topk_freq
-        yield ArgumentError("--dsa-indexer-topk-freq", given, "1 with pipeline stages and recomputation", remedy)
+    if config.dsa_indexer_topk_freq > 1 and config.pipeline_model_parallel_size > 1:
+        remedy = "A layer would take the choice that a layer before it has made for another microbatch since."
+        for is_given, how in (
+            (config.recompute_granularity, "recomputation"),
+            (config.virtual_pipeline_model_parallel_size, "interleaving"),
+        ):
+            if is_given:
+                allowed = f"1 with pipeline stages and {how}"
+                yield ArgumentError("--dsa-indexer-topk-freq", config.dsa_indexer_topk_freq, allowed, remedy)
     if config.tensor_model_parallel_size > 1 and (
         config.context_parallel_size > 1 or not uses_transformer_engine(config)
     ):

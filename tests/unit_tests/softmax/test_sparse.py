@@ -304,6 +304,23 @@ def test_rejects_a_mode_of_latents_that_queries_choose():
         cp.plan_attention(packing, cp.Layout.contiguous(packing, 4), topk=3, latent_mode="heads", **LATENT)
 
 
+def test_errors_say_what_a_tensor_is_for():
+    packing = cp.Packing([5, 2])
+    plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), topk=3, **LATENT)
+    inputs, _, _ = drawn(packing.total, LATENT)
+    inputs |= {**NONE, "chosen": PLACES}
+    for changed, says in (({"up": None}, "Without up, queries are in the space of latents"),
+                          ({"index_q": torch.ones(7, 4, 4)}, "Plan with indexer=")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=says):
+            cp.sparse_attention(**{**inputs, **changed}, plan=plan)
+
+
+def test_a_pack_of_every_size_has_no_such_layer():
+    tables = cp.GraphTables(16, 2, 1)
+    with pytest.raises(ArgumentError, match="outside of the graph"):
+        tables.load(cp.BatchPlan(tables.layout([5]), [cp.AttentionSpec(4, 4, 6, topk=3)]), 0, torch.device("cpu"))
+
+
 def test_rejects_a_codec_before_there_is_a_plan():
     with pytest.raises(ArgumentError, match="Keys among which queries choose travel in their own type"):
         cp.AttentionSpec(heads=4, kv_heads=4, head_dim=6, topk=3, codec="fp8")

@@ -288,6 +288,8 @@ DSA = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_he
         ("tensor-model-parallel-size", "2", {"tensor_model_parallel_size": 2}),
         ("dsa-indexer-topk-freq", "2",
          {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "selective"}),
+        ("dsa-indexer-topk-freq", "2",
+         {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     ],
 )  # fmt: skip
 def test_rejects_what_sparse_attention_does_not_compute(flag, given, changes):
