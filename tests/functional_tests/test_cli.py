@@ -214,6 +214,11 @@ def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme):
     assert "p2p has 1 head chunk" in out
 
 
+def test_plan_of_one_rank_leaves_no_codec_out():
+    out, report = reported(["plan", "--cp", "1", "--lengths", "30,4", "--codec", "fp8"])
+    assert (report["codec"], "leaves out" in out) == ("none", False)
+
+
 def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads():
     shape = ["--heads", "8", "--kv-heads", "4", "--lengths", "7,1,130", "--cp", "4"]
     out, report = reported(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3"])
