@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.apps.estimate.job import PRECISIONS, SHARDINGS, Job
+from megatron_cp.apps.estimate.job import GRADIENTS, PRECISIONS, SHARDINGS, Job
 from megatron_cp.apps.estimate.launch import launch_of
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION, LinearMixer
@@ -47,7 +47,8 @@ _DEGREES = {
     "packs": "times the pack is joined in a microbatch (default: 1)",
     "global-batch": "with --gpus: packs of a step (default: about 4M tokens)",
 }
-WHOLE = ("fit", "sharding", "recompute", "report", "precision", *(name.replace("-", "_") for name in _DEGREES))
+_CHOICES = "fit", "sharding", "recompute", "report", "precision", "gradients", "tp_comm_overlap"
+WHOLE = (*_CHOICES, *(name.replace("-", "_") for name in _DEGREES))
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout",
@@ -73,9 +74,16 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--precision", choices=PRECISIONS, help="with --whole: precision of products of weights (default: bf16)"
     )
     group.add_argument(
+        "--gradients", choices=GRADIENTS, help="with --whole: sums of gradients, bf16 as --grad-reduce-in-bf16 "
+        "(default: fp32)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tp-comm-overlap", action="store_true", help="with --whole: overlap transfers of --tp with products"
+    )
+    group.add_argument(
         "--recompute",
         choices=RECOMPUTATION,
-        help="with --whole: recomputation (default: selective, or full if that does not fit)",
+        help="with --whole: recomputation (default: selective, or full if that does not fit; ops is torchtitan's)",
     )
     group.add_argument("--report", metavar="FILE.html", help="with --whole: save a page that shows the step")
 
@@ -178,11 +186,14 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
 def _base(args: argparse.Namespace, cp: int, layout: str) -> Job:
     """Returns the job that the options name, with its defaults."""
     scheme, mode = _asked(args)
-    degrees = {name: getattr(args, name) or 1 for name in ("tp", "pp", "interleave", "ep", "microbatches", "packs")}
+    degrees: dict[str, Any] = {
+        name: getattr(args, name) or 1 for name in ("tp", "pp", "interleave", "ep", "microbatches", "packs")
+    }
     return Job(
         cp, layout, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
         args.transport, args.codec, args.sharding or "zero1", args.replicas or 1, args.gpu,
-        args.search, args.search_cache, precision=args.precision or "bf16", **degrees,
+        args.search, args.search_cache, precision=args.precision or "bf16",
+        gradients=args.gradients or "fp32", tp_overlap=args.tp_comm_overlap, **degrees,
     )  # fmt: skip
 
 

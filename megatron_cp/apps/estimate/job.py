@@ -5,15 +5,16 @@ The order of ranks is Megatron's: tensor, context, expert within data, data, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.model_layers import FULL, MLP, NONE, OPS, AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.planner import Machine, Topology
 
 SHARDINGS = ("none", "zero1", "zero3")
 PRECISIONS = ("bf16", "fp8")
+GRADIENTS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Job:
         microbatches: packs that a replica computes one after the other in a step.
         packs: times that the pack is joined in one microbatch.
         precision: "bf16" or "fp8", that of products of weights.
+        gradients: "fp32" or "bf16", in which gradients are summed over microbatches and ranks.
+        tp_overlap: True if tensor parallelism's transfers overlap with the products beside them.
+        recompute_layers: number of layers, the first of each chunk, that full recomputation computes again; 0 for all.
     """
 
     cp: int
@@ -62,6 +66,13 @@ class Job:
     microbatches: int = 1
     packs: int = 1
     precision: str = "bf16"
+    gradients: str = "fp32"
+    tp_overlap: bool = False
+    recompute_layers: int = 0
+
+    def of_layer(self, place: int) -> Job:
+        """Returns the job for the layer at that place of its chunk, which may not be computed again."""
+        return replace(self, recompute=NONE) if 0 < self.recompute_layers <= place else self
 
     @property
     def gpus(self) -> int:
@@ -91,11 +102,17 @@ class Job:
         Raises:
             ArgumentError: such a degree, or a precision that the machine has no measured rate for.
         """
-        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS)):
+        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS), ("gradients", GRADIENTS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
         for name in ("replicas", "tp", "pp", "interleave", "ep", "microbatches", "packs"):
             checked_integer(name, getattr(self, name), 1)
+        checked_flag("tp_overlap", self.tp_overlap)
+        checked_integer("recompute_layers", self.recompute_layers, 0)
+        if self.recompute_layers and self.recompute != FULL:
+            raise ArgumentError("recompute_layers", self.recompute_layers, "0 without full recomputation")
+        if self.recompute == OPS and self.sharding != "zero3":
+            raise ArgumentError("recompute", OPS, "sharding zero3 with ops, which PyTorch's checkpoints have")
         if self.tp > 1 and on.ranks_per_host % self.tp:
             raise ArgumentError("tp", self.tp, f"a divisor of the {on.ranks_per_host} ranks of a host")
         for mixer, name, count in _counts(model):

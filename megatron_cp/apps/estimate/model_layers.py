@@ -10,7 +10,7 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import KINDS, Dim, Per, SectionKind
 from megatron_cp.planner import AttentionSpec, LinearSpec
 
-RECOMPUTATION = NONE, SELECTIVE, FULL = "none", "selective", "full"
+RECOMPUTATION = NONE, SELECTIVE, FULL, OPS = "none", "selective", "full", "ops"
 BF16, FP32 = 2, 4  # bytes
 
 
@@ -31,6 +31,21 @@ class Gemm(NamedTuple):
     def multiply_adds(self) -> int:
         """The multiply-adds of one token forward; as many as the weights that the token meets."""
         return self.count * self.in_features * self.out_features
+
+
+class Moved(NamedTuple):
+    """Features of a token that operations outside of products read and write, each of two bytes.
+
+    Products read and write their own operands: their measured time holds that.
+
+    Attributes:
+        forward, backward: in the forward and in the backward.
+        again: in the part of the forward that selective recomputation computes again.
+    """
+
+    forward: int
+    backward: int
+    again: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,13 @@ class AttentionMixer:
         features += 2 * self._outputs if self.output_gate else 0
         return BF16 * features
 
+    def moved(self, hidden_size: int) -> Moved:
+        """Returns the features that rotary positions, norms of heads and an output gate read and write."""
+        normed = (self._latents or self._queries + self._keys) * self.qk_norm
+        gated = self._outputs * self.output_gate
+        rotated = 2 * (self._queries + self._keys)
+        return Moved(rotated + 2 * normed + 3 * gated, rotated + 3 * normed + 5 * gated, 0)
+
     @property
     def _latents(self) -> int:
         """The features of the latents; 0 without latent attention."""
@@ -198,6 +220,11 @@ class LinearMixer:
         norm_is_made_again = selective and KINDS[self.kind].is_dense
         features = sum(self._widths.values()) + self._outputs * (1 if norm_is_made_again else 2)
         return BF16 * (features + sum(rank for rank, _ in self._low_rank))
+
+    def moved(self, hidden_size: int) -> Moved:
+        """Returns the features that the gated norm reads and writes."""
+        forward = 3 * self._outputs
+        return Moved(forward, 5 * self._outputs, forward * KINDS[self.kind].is_dense)
 
     @property
     def _widths(self) -> dict[SectionKind, int]:
@@ -331,6 +358,18 @@ class MLP:
         shared = (first + 1) * self.shared_size
         return FP32 * self.experts + BF16 * (self.experts_per_token * routed + shared)
 
+    def moved(self, hidden_size: int) -> Moved:
+        """Returns the features that activations, a router's scores, shared experts' gate and biases read and write."""
+        forward, backward = (3, 5) if self.gated else (2, 3)
+        routed = self.intermediate_size * self.experts_per_token
+        width = routed + self.shared_size if self.experts else self.intermediate_size
+        scores = 4 * self.experts  # in fp32
+        shared = hidden_size * self.shared_gate
+        biases = max(self.experts_per_token, 1) * self._biases(self.intermediate_size, hidden_size)
+        return Moved(
+            forward * width + scores + 3 * shared, backward * width + scores + 5 * shared + biases, forward * routed
+        )
+
     def _of_size(self, count: int, size: int, hidden_size: int) -> tuple[Gemm, Gemm]:
         return Gemm(count, hidden_size, size * (2 if self.gated else 1)), Gemm(count, size, hidden_size)
 
@@ -384,16 +423,73 @@ class Block:
         expert = self.mlp.expert(hidden_size)
         return met - self.mlp.experts_per_token * expert, self.mlp.experts * expert
 
-    def saved(self, hidden_size: int, recompute: str) -> int:
-        """Returns the bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`."""
+    def saved(self, hidden_size: int, recompute: str, *, fp8: bool = False) -> int:
+        """Returns the bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`.
+
+        Args:
+            hidden_size: features of a hidden state.
+            recompute: what backward computes again.
+            fp8: True if products save their inputs in one byte an element, as Transformer Engine's do. An attention's
+                output is then saved twice, for itself and for the product behind it.
+        """
         check_recompute(recompute)
         if recompute == FULL:
             return BF16 * hidden_size
+        if recompute == OPS:
+            return BF16 * self._saved_by_ops(hidden_size)
+        if fp8:
+            return self.saved(hidden_size, recompute) - self._narrower(hidden_size, recompute)
         selective = recompute == SELECTIVE
         # A norm saves its input. Its output is saved as the input of the product behind it.
         norms = len(self.parts) * ((1 if selective else 2) + self.post_norms) * hidden_size
         mixer = self.mixer.saved(selective=selective) if self.mixer else 0
         return BF16 * norms + mixer + (self.mlp.saved(hidden_size, selective=selective) if self.mlp else 0)
+
+    def moved(self, hidden_size: int) -> Moved:
+        """Returns the features that norms, residual sums and the parts' own operations read and write."""
+        parts = [part.moved(hidden_size) for part in self.parts]
+        norms = len(self.parts) * hidden_size
+        twice = norms * (2 if self.post_norms else 1)
+        return Moved(
+            2 * twice + 3 * norms + sum(part.forward for part in parts),
+            3 * twice + 3 * norms + sum(part.backward for part in parts),
+            2 * norms + sum(part.again for part in parts),
+        )
+
+    def repeated(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """Returns the products that "ops" computes again: every second one, as `ModelSpec.activation_bytes` says.
+
+        Raises:
+            ArgumentError: a block that is not attention, without latents, and a gated dense MLP.
+        """
+        mixer, mlp = self.mixer, self.mlp
+        if not isinstance(mixer, AttentionMixer) or mixer.kv_rank or mlp is None or mlp.experts or not mlp.gated:
+            allowed = "another word for blocks that are not attention without latents and a gated dense MLP"
+            raise ArgumentError("recompute", OPS, allowed)
+        query, *_, output = mixer.gemms(hidden_size)
+        keys = mixer.kv_heads * mixer.head_dim
+        return Gemm(1, query.in_features, keys), output, Gemm(1, hidden_size, mlp.intermediate_size)
+
+    def _saved_by_ops(self, hidden_size: int) -> int:
+        """Returns the features of the input and of the products that are not `repeated`: q, v, gate and down."""
+        self.repeated(hidden_size)
+        assert isinstance(self.mixer, AttentionMixer)
+        assert self.mlp is not None
+        values = self.mixer.kv_heads * self.mixer.value_head_dim
+        return 2 * hidden_size + self.mixer.heads * self.mixer.head_dim + values + self.mlp.intermediate_size
+
+    def _narrower(self, hidden_size: int, recompute: str) -> int:
+        """Returns the bytes by which inputs of products in FP8 are smaller than in bf16."""
+        is_kept = recompute != SELECTIVE
+        found = hidden_size * len(self.parts) * is_kept
+        if isinstance(self.mixer, AttentionMixer):
+            found -= self.mixer.heads * self.mixer.value_head_dim
+        if self.mlp is not None and self.mlp.experts:
+            found += self.mlp.experts_per_token * (hidden_size + self.mlp.intermediate_size * is_kept)
+            found += self.mlp.shared_size
+        elif self.mlp is not None:
+            found += self.mlp.intermediate_size
+        return found
 
 
 def _check_divides(argument: str, divisor: int, name: str, number: int) -> None:

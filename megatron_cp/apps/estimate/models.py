@@ -195,6 +195,9 @@ class ModelSpec:
             mixture of experts   e (h + 3 i) + 3 s, gated; e (h + 2 i) + 2 s otherwise; and a score of 4 bytes an expert
             output head          2 h, and a probability of 4 bytes a word
 
+        With "ops" (torchtitan's selective checkpoints: attention's output and every second product's are saved)
+        a dense block saves 2 h + q + v + i.
+
         Residual sums, rotary embeddings and dropout of probability 0 save nothing. A mixture is that of Megatron, which
         scales an expert's activation and not its output.
 
@@ -202,7 +205,8 @@ class ModelSpec:
             recompute: "none"; "selective" recomputes in backward what costs no product, as Megatron does with
                 `--recompute-granularity selective --recompute-modules core_attn layernorm moe_act gdn_norm_out`:
                 outputs of norms before projections (h each), activations of routed experts (e i), gated norms of gdn
-                and kda (o); "full" recomputes all of a block but its input: h a block.
+                and kda (o); "full" recomputes all of a block but its input: h a block;
+                "ops" recomputes keys, output projection and up projection, and all that is no product.
             output_head: True counts the final norm and the loss over the vocabulary.
 
         Raises:

@@ -6,7 +6,6 @@ and sums of gradients, gathers of weights and the optimizer come on top. `docs/p
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import warnings
 from collections import Counter
@@ -34,13 +33,16 @@ from megatron_cp.layout import Layout
 from megatron_cp.plan import DEFAULT, KINDS, SCHEMES, Plan, Transport
 from megatron_cp.planner import Machine, Slot, Topology, buffer_bytes, peak_bytes, priced, stage_shapes, timelines
 
-_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
-_LOGITS = 6  # bytes of a word's logit and gradient while the loss is computed, beside the probability that is saved
+_PARAMETER, _OPTIMIZER = 2, 12  # bytes: bf16, fp32 weights and two moments of Adam
+_GRADIENT = {"fp32": 4, "bf16": 2}  # bytes of a sum; Adam reads fp32, so sums in bf16 are copied for it
+# Bytes of a word's logit while the loss is computed, beside the probability that is saved: Megatron's forward keeps the
+# logit in bf16 and makes the probability in place, its backward the gradient; PyTorch's holds another one in fp32.
+_LOGITS = {"zero3": 6}
+_LOSS = 18, 14  # bytes of a word's logit that the loss reads and writes: to fp32, largest, exponential; gradient, bf16
 RUNTIME_BYTES = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
 # Bytes of a parameter that the optimizer reads and writes: the gradient's norm and scale 4 + 8; Adam reads gradient,
 # weight and two moments in fp32, and writes the latter three and the weight in bf16: 16 + 14.
 _OPTIMIZER_TRAFFIC = 42
-_ACCUMULATED = 4  # bytes of a parameter that a microbatch adds to the sums of gradients: as many read as written
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,18 @@ class StepPrice:
         found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
         found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
         found += [f"--tensor-model-parallel-size {job.tp} --sequence-parallel"] * (job.tp > 1)
+        found += ["--tp-comm-overlap"] * (job.tp > 1 and job.tp_overlap)
         found += [f"--pipeline-model-parallel-size {job.pp}"] * (job.pp > 1)
         found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
         found += [f"--expert-model-parallel-size {job.ep}"] * (job.ep > 1)
-        found += ["--fp8-format hybrid"] * (job.precision == "fp8")
+        found += ["--fp8-format hybrid --fp8-recipe tensorwise"] * (job.precision == "fp8")
+        found += ["--fp8-param-gather"] * (job.precision == "fp8" and job.sharding == "zero1")
+        found += ["--grad-reduce-in-bf16"] * (job.gradients == "bf16")
         found += [_SHARDING_FLAGS[job.sharding]] if job.sharding in _SHARDING_FLAGS else []
         if job.recompute == FULL:
-            found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+            how = f"block --recompute-num-layers {job.recompute_layers}"
+            how = how if job.recompute_layers else "uniform --recompute-num-layers 1"
+            found.append(f"--recompute-granularity full --recompute-method {how}")
         elif job.recompute == SELECTIVE:
             found.append(f"--recompute-granularity selective --recompute-modules {' '.join(self.modules)}")
         return " ".join(found)
@@ -267,16 +274,20 @@ def step_parts(
         tokens: tokens of a microbatch on a rank.
         job, on: the job and the machine.
     """
-    one: dict[tuple[Block, int], Seconds] = {}
-    for block, mixer in zip(model.blocks, mixers, strict=True):
-        if (block, id(mixer)) not in one:
-            one[block, id(mixer)] = layer_seconds(block, mixer, model.hidden_size, tokens, job, on)
-    layers = [one[block, id(mixer)] for block, mixer in zip(model.blocks, mixers, strict=True)]
+    one: dict[tuple[Block, int, str], Seconds] = {}
+    layers = []
+    for number, (block, mixer) in enumerate(zip(model.blocks, mixers, strict=True)):
+        own = job.of_layer(number % (len(model.blocks) // (job.pp * job.interleave)))
+        key = block, id(mixer), own.recompute
+        if key not in one:
+            one[key] = layer_seconds(block, mixer, model.hidden_size, tokens, own, on)
+        layers.append(one[key])
     chunks = [np.sum(layers[lo:hi], axis=0) for lo, hi in _chunks(model, job)]
     chunks[-1] = chunks[-1] + _head_seconds(model, tokens, job, on)
     if job.sharding != "zero3":
         for number, (lo, hi) in enumerate(_chunks(model, job)):
-            chunks[number][1, AT["others"]] += sum(_on_rank(model, job, lo, hi)) * _ACCUMULATED / on.hardware.copy
+            added = sum(_on_rank(model, job, lo, hi)) * _GRADIENT[job.gradients]  # as many bytes read as written
+            chunks[number][1, AT["others"]] += added / on.hardware.copy
     seconds = np.stack([chunk.sum(axis=1) for chunk in chunks], axis=1)
     across = job.pp > 1 and job.stage_ranks >= on.ranks_per_host
     nbytes, link = BF16 * model.hidden_size * tokens / job.tp, on.between if across else on.within
@@ -300,8 +311,8 @@ def _head_seconds(model: ModelSpec, tokens: int, job: Job, on: Machine) -> Secon
     """Returns `[2, parts]` the seconds of the final norm, the output head in bf16, and the loss."""
     found, head = np.zeros((2, len(LAYER_PARTS))), Gemm(1, model.hidden_size, model.vocab_size)
     found[:, AT["products"]] = product_seconds(head, model.hidden_size, tokens, replace(job, precision="bf16"), on)
-    written = model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False)
-    found[:, AT["others"]] = np.array([1.0, 2.0]) * written * tokens / job.tp / on.hardware.copy
+    moved = BF16 * model.hidden_size * np.array([2.0, 3.0]) + model.vocab_size * np.array(_LOSS)
+    found[:, AT["others"]] = moved * tokens / job.tp / (2 * on.hardware.copy)
     if job.tp > 1:  # the embedding's sum, and the gather before the head
         found[:, AT["tensor"]] = 2 * ring_seconds(BF16 * model.hidden_size * tokens, job.tp, 1, on)
     return found
@@ -325,7 +336,7 @@ def _stage_parameters(model: ModelSpec, job: Job, stage: int) -> tuple[float, fl
 def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> tuple[float, float]:
     """Returns the seconds of gathers and sums that nothing overlaps, and of the optimizer, on the slowest rank.
 
-    Gradients are summed in fp32 behind the backward of the last microbatch, and weights gathered in bf16 behind the
+    Gradients are summed behind the backward of the last microbatch, and weights gathered in bf16 behind the
     first forward; with sharded weights both in every microbatch, and weights once more in backward. The last layer's
     share has nothing left to hide behind.
 
@@ -340,7 +351,9 @@ def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> 
         for count, (ranks, apart) in zip(_stage_parameters(model, job, stage), groups, strict=True):
             if not count:
                 continue
-            sums += ring_seconds(count * _GRADIENT, ranks, apart, on) * (2 if job.sharding == "none" else 1)
+            sums += ring_seconds(count * _GRADIENT[job.gradients], ranks, apart, on) * (
+                2 if job.sharding == "none" else 1
+            )
             gather += ring_seconds(count * _PARAMETER, ranks, apart, on) if job.sharding != "none" else 0.0
             held += count / (ranks if job.sharding != "none" else 1)
         part = 1 / max(len(model.blocks) // job.pp, 1)
@@ -368,32 +381,44 @@ def _memory(
     for stage in range(job.pp):
         saved = 0.0
         ranges = _chunks(model, job)[stage :: job.pp]
-        blocks = list(itertools.chain.from_iterable(model.blocks[lo:hi] for lo, hi in ranges))
-        for block, count in Counter(blocks).items():
-            saved += count * tokens * block.saved(model.hidden_size, job.recompute)
-        saved += (max(kept, default=0) if job.recompute == FULL else operation * len(blocks)) if kept else 0.0
+        blocks = Counter(
+            (block, job.of_layer(place).recompute)
+            for lo, hi in ranges
+            for place, block in enumerate(model.blocks[lo:hi])
+        )
+        fp8 = job.precision == "fp8" and job.sharding != "zero3"
+        for (block, recompute), count in blocks.items():
+            saved += count * tokens * block.saved(model.hidden_size, recompute, fp8=fp8)
+        whole = sum(count for (_, recompute), count in blocks.items() if recompute != FULL)
+        saved += operation * whole if whole else max(kept, default=0)
         saved *= held[stage] / job.interleave
         saved += tokens * model.recomputed_bytes(job.recompute)
         most = float(worst)
         if stage == job.pp - 1:
             saved += tokens * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
-            most = max(most, tokens * model.vocab_size * _LOGITS)
+            most = max(most, tokens * model.vocab_size * _LOGITS.get(job.sharding, 2))
         found.append(StepMemory(*_state_bytes(model, job, stage), saved + most, float(buffers)))
     return max(found, key=lambda memory: memory.total)
 
 
 def _state_bytes(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
-    """Returns the bytes of weights, and of gradients and optimizer, of a rank of a stage."""
+    """Returns the bytes of weights, and of gradients and optimizer, of a rank of a stage.
+
+    With zero3 the weights of the optimizer are the only ones that stay. A block and the one that is gathered ahead are
+    whole in bf16, a block's gradients too, and the tables of words from the first forward to the last backward.
+    """
     parameters = states = 0.0
+    each, full = _GRADIENT[job.gradients], job.sharding == "zero3"
+    held = _OPTIMIZER + (4 if each < 4 and not full else 0)
     groups = (job.cp * job.replicas, job.stage_ranks // job.ep)
     for count, ranks in zip(_stage_parameters(model, job, stage), groups, strict=True):
-        over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[job.sharding]
-        parameters += _PARAMETER * count / over[0]
-        states += _GRADIENT * count / over[1] + _OPTIMIZER * count / over[2]
-    if job.sharding == "zero3" and job.gpus > 1:  # one block's weights and gradients are whole while it is computed
+        parameters += _PARAMETER * count * (not full)
+        states += each * count / (ranks if full else 1) + held * count / (1 if job.sharding == "none" else ranks)
+    if full:
         largest = max(dense / job.tp + routed / job.ep for dense, routed in model.block_parameters)
-        parameters, states = parameters + largest * _PARAMETER, states + largest * _GRADIENT
-    return parameters * (2 if job.precision == "fp8" and job.sharding != "zero3" else 1), states
+        tables = model.vocab_size * model.hidden_size / job.tp * (1 if model.tied_embeddings else 2)
+        parameters, states = (2 * largest + tables) * _PARAMETER, states + largest * each
+    return parameters * (2 if job.precision == "fp8" and job.sharding == "none" else 1), states
 
 
 def least_bytes(model: ModelSpec, job: Job) -> float:

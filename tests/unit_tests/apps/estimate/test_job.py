@@ -42,6 +42,18 @@ def test_tensor_parallelism_divides_work_and_memory_and_takes_transfers():
     assert one.parts["tensor"] == 0
 
 
+def test_transfers_that_overlap_with_products_leave_a_piece():
+    slow = dataclasses.replace(H100, hardware=dataclasses.replace(H100.hardware, matrix=H100.hardware.matrix / 10))
+    for on, is_exact in ((slow, True), (H100, False)):
+        plain, hidden = step(on=on, tp=4), step(on=on, tp=4, tp_overlap=True)
+        ends = 4 / (32 * 4 * 2 + 4) * plain.parts["tensor"]  # of the embedding and the head, beside no product
+        piece, left = (plain.parts["tensor"] - ends) / 4, hidden.parts["tensor"] - ends
+        assert left == pytest.approx(piece) if is_exact else piece < left < 2 * piece  # some products are shorter
+    assert hidden.parts["products"] == plain.parts["products"]
+    assert "--tp-comm-overlap" in hidden.flags
+    assert "--tp-comm-overlap" not in plain.flags
+
+
 def test_pipelines_wait_and_hold_microbatches():
     flat, deep = step(replicas=4, microbatches=8), step(pp=4, microbatches=8)
     assert flat.parts["pipeline"] == 0
@@ -67,7 +79,10 @@ def test_fp8_makes_products_faster_and_adds_casts():
     wide, narrow = step(precision="bf16"), step(precision="fp8")
     assert 0.4 < narrow.parts["products"] / wide.parts["products"] < 0.9
     assert narrow.parts["others"] > wide.parts["others"]
-    assert "--fp8-format hybrid" in narrow.flags
+    assert "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" in narrow.flags
+    # Weights in FP8, along rows and along columns, take as many bytes as in bf16; inputs of products half.
+    assert narrow.memory.parameters == wide.memory.parameters
+    assert narrow.memory.activations < wide.memory.activations
 
 
 def test_microbatches_repeat_all_but_the_optimizer():
@@ -95,6 +110,12 @@ def test_microbatches_repeat_all_but_the_optimizer():
         ("ep", NEXT, {"ep": 8, "replicas": 4}),
         ("sharding", LLAMA, {"sharding": "zero3", "pp": 2}),
         ("precision", LLAMA, {"precision": "fp4"}),
+        ("gradients", LLAMA, {"gradients": "fp8"}),
+        ("tp_overlap", LLAMA, {"tp": 2, "tp_overlap": 1}),
+        ("recompute_layers", LLAMA, {"recompute_layers": 2}),
+        ("recompute_layers", LLAMA, {"recompute": "full", "recompute_layers": -1}),
+        ("recompute", LLAMA, {"recompute": "ops"}),
+        ("recompute", NEXT, {"recompute": "ops", "sharding": "zero3"}),
         ("microbatches", LLAMA, {"microbatches": 0}),
     ],
 )
