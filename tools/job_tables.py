@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.apps.estimate.job import Job
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block
+from megatron_cp.apps.estimate.mixers import AttentionMixer
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.step import StepPrice, predict_step

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_cp.apps.estimate.model_layers import FULL, MLP, NONE, OPS, AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.model_layers import FULL, MLP, NONE, OPS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.planner import Machine, Topology
@@ -74,6 +75,11 @@ class Job:
         """Returns the job for the layer at that place of its chunk, which may not be computed again."""
         return replace(self, recompute=NONE) if 0 < self.recompute_layers <= place else self
 
+    def layer_ranges(self, layers: int) -> list[tuple[int, int]]:
+        """Returns the range of layers of each chunk, in the model's order; the last has fewer if they do not divide."""
+        each = -(-layers // (self.pp * self.interleave))
+        return [(each * number, min(each * (number + 1), layers)) for number in range(self.pp * self.interleave)]
+
     @property
     def gpus(self) -> int:
         """The number of ranks of the job."""
@@ -119,10 +125,9 @@ class Job:
             if count % self.tp:
                 raise ArgumentError("tp", self.tp, f"a divisor of {count}, the {name} of {mixer}")
         chunks, layers = self.pp * self.interleave, len(model.blocks)
-        if layers % chunks:
-            raise ArgumentError(
-                "pp", self.pp, f"stages that, times interleave {self.interleave}, divide {layers} layers"
-            )
+        if layers % chunks and (self.interleave > 1 or self.layer_ranges(layers)[-1][0] >= layers):
+            wanted = f"stages that, times interleave {self.interleave}, divide {layers} layers"
+            raise ArgumentError("pp", self.pp, f"{wanted}, or leave some for the last without interleave")
         if self.interleave > 1 and (self.pp == 1 or self.microbatches % self.pp):
             wanted = f"1, or pp above 1 that divides the {self.microbatches} microbatches"
             raise ArgumentError("interleave", self.interleave, wanted)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from megatron_cp.apps.estimate.megatron_flags import read_flags
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block, LinearMixer
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.step import StepPrice
 from megatron_cp.errors import ArgumentError

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.apps.estimate.job import Job
-from megatron_cp.apps.estimate.model_layers import BF16, FULL, OPS, SELECTIVE, Block, Gemm
+from megatron_cp.apps.estimate.mixers import BF16, Gemm
+from megatron_cp.apps.estimate.model_layers import FULL, OPS, SELECTIVE, Block
 from megatron_cp.planner import Machine
 
 Seconds = NDArray[np.float64]

@@ -65,6 +65,20 @@ def test_pipelines_wait_and_hold_microbatches():
     assert "--num-virtual-stages-per-pipeline-rank 4" in spread.flags
 
 
+def test_a_last_stage_may_have_fewer_layers():
+    model = dataclasses.replace(LLAMA, blocks=LLAMA.blocks[:31])
+    assert Job(1, "contiguous", pp=4).layer_ranges(31) == [(0, 8), (8, 16), (16, 24), (24, 31)]
+    even, uneven = step(pp=4, microbatches=8), step(model, pp=4, microbatches=8)
+    assert "--decoder-last-pipeline-num-layers 7" in uneven.flags
+    assert "--decoder-last" not in even.flags
+    # The last stage has the head too: a layer less makes it, and so the step, shorter.
+    assert uneven.step < even.step
+    parts = step(model, microbatches=8, replicas=4).parts
+    assert parts["attention"] / 31 * 8 == pytest.approx(even.parts["attention"])
+    for how in ("none", "selective", "full"):
+        assert step(model, pp=4, recompute=how).memory.total <= step(pp=4, recompute=how).memory.total
+
+
 def test_expert_parallelism_fills_products_of_experts_and_takes_an_exchange():
     alone, over = step(NEXT, replicas=8), step(NEXT, replicas=8, ep=8)
     assert over.parts["experts"] < 0.7 * alone.parts["experts"]
@@ -101,7 +115,8 @@ def test_microbatches_repeat_all_but_the_optimizer():
         ("tp", LLAMA, {"tp": 3}),
         ("tp", LLAMA, {"tp": 16}),
         ("tp", NEXT, {"tp": 4}),  # two key/value heads
-        ("pp", LLAMA, {"pp": 3}),
+        ("pp", LLAMA, {"pp": 24}),  # two layers each leave none for the last ones
+        ("pp", LLAMA, {"pp": 3, "interleave": 2, "microbatches": 3}),
         ("pp", LLAMA, {"pp": 8, "interleave": 8, "microbatches": 8}),
         ("interleave", LLAMA, {"interleave": 2}),
         ("interleave", LLAMA, {"pp": 4, "interleave": 2, "microbatches": 6}),

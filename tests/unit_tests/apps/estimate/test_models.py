@@ -9,16 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.apps.estimate import MODELS
-from megatron_cp.apps.estimate.model_layers import (
-    MLP,
-    RECOMPUTATION,
-    AttentionMixer,
-    Block,
-    LinearMixer,
-    gated_delta_net,
-    kimi_delta_attention,
-    mamba2,
-)
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_delta_net, kimi_delta_attention, mamba2
+from megatron_cp.apps.estimate.model_layers import MLP, RECOMPUTATION, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli.options import LayerShape

@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from megatron_cp.apps.estimate.job import SHARDINGS, Job
+from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_files import read_model
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.step import predict_step, scheme_of
 from megatron_cp.layout import Layout, Packing
