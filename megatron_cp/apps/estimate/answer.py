@@ -100,12 +100,17 @@ def _beside(rows: list[StepPrice], best: StepPrice, limit: float) -> str:
     others = [row for row in rows if row is not best and row.memory.total <= limit]
     if not others:
         return ", the only one"
-    other = max(others, key=lambda row: row.tokens_per_second_per_gpu)
-    scale = other.job.gpus * best.tokens / (other.tokens * best.job.gpus)  # of the same tokens and GPUs
-    more = sorted(((other.parts[name] * scale - value, name) for name, value in best.parts.items()), reverse=True)
-    gain = best.tokens_per_second_per_gpu / other.tokens_per_second_per_gpu - 1
+    rate = best.tokens_per_second_per_gpu
+    ties = tied({str(number): row.tokens_per_second_per_gpu for number, row in enumerate(others)}, rate)
+    apart = [row for number, row in enumerate(others) if str(number) not in ties]
+    if not apart:
+        return ""
+    other = max(apart, key=lambda row: row.tokens_per_second_per_gpu)
+    gain = rate / other.tokens_per_second_per_gpu - 1
     if gain < 0:
         return f"; {named(other)} is {-gain:.1%} faster a GPU"
+    scale = other.job.gpus * best.tokens / (other.tokens * best.job.gpus)  # of the same tokens and GPUs
+    more = sorted(((other.parts[name] * scale - value, name) for name, value in best.parts.items()), reverse=True)
     slower = [f"{time:,.1f} ms more {_WORDS.get(name, name)}" for time, name in more[:2] if time > 0.05]
     return f"; next is {named(other)}, {gain:.1%} slower" + f": {' and '.join(slower)}" * bool(slower)
 
