@@ -135,7 +135,8 @@ class Job:
             raise ArgumentError(
                 "sharding", "zero3", "zero1 with pp above 1", "Every microbatch would gather all again."
             )
-        experts = [block.mlp.experts for block in model.blocks if block.mlp is not None and block.mlp.experts]
+        mlps = [model.blocks[kind].mlp for kind in dict.fromkeys(model.kinds)]
+        experts = [mlp.experts for mlp in mlps if mlp is not None and mlp.experts]
         if self.ep > 1 and (not experts or self.stage_ranks % self.ep or any(count % self.ep for count in experts)):
             wanted = f"a divisor of {self.stage_ranks} ranks of a stage and of {max(experts, default=0)} experts"
             raise ArgumentError("ep", self.ep, wanted if experts else "1 without experts")
@@ -147,7 +148,7 @@ class Job:
 def _counts(model: ModelSpec) -> list[tuple[str, str, int]]:
     """Returns the numbers that tensor parallelism divides: what has them, their name, and the number."""
     found: dict[tuple[str, str, int], None] = {}
-    for part in dict.fromkeys(part for block in model.blocks for part in block.parts):
+    for part in (part for kind in dict.fromkeys(model.kinds) for part in model.blocks[kind].parts):
         if isinstance(part, AttentionMixer):
             found["attention", "key/value heads", part.kv_heads] = None
         elif isinstance(part, LinearMixer):

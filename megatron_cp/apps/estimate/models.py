@@ -157,6 +157,12 @@ class ModelSpec:
         return self.active_parameters + resting + embedding
 
     @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For each block, the number of the first one that equals it: cheaper to compare than blocks are."""
+        first = dict(zip(reversed(self.blocks), reversed(range(len(self.blocks))), strict=True))
+        return tuple(first[block] for block in self.blocks)
+
+    @cached_property
     def block_parameters(self) -> tuple[tuple[int, int], ...]:
         """The number of parameters of each block: outside of routed experts, and of all its experts."""
         known = {block: block.parameters(self.hidden_size) for block in dict.fromkeys(self.blocks)}

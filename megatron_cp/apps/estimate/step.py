@@ -25,7 +25,7 @@ from megatron_cp.apps.estimate.layer_price import (
     ring_seconds,
 )
 from megatron_cp.apps.estimate.mixers import BF16, AttentionMixer, Gemm, LinearMixer
-from megatron_cp.apps.estimate.model_layers import FULL, SELECTIVE, Block
+from megatron_cp.apps.estimate.model_layers import FULL, SELECTIVE
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.pipeline import walk_pipeline
 from megatron_cp.apps.estimate.step_memory import GRADIENT, PARAMETER, StepMemory, memory_of, on_rank, stage_parameters
@@ -250,12 +250,12 @@ def step_parts(
         tokens: tokens of a microbatch on a rank.
         job, on: the job and the machine.
     """
-    one: dict[tuple[Block, int, str], Seconds] = {}
+    one: dict[tuple[int, int, str], Seconds] = {}
     layers = []
     ranges = job.layer_ranges(len(model.blocks))
     for number, (block, mixer) in enumerate(zip(model.blocks, mixers, strict=True)):
         own = job.of_layer(number % (ranges[0][1] - ranges[0][0]))
-        key = block, id(mixer), own.recompute
+        key = model.kinds[number], id(mixer), own.recompute
         if key not in one:
             one[key] = layer_seconds(block, mixer, model.hidden_size, tokens, own, on)
         layers.append(one[key])

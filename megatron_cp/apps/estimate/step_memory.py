@@ -76,13 +76,11 @@ def memory_of(
         saved = 0.0
         ranges = job.layer_ranges(len(model.blocks))[stage :: job.pp]
         blocks = Counter(
-            (block, job.of_layer(place).recompute)
-            for lo, hi in ranges
-            for place, block in enumerate(model.blocks[lo:hi])
+            (kind, job.of_layer(place).recompute) for lo, hi in ranges for place, kind in enumerate(model.kinds[lo:hi])
         )
         fp8 = job.precision == "fp8" and job.sharding != "zero3"
-        for (block, recompute), count in blocks.items():
-            saved += count * tokens * block.saved(model.hidden_size, recompute, fp8=fp8)
+        for (kind, recompute), count in blocks.items():
+            saved += count * tokens * model.blocks[kind].saved(model.hidden_size, recompute, fp8=fp8)
         whole = sum(count for (_, recompute), count in blocks.items() if recompute != FULL)
         saved += operation * whole if whole else max(kept, default=0)
         saved *= held[stage] / job.interleave
