@@ -41,8 +41,8 @@ _PRELOADED = {
 }  # fmt: skip
 
 
-def start_server(kind: str) -> dict[str, Any]:
-    """Starts a server of forks, which lives as long as this process, and returns how others reach it.
+def start_server(kind: str, folder: Path) -> dict[str, Any]:
+    """Starts a server of forks, which lives as long as a process that holds its pipe, and returns how others reach it.
 
     A fork has the environment of when its server was started.
     """
@@ -50,9 +50,12 @@ def start_server(kind: str) -> dict[str, Any]:
     server.set_forkserver_preload([*_PRELOADED[kind], "tests.frozen"])
     with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
         patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
+        # The socket is not in a folder that goes when this process ends.
+        patch.setitem(multiprocessing.process.current_process()._config, "tempdir", str(folder))
         server.ensure_running()
     named = ("_forkserver_address", "_forkserver_authkey")
-    return {name: value for name, value in vars(server).items() if name in named}
+    found = {name: value for name, value in vars(server).items() if name in named}
+    return found | {"pipe": f"/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}"}
 
 
 def forking_context() -> Any:
@@ -60,9 +63,8 @@ def forking_context() -> Any:
     if torch.cuda.is_available() and "NULLGPU" not in os.environ:
         return multiprocessing.get_context("spawn")
     used = forkserver._forkserver  # the contexts' own, which would start another server
+    used.ensure_running = lambda: None
     vars(used).update(_reach())
-    if used._forkserver_alive_fd is None:
-        used._forkserver_alive_fd, used.ensure_running = os.open(os.devnull, os.O_RDONLY), lambda: None
     return multiprocessing.get_context("forkserver")
 
 
@@ -71,9 +73,24 @@ def use_server(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Iterator[
     """Lets `forking_context` fork from a kind of server, started when first needed, one for all workers of a run."""
     kind = "emulated device" if "NULLGPU" in os.environ else kind
     with pytest.MonkeyPatch.context() as patch:
-        reach = functools.partial(once, tmp_path_factory, f"server of forks, {kind}", lambda: start_server(kind))
-        patch.setattr("tests.forked_ranks._reach", reach)
+        patch.setattr("tests.forked_ranks._reach", functools.partial(_reach_kind, tmp_path_factory, kind))
         yield
+
+
+def _reach_kind(tmp_path_factory: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
+    if kind in _reached:
+        return _reached[kind]
+    start = functools.partial(start_server, kind, tmp_path_factory.getbasetemp())
+    found = once(tmp_path_factory, f"server of forks, {kind}", start)
+    try:
+        pipe = os.open(found["pipe"], os.O_WRONLY)
+    except FileNotFoundError:  # the worker that started it has ended, as they do when no more files are left
+        found = start()
+        pipe = os.open(found["pipe"], os.O_WRONLY)
+    return _reached.setdefault(kind, found | {"_forkserver_alive_fd": pipe})
+
+
+_reached: dict[str, dict[str, Any]] = {}  # by this process
 
 
 def _reach() -> dict[str, Any]:

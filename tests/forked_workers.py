@@ -67,6 +67,7 @@ class _Fork(Popen2IO):
                 os.dup2(end, descriptor)
             for end in (stdin, to_stdin, from_stdout, stdout):
                 os.close(end)
+            torch.set_num_threads(1)  # makes torch's pool anew, in which threads of a test would be in each other's way
             sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
             try:
                 exec(eval(sys.stdin.readline()))
