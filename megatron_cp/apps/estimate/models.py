@@ -158,7 +158,7 @@ class ModelSpec:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """For each block, the number of the first one that equals it: cheaper to compare than blocks are."""
+        """The number of the first block that equals each block, which is cheaper to compare than blocks are."""
         first = dict(zip(reversed(self.blocks), reversed(range(len(self.blocks))), strict=True))
         return tuple(first[block] for block in self.blocks)
 
