@@ -215,6 +215,16 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
             "--gpus: got 7; allowed: a number",
         ),
         (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
+        (
+            ["--whole", "--gpus", "8", "--recompute", "ops"],
+            "--recompute: got 'ops'; allowed: none or selective or full",
+        ),
+        (
+            ["--whole", "--gpus", "8", "--recompute", "ops", "--sharding", "zero3"],
+            "with these layers. ops is known for",
+        ),
+        (["--whole", "--gpus", "8", "--precision", "fp8", "--gpu", "a100"], "--precision: got 'fp8'; allowed: bf16"),
+        (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),

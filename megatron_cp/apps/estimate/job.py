@@ -118,7 +118,8 @@ class Job:
         if self.recompute_layers and self.recompute != FULL:
             raise ArgumentError("recompute_layers", self.recompute_layers, "0 without full recomputation")
         if self.recompute == OPS and self.sharding != "zero3":
-            raise ArgumentError("recompute", OPS, "sharding zero3 with ops, which PyTorch's checkpoints have")
+            remedy = "ops are PyTorch's checkpoints, beside its sharding."
+            raise ArgumentError("recompute", OPS, "none or selective or full without sharding zero3", remedy)
         if self.tp > 1 and on.ranks_per_host % self.tp:
             raise ArgumentError("tp", self.tp, f"a divisor of the {on.ranks_per_host} ranks of a host")
         for mixer, name, count in _counts(model):

@@ -196,8 +196,8 @@ class Block:
         """
         mixer, mlp = self.mixer, self.mlp
         if not isinstance(mixer, AttentionMixer) or mixer.kv_rank or mlp is None or mlp.experts or not mlp.gated:
-            allowed = "another word for blocks that are not attention without latents and a gated dense MLP"
-            raise ArgumentError("recompute", OPS, allowed)
+            remedy = "ops is known for attention without latents and a gated dense MLP."
+            raise ArgumentError("recompute", OPS, "none or selective or full with these layers", remedy)
         query, *_, output = mixer.gemms(hidden_size)
         keys = mixer.kv_heads * mixer.head_dim
         return Gemm(1, query.in_features, keys), output, Gemm(1, hidden_size, mlp.intermediate_size)

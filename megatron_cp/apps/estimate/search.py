@@ -154,7 +154,9 @@ def _jobs(
             )  # fmt: skip
             try:
                 job.check(model, on)
-            except ArgumentError:
+            except ArgumentError as error:
+                if error.argument in ("recompute", "precision"):  # which no degree changes
+                    raise
                 continue
             yield from (replace(job, recompute=kind) for kind in kinds)
 
