@@ -233,3 +233,11 @@ def test_a_launch_names_ranks_model_and_job():
     ):  # fmt: skip
         assert words[words.index(flag) + 1] == value
     assert launch_of(step(cp=2, sharding="zero3"), LLAMA, H100).startswith("--context-parallel-size 2")
+    assert "--no-rope-fusion" not in words
+
+
+def test_a_launch_of_latent_attention_has_positions_of_its_own(tmp_path):
+    """`doctor --megatron` refuses fused ones over several ranks."""
+    model = deepseek(tmp_path)
+    assert "--no-rope-fusion" in launch_of(step(model, cp=2), model, H100).split()
+    assert "--no-rope-fusion" not in launch_of(step(model), model, H100).split()
