@@ -41,7 +41,7 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         f"{batch} --max-position-embeddings {tokens}", row.flags,
     ]  # fmt: skip
     if job.cp > 1:
-        words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # its positions are fused for one rank
+        words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
         words.append(_SPEC.format("hybrid_stack" if is_hybrid else "gpt_layer"))
     return " ".join(words)
 
