@@ -187,12 +187,15 @@ class Found:
     complaints: tuple[str, ...]
 
 
-def compile_and_compare(group, operation, mode, backend, packs=PACKS[:1]):
-    """Runs an operation forward and backward over some packs on one rank, compiled and not, and compares."""
+def compile_and_compare(group, operation, mode, backend, packs=PACKS[:1], compiles=True):
+    """Runs an operation forward and backward over some packs on one rank, compiled and not, and compares.
+
+    A rank that does not compile runs it as it is both times.
+    """
     torch._dynamo.reset()
     counters.clear()
     function, layer = FUNCTIONS[operation], Layer(operation)
-    compiled = torch.compile(function, backend=backend)
+    compiled = torch.compile(function, backend=backend) if compiles else function
     breaks, graphs, differences = 0, [], []
     with complaints() as found:
         for number, lengths in enumerate(packs):

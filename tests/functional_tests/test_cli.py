@@ -1,11 +1,13 @@
 """The command line: reports, JSON keys, exit codes, torchrun."""
 
+import contextlib
 import itertools
 import json
 import re
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from megatron_cp.cli.main import main
 from megatron_cp.extras import install
@@ -14,7 +16,9 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
-from tests.commands import command, only_json, reported
+from tests.commands import ROOT, command, only_json, reported
+from tests.forked_commands import forked
+from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -140,7 +144,7 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes():
 
 
 def test_plan_names_a_layout_that_is_much_faster():
-    arguments = ["plan", "--documents", "1000", "--cp", "64", "--hosts", "8", "--tokens-per-rank", "8192", "--json"]
+    arguments = ["plan", "--documents", "400", "--cp", "32", "--hosts", "4", "--tokens-per-rank", "8192", "--json"]
     found = {}
     for layout in ("zigzag", "contiguous"):
         out, report = reported([*arguments, "--layout", layout])
@@ -417,11 +421,37 @@ def test_the_package_runs_as_a_module():
         assert (run.stdout + run.stderr).startswith(said)
 
 
-@pytest.mark.parametrize("layer", ["attention", pytest.param("gdn", marks=pytest.mark.thorough)])
-def test_check_runs_under_torchrun(layer):
+def under_torchrun(arguments, ranks, folder):
+    return command(*arguments, ranks=ranks).stdout
+
+
+def under_its_variables(arguments, ranks, folder):
+    """Runs a command in a fork for each rank, with what torchrun says to it; returns what all ranks print."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "CUDA_VISIBLE_DEVICES": ""}
+    prints, errors = ([folder / f"{name} {rank}" for rank in range(ranks)] for name in ("out", "err"))
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(forked(
+                arguments, prints[rank], errors[rank], folder=ROOT,
+                environment=shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            ))
+            for rank in range(ranks)
+        ]  # fmt: skip
+        for rank, process in enumerate(started):
+            process.join(limit(120))
+            assert process.exitcode == 0, errors[rank].read_text()
+    return "".join(path.read_text() for path in prints)
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [("attention", under_its_variables), pytest.param("gdn", under_torchrun, marks=pytest.mark.thorough)],
+)
+def test_check_runs_under_torchrun(layer, run, tmp_path):
     job = ["--layer", layer, *BATCH, *SHAPE[layer], "--cp", "2,3,4", "--layout", "random", "--json"]
-    run = command("check", *job, ranks=3)
-    report = only_json(run.stdout)
+    report = only_json(run(["check", *job], 3, tmp_path))
     assert report["pass"]
     assert report["bitwise_forward"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])

@@ -98,7 +98,7 @@ SHARDED = covering(
         has_modes(kind, mode) and (place, kind) != ("cp3", "gpt_gdn") and (how, mode) != ("unpacked", "redistribute")
     ),
 )  # fmt: skip
-SINGLE = [Case(kind, dtype="float32") for kind in ("gpt", *HYBRIDS)]
+SINGLE = [Case(kind, dtype="float32", changes=(("cp_comm_type", None),)) for kind in ("gpt", *HYBRIDS)]
 SINGLE += [spread("chunkwise", kind, dtype="float32") for kind in HYBRIDS]
 
 
@@ -399,9 +399,15 @@ def steps(request, tmp_path_factory):
     return once(tmp_path_factory, "megatron_models", run)
 
 
+OPTIONS = dict.fromkeys(name for _, case in EQUAL for name, _ in case.changes)
+
+
 def features(place, case):
-    """Returns the features that a selection of cases should cover."""
-    return place, *dataclasses.astuple(dataclasses.replace(case, changes=())), case.changes
+    """Returns a case's place, fields and options; each kind's way to hold latents, and what sparse attention meets."""
+    options, is_sparse = dict(case.changes), "dsa" in case.kind
+    fields = dataclasses.astuple(dataclasses.replace(case, changes=()))
+    pairs = (case.kind, options.get("cp_latent_mode")), is_sparse and case.recompute, is_sparse and case.batches
+    return place, *fields, *(options.get(name, "unset") for name in OPTIONS), *pairs
 
 
 @pytest.mark.few(of=features)

@@ -15,6 +15,16 @@ from megatron_cp.testing.parity import Case, run_layer
 from tests.counting_group import CountingGroup
 from tests.scheme_cases import check
 
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_search():
+    """Plans end after a twentieth of the usual moves: a search is the subject of the planner's own tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("tiled", "tiles.fast"):
+            patch.setattr(f"megatron_cp.planner.{module}.USUAL_STEPS", 400)
+        yield
+
+
 ONE, FIVE = (131,), (37, 1, 60, 5, 28)
 SHAPES = {
     "MHA": {"heads": 3, "groups": 3},
@@ -123,7 +133,6 @@ def test_what_is_known_of_a_plan_is_said():
 def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme):
     """Also where auto priced tiles and took others."""
     monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)
-    monkeypatch.setattr("megatron_cp.planner.tiles.fast.USUAL_STEPS", 400)  # of that search
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = plan_of("global_local", scheme=scheme, search_seconds=0.02)

@@ -41,7 +41,7 @@ LATENT = {
 # An indexer that chooses 8 keys, and learns.
 SPARSE = {
     **LATENT, "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": 8, "dsa_indexer_loss_coeff": 0.5,
-    "dsa_indexer_rotate_activation": False,
+    "dsa_indexer_rotate_activation": False, "cp_comm_type": None,
 }  # fmt: skip
 KINDS |= {
     "dsa_mla": {"num_layers": 3, "experimental_attention_variant": "dsa", **SPARSE},
@@ -105,6 +105,7 @@ def configure(kind, **changes):
         "bias_activation_fusion": False, "use_cpu_initialization": True, "calculate_per_token_loss": True,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "cp_comm_type": "a2a",  # where nothing is said, the prices of all schemes take as long as the rest of a step
     }  # fmt: skip
     settings |= KINDS[kind] | changes
     # Our options are not Megatron's, and most models are to do without them.
