@@ -11,6 +11,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras, lazy
+from tests.forked_ranks import forking_context
 
 HOUSE = Path(megatron_cp.__file__).parent
 PACKAGES = sorted(
@@ -86,10 +87,13 @@ def test_rejects_a_former_name_with_that_of_today(old, new):
         ("megatron_cp.transformers", "ContextParallelTrainer", "accelerate"),
     ],
 )
-def test_rejects_a_name_whose_extra_is_not_installed(package, name, missing):
+def test_rejects_a_name_whose_extra_is_not_installed(package, name, missing, tmp_path):
     """In a process that cannot find one package of the extra, as if it had not been installed."""
+    note = tmp_path / "note"
     code = f"""
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_cp", {missing!r})]:
+    del sys.modules[name]
 class Without:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == {missing!r}:
@@ -99,9 +103,13 @@ import {package} as package
 try:
     package.{name}
 except ModuleNotFoundError as error:
-    print(error.name.split(".")[0], str(error))
+    open({str(note)!r}, "w").write(error.name.split(".")[0] + " " + str(error))
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    fork = forking_context().Process(target=exec, args=(code, {"__name__": "fork"}))
+    fork.start()
+    fork.join(120)
+    assert fork.exitcode == 0
+    said = note.read_text()
     assert said.startswith(f"{missing} No module named '{missing}")
     assert f"; {package} needs it: {extras.install(package.rpartition('.')[2])}" in said
 

@@ -6,11 +6,10 @@ a kernel should write is 0xFF before, and so is every one that it should not.
 
 from __future__ import annotations
 
+import importlib
 import mmap
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,16 +37,13 @@ def test_interpreted(checks: list[str]):
     run_module("tests.unit_tests.exchange.test_triton_kernels", *checks, TRITON_INTERPRET="1")
 
 
-def test_tables_need_no_triton():
-    program = """if True:
-        import sys
-        sys.modules["triton"] = None
-        import megatron_cp, torch
-        from megatron_cp.exchange.kernels.pieces import Piece, copy_table
-        kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
-        assert copy_table([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
-    """
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120, check=True)
+def test_tables_need_no_triton(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_cp"]:
+        monkeypatch.delitem(sys.modules, name)  # which are imported anew
+    monkeypatch.setitem(sys.modules, "triton", None)
+    again = importlib.import_module("megatron_cp.exchange.kernels.pieces")
+    kind = {"types": [FP32], "alignment": (16, 16), "device": CPU, "to_tensors": True}
+    assert again.copy_table([again.Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
 
 
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:

@@ -192,13 +192,13 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.few
-def test_attention_is_dense_whichever_rank_computes_a_tile(scheme, way, monkeypatch):
-    for seed in range(2):
-        assign_at_random(monkeypatch, seed)
-        case = replace(TILES, scheme=scheme, **WAYS[way])
-        assert case.plan().attend.moves_queries(forward=True)
-        check(case)
+def test_attention_is_dense_whichever_rank_computes_a_tile(seed, scheme, way, monkeypatch):
+    assign_at_random(monkeypatch, seed)
+    case = replace(TILES, scheme=scheme, **WAYS[way])
+    assert case.plan().attend.moves_queries(forward=True)
+    check(case)
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -52,7 +52,7 @@ def transport_of(random, hosts):
     return cp.Transport(name, hosts) if name == "hierarchical" else name
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) for seed in range(60)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 12 else ()) for seed in range(60)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
