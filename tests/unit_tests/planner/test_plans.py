@@ -20,11 +20,9 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
-from tests.covering import covering
 from tests.fixed_machine import FIXED
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged
 
@@ -271,26 +269,6 @@ for plan in (
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(("layout", "mask", "scheme"), covering(
-    ("contiguous", "zigzag", "random", "balanced", "striped"), ("causal", "window:9,2", "first:3+window:5,0", "full"),
-    ("all_gather", "exact"),
-))  # fmt: skip
-def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
-    """Memory and traffic are counted by ranges, without a table that holds an entry a token."""
-    packing = Packing([40, 1, 77, 0, 13])
-    held = Layout.striped(packing, 5) if layout == "striped" else layout_by_name(layout, packing, 5, seed=4)
-    plan = plan_attention(
-        packing, held, heads=4, head_dim=8, mask=Mask.named(packing, mask), scheme=scheme, head_chunks=2
-    )
-    for kv_rank in range(5):
-        (stage,) = plan.attend.stages
-        table, split_counts = stage.keys.tables(kv_rank), stage.keys.split_counts
-        assert split_counts.sent_by(kv_rank) == table.send_counts.tolist()
-        assert split_counts.received_by(kv_rank) == table.recv_counts.tolist()
-        assert stage.keys.arrives_in_order(kv_rank) == (table.order is None) == (table.inverse is None)
-        assert plan.attend.bands(kv_rank, stage).tolist() == plan.attend.tiles(kv_rank, stage).bands.tolist()
 
 
 def calls_of(attend, kv_rank):

@@ -248,6 +248,7 @@ def test_each_thread_sees_its_own():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("cp", "hosts", "options"), [(4, 2, {}), (5, 2, {"head_chunks": 1}), (6, 3, {"mask": "full"})])
+@pytest.mark.few
 def test_the_peak_is_the_formula_where_keys_go_by_host(cp, hosts, options, dtype):
     plan = planned("exact_by_host", cp, topology=machine("h100").topology(cp, hosts), **options)
     assert plan.collectives(forward=True) == 2 * plan.attend.head_chunks
