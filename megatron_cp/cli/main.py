@@ -58,6 +58,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         UsageError: a command, an option or a value that is not known.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    parser, commands = _parsers(next((word for word in words if not word.startswith("-")), None))
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands[args.command].refuse_unknown(unknown)
+    args.words = words
+    return args
+
+
+def _parsers(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """Returns the command line's parser and those of all commands, of which the chosen one alone has its options."""
     parser = Parser(
         prog="megatron-cp",
         description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
@@ -65,7 +75,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    chosen = next((word for word in words if not word.startswith("-")), None)
     for name, purpose in COMMANDS.items():
         sub = commands.add_parser(name, help=purpose, description=purpose)
         if name != chosen:  # whose options take a second to import
@@ -75,11 +84,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         sub.add_argument("--json", action="store_true", help=_JSON)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
-    args, unknown = parser.parse_known_args(words)
-    if unknown:
-        commands.choices[args.command].refuse_unknown(unknown)
-    args.words = words
-    return args
+    return parser, commands.choices
 
 
 def _run(args: argparse.Namespace) -> int:

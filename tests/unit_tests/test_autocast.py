@@ -121,6 +121,7 @@ def assert_is_that_of(found, tensors, expected):
 )
 @pytest.mark.parametrize("given", ["float32", "mixed", "lower"])
 @pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.few(together=2)
 def test_lowered_inputs_are_cast_and_nothing_else_is(name, given, dtype, kernel):
     tensors, of_one_type = given_as(name, given, dtype), ALL[name][3]
     cast = {each: tensor.to(dtype) if each in of_one_type else tensor for each, tensor in tensors.items()}

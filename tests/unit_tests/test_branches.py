@@ -1,10 +1,12 @@
 """Documents that branch: every layer gives each root-to-leaf path what it gives that document alone."""
 
+import functools
 import gc
 import itertools
 import random
 import re
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.testing import isolation, oracles
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
+from tests.covering import covering
 from tests.fuzz_cases import LAYOUTS, layout_named
 from tests.fuzz_draw import forest
 from tests.mask_oracle import pairs_of
@@ -42,24 +45,15 @@ def paths(packing):
     return found
 
 
+@functools.cache
 def documents_alone(case):
-    """Runs each path as a document of its own on one rank; a shared token's output gradient counts in one of them."""
+    """Runs each path as a document of its own; a shared token's output gradient counts in one of them."""
     problem, packing = draw(case), case.packing
     out, gradients, done = torch.zeros_like(problem.output_gradient), {}, set()
     for tokens in paths(packing):
         if not tokens:
             continue
-        alone = Case(
-            **{
-                **case.__dict__,
-                "lengths": (len(tokens),),
-                "parents": None,
-                "cp": 1,
-                "layout": "contiguous",
-                "scheme": "p2p" if case.layer == "attention" else "headwise",
-                "head_chunks": None,
-            }
-        )
+        alone = replace(case, lengths=(len(tokens),), parents=None)
         gradient = problem.output_gradient[tokens].clone()
         gradient[[place for place, token in enumerate(tokens) if token in done]] = 0
         inputs = {name: x[tokens] for name, x in problem.inputs.items()}
@@ -77,7 +71,8 @@ def documents_alone(case):
 
 def error(case):
     found = whole(case, run_ranks(lambda group: run_layer(group, case), case.cp))
-    exact = documents_alone(case)
+    one_rank = {"cp": 1, "layout": "contiguous", "scheme": "p2p" if case.layer == "attention" else "headwise"}
+    exact = documents_alone(replace(case, **one_rank))
     assert found.keys() == exact.keys()
     return max(
         float((found[name] - exact[name]).abs().max() / exact[name].abs().max().clamp(min=1e-3)) for name in exact
@@ -91,24 +86,18 @@ FORESTS = {
 }
 
 
+WAYS = [("attention", scheme) for scheme in ("p2p", "a2a", "all_gather", "exact", "tiled")]
+WAYS += [(kind, mode) for kind in ("gdn", "kda", "mamba", "conv1d") for mode in ("headwise", "chunkwise")]
+RANKS = [(1, "contiguous"), (3, "zigzag"), (2, "balanced"), (5, "random")]
+
+
 @pytest.mark.filterwarnings("ignore:.*ranks get no")
-@pytest.mark.parametrize("name", FORESTS)
-@pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba", "conv1d"])
-def test_layers_equal_each_document_alone(layer, name):
-    lengths, parents = FORESTS[name]
-    rest = {
-        "lengths": tuple(lengths),
-        "parents": tuple(parents),
-        "heads": 4,
-        "groups": 2,
-        "head_dim": 4,
-        "value_head_dim": 4,
-        "layer": layer,
-    }
-    schemes = ["p2p", "a2a", "all_gather", "exact", "tiled"] if layer == "attention" else ["headwise", "chunkwise"]
-    for scheme in schemes:
-        for cp, layout in ((1, "contiguous"), (3, "zigzag"), (2, "balanced"), (5, "random")):
-            assert error(Case(cp=cp, layout=layout, scheme=scheme, **rest)) < 1e-12, (scheme, cp, layout)
+@pytest.mark.parametrize(("name", "way", "ranks"), covering(list(FORESTS), WAYS, RANKS), ids=str)
+def test_layers_equal_each_document_alone(name, way, ranks):
+    lengths, parents = map(tuple, FORESTS[name])
+    (layer, scheme), (cp, layout) = way, ranks
+    sizes = {"heads": 4, "groups": 2, "head_dim": 4, "value_head_dim": 4}
+    assert error(Case(layer, cp, lengths, layout, scheme=scheme, parents=parents, **sizes)) < 1e-12
 
 
 def drawn(count=24):

@@ -1,6 +1,7 @@
 """Dependencies point one way, in rooms and in modules; sizes; who imports what; who replaces what."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -22,12 +23,23 @@ FLOORS = [
 ]  # fmt: skip
 
 
+def statements(node):
+    """Yields a node and all statements in it."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from statements(child)
+
+
+@functools.cache
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = []
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            yield node.module
+            found.append(node.module)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
+    return found
 
 
 def floor_of(room):
@@ -121,7 +133,7 @@ def test_applications_are_named_in_one_place_of_the_library():
 
 def imported_modules(source, modules):
     """Returns the `modules` that a source imports anywhere; `from a import b` imports a.b if that is a module."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom):
@@ -201,7 +213,7 @@ def test_functions_fit_a_screen():
         f"{path.relative_to(HOUSE)}: {node.name}": length_of(node)
         for room in SHORT_FUNCTIONS
         for path in (HOUSE / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in statements(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and length_of(node) > LONGEST_FUNCTION
     }
     assert long == {}

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit_tests.test_house import statements
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"megatron_cp": 300, "tools": 30, "tests": 200, "examples": 3, "benchmarks": 1}  # and the least files
 OPENINGS = {
@@ -16,7 +18,7 @@ WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDe
 
 def fragments(source):
     """Yields the line and the first line of each docstring in a source that begins with a listed word."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         text = ast.get_docstring(node) if isinstance(node, WITH_DOCSTRING) else None
         if text and text.split()[0].rstrip(",.:;").partition("'")[0] in OPENINGS:
             yield node.body[0].lineno, text.splitlines()[0]

@@ -244,15 +244,11 @@ def changed(place, name, value):
 @pytest.mark.parametrize(
     ("place", "name", "value"),
     [
-        ("parallelism", "tensor_parallel_degree", 2),
-        ("parallelism", "pipeline_parallel_degree", 2),
-        ("parallelism", "expert_parallel_degree", 2),
-        ("parallelism", "spmd_backend", "full_dtensor"),
-        ("debug", "spmd_typechecking", True),
-        ("compile", "enable", True),
-        ("training", "disable_cuda_graphs", False),
+        ("parallelism", "tensor_parallel_degree", 2), ("parallelism", "pipeline_parallel_degree", 2),
+        ("parallelism", "expert_parallel_degree", 2), ("parallelism", "spmd_backend", "full_dtensor"),
+        ("debug", "spmd_typechecking", True), ("compile", "enable", True), ("training", "disable_cuda_graphs", False),
     ],
-)
+)  # fmt: skip
 def test_rejects_settings_when_the_trainer_is_made(place, name, value):
     config = context_parallel(changed(place, name, value))
     with pytest.raises(ArgumentError, match=rf"{place}\.{name}: got '?{value}'?; allowed"):

@@ -134,6 +134,7 @@ def test_the_signature_stays_that_of_the_class(name):
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3Next", "Mamba2"])
 @pytest.mark.parametrize("enabled", [(0,), (1,), (0, 1), (1, 0)])
+@pytest.mark.few
 def test_models_of_one_configuration_do_not_change_each_other(name, enabled):
     first = build(name, dtype=torch.float32).eval()
     models = [first, type(first)(first.config).eval()]

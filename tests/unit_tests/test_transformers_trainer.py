@@ -74,16 +74,12 @@ def arguments(ranks, gpus=1):
 @pytest.mark.parametrize(
     ("ranks", "config", "remedy"),
     [
-        (
-            2,
-            None,
-            r"ParallelismConfig\(cp_size=2\), which torchrun --nproc-per-node 2 needs no flag for",
-        ),
+        (2, None, r"ParallelismConfig\(cp_size=2\), which torchrun --nproc-per-node 2 needs no flag for"),
         (2, ParallelismConfig(), r"Data parallelism alone is ParallelismConfig\(dp_replicate_size=2\)"),
         (4, ParallelismConfig(cp_size=2), r"ParallelismConfig\(dp_shard_size=2, cp_size=2\)"),
         (1, ParallelismConfig(cp_size=2), "torchrun --nproc-per-node 2"),
     ],
-)
+)  # fmt: skip
 def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
     rejects(f"args.parallelism_config: .*{remedy}", checked_parallelism, arguments(ranks), config)
 

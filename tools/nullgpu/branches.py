@@ -64,8 +64,9 @@ def pieces(library: Path = LIBRARY) -> list[Piece]:
     marked: dict[str, set[ast.AST]] = {name: set() for name in files}
     for name, tree in files.items():
         _mark_conditions(name, tree, marked[name])
-    while _mark_users(files, marked):
-        pass
+    for name, tree in files.items():
+        while marked[name] and _mark_users(tree, marked[name]):
+            pass
     found = [piece for name, tree in files.items() for piece in _pieces(name, tree, marked[name])]
     return sorted(set(found))
 
@@ -181,24 +182,21 @@ def _is_kernel_of_cuda(node: ast.ClassDef) -> bool:
 # -- functions that only such code uses ------------------------------------------------------------------------------
 
 
-def _mark_users(files: dict[str, ast.Module], marked: dict[str, set[ast.AST]]) -> bool:
-    """Marks private functions, classes and methods that are named in marked code alone; whether there was one."""
-    names: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)  # of file and name: in marked code?
-    for file, tree in files.items():
-        for node, is_marked in _walk(tree, marked[file]):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-            if name is not None and name.startswith("_"):
-                names[file, name].append(is_marked)
-    found = False
-    for file, tree in files.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node in marked[file]:
-                continue
-            uses = names.get((file, node.name))
-            if node.name.startswith("_") and not node.name.startswith("__") and uses and all(uses):
-                marked[file].add(node)
-                found = True
-    return found
+def _mark_users(tree: ast.Module, marked: set[ast.AST]) -> bool:
+    """Marks private functions, classes and methods that a file names in marked code alone; True if there was one."""
+    names: defaultdict[str, list[bool]] = defaultdict(list)  # in marked code?
+    for node, is_marked in _walk(tree, marked):
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if name.startswith("_"):
+            names[name].append(is_marked)
+    found = {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node not in marked and not node.name.startswith("__")
+        if names.get(node.name) and all(names[node.name])
+    }
+    marked |= found
+    return bool(found)
 
 
 def _walk(node: ast.AST, marked: set[ast.AST], inside: bool = False) -> Iterator[tuple[ast.AST, bool]]:

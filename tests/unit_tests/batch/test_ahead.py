@@ -34,6 +34,7 @@ def expected(places):
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced", "random"])
 @pytest.mark.parametrize("cp_size", [1, 3, 5])
 @pytest.mark.parametrize("places", [0, 1, 2, 11, 40])
+@pytest.mark.few(together=2)
 def test_rows_are_what_lies_ahead_in_their_document(name, cp_size, places):
     layout = layout_by_name(name, Packing(LENGTHS), cp_size, align=4, seed=3)
     stream, rows = expected(places), 0

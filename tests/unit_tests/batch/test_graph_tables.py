@@ -27,9 +27,12 @@ CPU = torch.device("cpu")
 A2A = [KINDS["a2a"]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_every_pack_has_the_numbers_of_one_rank(size):
-    packs = packs_drawn(6)
+MORE = [pytest.param(size, 6, marks=pytest.mark.thorough) for size in (1, 2, 3, 5)]
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 2), (3, 4), *MORE])
+def test_every_pack_has_the_numbers_of_one_rank(size, count):
+    packs = packs_drawn(count)[:count]
     ranks = run_ranks(run_on_rank, size, packs, CPU, torch.float64, kind="threads")
     for number, lengths in enumerate(packs):
         errors = errors_of(ranks[0][number], lengths, size, torch.float64)

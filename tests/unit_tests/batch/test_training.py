@@ -172,6 +172,7 @@ CASES = {
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few
 def test_ranks_have_the_loss_and_gradients_of_torch_alone(case, cp_size):
     expected = by_torch_alone(CASES[case])
     everyones = run_ranks(step, cp_size, CASES[case])
@@ -182,6 +183,7 @@ def test_ranks_have_the_loss_and_gradients_of_torch_alone(case, cp_size):
 
 @pytest.mark.parametrize("cp_size", [2, 3, 5])
 @pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.few
 def test_a_hybrid_model_has_the_loss_and_gradients_of_one_rank(align, cp_size):
     case = Case((RAGGED, (2, 1)), align=align, mask=True, linear=True)
     expected = step(None, dataclasses.replace(case, align=1))

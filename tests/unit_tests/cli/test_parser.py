@@ -1,31 +1,23 @@
 """Every option of every command, given values that it cannot have: one line, status 2, no traceback."""
 
+import functools
+
 import pytest
 
 from megatron_cp.cli import main as command_line
-from megatron_cp.cli.parser import Parser
 from megatron_cp.cli.report import Report
 
 ODD = ["--", "", "-", "-1", "0", "nan", "inf", "1e400", "é", "1,", "9" * 5000, "\ud800"]
 
 
 @pytest.fixture
-def commands(monkeypatch):
-    """The parser of each command, none of which runs."""
-    made, found = {}, {}
-
-    class Kept(Parser):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made[self.prog.split()[-1]] = self
-
-    parsed = []
-    monkeypatch.setattr(command_line, "Parser", Kept)
+def parsed(monkeypatch):
+    """The options of each command line, none of which runs; the parser of a command is made once."""
+    found = []
+    monkeypatch.setattr(command_line, "_parsers", functools.cache(command_line._parsers))
     for name in command_line.COMMANDS:
-        monkeypatch.setattr(command_line.command(name), "run", lambda args: parsed.append(args) or Report(""))
-        assert command_line.main([name, "--no-such-option"]) == 2
-        found[name] = made[name]  # a command line makes the options of its command alone
-    return found, parsed
+        monkeypatch.setattr(command_line.command(name), "run", lambda args: found.append(args) or Report(""))
+    return found
 
 
 def values(action, parsed):
@@ -37,8 +29,8 @@ def values(action, parsed):
 
 
 @pytest.mark.parametrize("name", command_line.COMMANDS)
-def test_rejects_odd_values_of_every_option_in_one_line(name, commands, capsys):
-    parsers, parsed = commands
+def test_rejects_odd_values_of_every_option_in_one_line(name, parsed, capsys):
+    _, parsers = command_line._parsers(name)
     options = [action for action in parsers[name]._actions if action.option_strings and action.dest != "help"]
     wrong = []
     for action in options:
@@ -63,12 +55,10 @@ def test_rejects_odd_values_of_every_option_in_one_line(name, commands, capsys):
         ("plan", "--cp", "integers from 1 to 1024, as in 4,8"),
         ("plan", "--documents", "integers from 1 to 9223372036854775807, such as 4"),
         ("plan", "--dtype", "float64 or float32 or bfloat16 or float16"),
-        ("plan", "--layout", "contiguous|zigzag|random|balanced|auto"),
-        ("plan", "--scheme", "a value"),
-        ("check", "--timeout", "seconds above 0, at most 1000000"),
-        ("train", "--cp-comm-type", "a value"),
+        ("plan", "--layout", "contiguous|zigzag|random|balanced|auto"), ("plan", "--scheme", "a value"),
+        ("check", "--timeout", "seconds above 0, at most 1000000"), ("train", "--cp-comm-type", "a value"),
     ],
-)
+)  # fmt: skip
 def test_rejects_two_dashes_as_a_value_and_says_what_to_give(name, option, allowed, capsys):
     assert command_line.main([name, f"{option}=--"]) == 2
     said = capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_small_batches_are_close_to_the_best_of_all_assignments(lengths, barrier
 def test_the_small_batches_are_equal_to_the_best_as_a_rule():
     random = np.random.default_rng(0)
     over = []
-    for _ in range(20):
+    for _ in range(10):
         lengths = random.integers(1, 13, 6).tolist()
         kind = GlobalBatch(2, 2, PackCost(0, 1, 0.1))
         packs = even_packs(lengths, budget=24, cost=kind.cost, ranks=2, microbatches=2)
@@ -172,12 +172,9 @@ def test_all_ranks_assign_alike():
         "lengths = np.random.default_rng(1).integers(1, 900, 400)\n"
         "print(even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3))"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-        for _ in range(2)
-    ]
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     lengths = np.random.default_rng(1).integers(1, 900, 400)
-    assert runs == [f"{even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3)}\n"] * 2
+    assert said == f"{even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3)}\n"
 
 
 def test_takes_any_list_of_integers_and_any_budget():

@@ -227,27 +227,11 @@ def test_gradient_of_to_tokens_is_to_heads_and_ignores_pad_rows(case: Case):
         assert_same(got, case.heads(gradient, rank))
 
 
-@of_drawn_cases
-def test_to_tokens_is_the_adjoint_of_to_heads(case: Case):
-    case = dataclasses.replace(case, dtypes=(torch.float64,) * 4)
-    full = case.whole_numbers(0)
-
-    def rank_main(group: RankGroup) -> tuple[float, float]:
-        x = [part.nan_to_num(nan=7.0) for part in case.token_side(full, group.rank)]
-        y = case.heads(case.whole_numbers(1 + group.rank), group.rank)
-        on_heads = sum((a * b).sum() for a, b in zip(to_heads(case.exchange, group, *x), y, strict=True))
-        on_tokens = (torch.cat(x, -1) * torch.cat(to_tokens(case.exchange, group, *y), -1)).sum()
-        return float(on_heads), float(on_tokens)
-
-    on_heads, on_tokens = zip(*run_ranks(rank_main, case.cp_size), strict=True)
-    assert sum(on_heads) == sum(on_tokens)
-
-
 def test_the_drawn_cases_reach_what_they_are_for():
     seen: Counter[str] = Counter()
 
     @given(cases())
-    @settings(derandomize=True, deadline=None, max_examples=300)  # as the thorough tests above draw together
+    @settings(derandomize=True, deadline=None, max_examples=150)  # as the tests above draw together
     def look(case: Case) -> None:
         layout, q = case.layout, case.blocks[0]
         seen.update({

@@ -151,6 +151,7 @@ def test_an_exact_exchange_sends_only_the_keys_that_others_see():
 
 @pytest.mark.parametrize("head_chunks", [1, 2])
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
+@pytest.mark.few
 def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, monkeypatch):
     add_halves(monkeypatch)
     case = Case("attention", 4, (7, 1, 40, 0, 13), layout, scheme="halves", head_chunks=head_chunks, align=2)
@@ -160,6 +161,7 @@ def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, m
 
 @pytest.mark.parametrize("head_chunks", [1, 2])
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
+@pytest.mark.few
 def test_own_keys_may_be_computed_before_the_first_fetch(layout, head_chunks, monkeypatch):
     """Prices and buffers follow, since they walk over the program that runs."""
     add_by_distance(monkeypatch)
@@ -192,13 +194,13 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.few
-def test_attention_is_dense_whichever_rank_computes_a_tile(scheme, way, monkeypatch):
-    for seed in range(2):
-        assign_at_random(monkeypatch, seed)
-        case = replace(TILES, scheme=scheme, **WAYS[way])
-        assert case.plan().attend.moves_queries(forward=True)
-        check(case)
+def test_attention_is_dense_whichever_rank_computes_a_tile(seed, scheme, way, monkeypatch):
+    assign_at_random(monkeypatch, seed)
+    case = replace(TILES, scheme=scheme, **WAYS[way])
+    assert case.plan().attend.moves_queries(forward=True)
+    check(case)
 
 
 @pytest.mark.parametrize("heads", [1, 4])

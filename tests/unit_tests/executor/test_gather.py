@@ -70,6 +70,7 @@ def check(answers: list[tuple[Tensor, Tensor]], layout: Layout, trailing, dtype,
 @pytest.mark.parametrize("same_loss", [False, True], ids=["sum of losses", "same loss"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("trailing", TRAILING, ids=str)
+@pytest.mark.few(together=2)
 def test_gather_and_its_gradient(layout: Layout, trailing: tuple[int, ...], dtype: torch.dtype, same_loss: bool):
     answers = run_ranks(gathered, layout.cp_size, layout, trailing, dtype, same_loss)
     check(answers, layout, trailing, dtype, same_loss)

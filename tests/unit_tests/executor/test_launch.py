@@ -220,7 +220,6 @@ def refuse_a_function(group: RankGroup) -> None:
     raise ArgumentError("mask", lambda: None, "a mask")
 
 
-@pytest.mark.usefixtures("spawned")
 def test_process_that_is_killed_is_named():
     with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
         run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
@@ -273,7 +272,6 @@ def test_a_timeout_is_for_ranks_that_need_longer(kind: str):
     assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=limit(30)) == [(0, 0.5), (1, 0.5)]
 
 
-@pytest.mark.usefixtures("spawned")
 def test_ctrl_c_is_the_parents_and_its_handler_stays():
     handler = signal.getsignal(signal.SIGINT)
     assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=limit(60)) == [True, True]

@@ -24,7 +24,6 @@ CASES = {
     "exact": Case("attention", 4, (9, 20, 3), scheme="exact", head_chunks=1, **SMALL),
     "a2a+p2p": Case("attention", 4, (9, 20, 3), scheme="a2a+p2p", ulysses_degree=2, **SMALL),
     "a2a+all_gather": Case("attention", 4, (9, 20, 3), scheme="a2a+all_gather", ulysses_degree=2, **SMALL),
-    "a2a+exact": Case("attention", 4, (9, 20, 3), scheme="a2a+exact", ulysses_degree=2, **SMALL),
     "projected in chunks": Case(
         "attention", 4, (9, 20, 3), scheme="a2a+p2p", ulysses_degree=2, heads=8, groups=8, head_chunks=2
     ),
@@ -162,7 +161,6 @@ EXPECTED = {
     ],
     "a2a+p2p": in_an_exchange(*ring(2)),
     "a2a+all_gather": in_an_exchange(*FETCHED),
-    "a2a+exact": in_an_exchange(*FETCHED),
     "projected in chunks": [
         *(f"to_heads q,k,v {chunk}" for chunk in CHUNKS),
         *(step for chunk in CHUNKS for step in (

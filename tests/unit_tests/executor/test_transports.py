@@ -90,12 +90,13 @@ def splits(draw, size: int) -> np.ndarray:
     return np.array(draw(st.lists(counts, min_size=size, max_size=size)))
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(st.data())
 def test_all_transports_bring_the_same(data):
     size = data.draw(st.integers(1, 6))
     counts, share = data.draw(splits(size)), data.draw(st.sampled_from([0, 1, 5]))
-    hosts = data.draw(st.sampled_from([HOSTS[size], (0,) * size, tuple(range(size))]))
+    drawn = data.draw(st.lists(st.integers(0, size - 1), min_size=size, max_size=size))
+    hosts = tuple(sorted(set(drawn)).index(host) for host in drawn)  # any, in any order of ranks
     results = {
         name: run_ranks(everything, size, named(name, size, hosts), counts, share) for name in plan_transport.TRANSPORTS
     }
@@ -106,6 +107,7 @@ def test_all_transports_bring_the_same(data):
 @pytest.mark.parametrize("counts", [np.zeros((6, 6), int), np.diag(range(6)), np.eye(6, k=1, dtype=int)], ids=str)
 @pytest.mark.parametrize("size", range(1, 7))
 @pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.few(together=2)
 def test_a_transport_brings_each_piece_where_it_belongs(name: str, size: int, counts: np.ndarray):
     counts = counts[:size, :size]
 
@@ -207,13 +209,14 @@ class Numbered(CountingGroup):
 @pytest.mark.parametrize("counts", [np.zeros((6, 6), int), np.eye(6, k=1, dtype=int), np.ones((6, 6), int)], ids=str)
 @pytest.mark.parametrize("size", range(2, 7))
 @pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.few(together=2)
 def test_every_rank_starts_as_many_operations(name: str, size: int, counts: np.ndarray):
     def rank_main(inner: RankGroup, hosts: tuple[int, ...]) -> tuple[list[str], int]:
         group = Numbered(inner)
         everything(group, named(name, size, hosts), counts[:size, :size], 2)
         return group.started, group.bytes_sent
 
-    for hosts in (HOSTS[size], (0,) * size, tuple(range(size))):
+    for hosts in (HOSTS[size], (0,) * size, tuple(range(size)))[: 3 if name == UNEVEN else 1]:
         started = [operations for operations, _ in run_ranks(rank_main, size, hosts)]
         assert started == [started[0]] * size
         rounds = {"collective": 1, "pairwise": num_rounds(size), "hierarchical": 2}

@@ -227,10 +227,11 @@ def test_pad_rows_belong_to_no_document(layout):
             assert rows[pad].tolist() == [fill] * layout.pad_rows[rank]
 
 
-@pytest.mark.parametrize("trailing", [(), (3,), (2, 1)], ids=str)
-@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
-@ragged
-@given(layout=layouts() | aligned_layouts())
+@settings(ragged, max_examples=100)
+@given(
+    layout=layouts() | aligned_layouts(), library=st.sampled_from([np, torch]),
+    trailing=st.sampled_from([(), (3,), (2, 1)]),
+)  # fmt: skip
 def test_unshard_undoes_shard(layout, library, trailing):
     shape = (layout.packing.total, *trailing)
     stream = np.random.default_rng(0).integers(0, 2**40, shape)
@@ -265,7 +266,7 @@ def sources_by_loop(packing, shift):
     ]
 
 
-@settings(ragged, max_examples=100)
+@settings(ragged, max_examples=60)
 @given(layout=layouts() | aligned_layouts(), shift=st.integers(1, 3), library=st.sampled_from([np, torch]))
 def test_labels_are_later_tokens_of_the_same_document(layout, shift, library):
     sources = sources_by_loop(layout.packing, shift)
@@ -302,22 +303,6 @@ def test_ten_thousand_documents_over_64_ranks_take_under_50_ms():
     while min(times) >= 0.050 and time.monotonic() < deadline:
         times += timeit.repeat(build, number=1, repeat=5)
     assert min(times) < 0.050
-
-
-def test_sharding_a_batch_imports_no_torch():
-    program = """
-import sys
-import numpy as np
-from megatron_cp.layout import Layout, Packing, Route
-layout = Layout.zigzag(Packing([700, 1, 0, 395]), 3, align=4)
-tokens = np.arange(1096)
-locals_ = [layout.shard(tokens, rank) for rank in range(3)]
-assert (layout.unshard(locals_) == tokens).all()
-layout.labels(tokens, 1), layout.positions(1), layout.document_ids(1)
-Route.between(layout, Layout.contiguous(layout.packing, 3), 1)
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 EIGHT = Packing([8])

@@ -12,7 +12,6 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from tests import mask_oracle as oracle
 
-CASES = 250  # of each kind
 TABLES = ["strided", "global_local", "star", "streaming"]
 WITH_BLOCKS = ["strided:8", "global_local:5", "star:1", "streaming:3"]
 SPELLED = ["causal", "full", "window:3,0", "window:-1,2", "window:2,-1", "prefix:4", "chunk:3", "first:2+window:3,1",
@@ -118,10 +117,11 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("cases", [80, pytest.param(250, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_agrees_with_the_oracle_and_queries_rise(kind):
+def test_agrees_with_the_oracle_and_queries_rise(kind, cases):
     rng = np.random.default_rng(list(KINDS).index(kind))
-    for _ in range(CASES):
+    for _ in range(cases):
         mask, expected = KINDS[kind](rng)
         count = oracle.pairs_of(mask.bands, mask.packing.total, mask.kv_packing.total)
         np.testing.assert_array_equal(count, expected.astype(int), err_msg=f"{mask!r} {mask.bands.tolist()}")
@@ -148,13 +148,6 @@ def test_named_reads_every_number():
     assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
     assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
     assert Mask.window(Packing([6]), 1, 0, first=2).seen.tolist() == [1, 2, 3, 4, 4, 4]
-
-
-def test_areas_of_long_documents_are_exact():
-    n = 3_000_017
-    mask = Mask.causal(Packing([n, 1, n]))
-    assert mask.area == n * (n + 1) + 1 > 2**42
-    assert int(mask.seen.sum()) == mask.area
 
 
 def test_what_was_cut_needlessly_is_joined():
@@ -225,8 +218,8 @@ def test_is_cross_where_keys_are_packed_otherwise():
     assert not Mask.full(p).is_cross
 
 
-def test_ten_thousand_documents_plan_in_milliseconds():
-    documents = Packing(np.random.default_rng(0).integers(0, 200, 10_000))
+def test_thousands_of_documents_plan_in_milliseconds():
+    documents = Packing(np.random.default_rng(0).integers(0, 200, 4000))
     parts = [[length // 2, length // 4, length - length // 2 - length // 4] for length in documents.lengths.tolist()]
     slices = [
         made
@@ -238,8 +231,8 @@ def test_ten_thousand_documents_plan_in_milliseconds():
         Mask.named(documents, spec)
     Mask.shared_question(documents, parts)
     Mask.from_slices(documents, slices)
-    Mask.from_blocks(documents, np.ones((977, 977), dtype=bool), -(-documents.total // 977), causal=True)
-    assert time.process_time() - begun < 3  # 1.4 s on an idle core, of which 0.8 s for 500,000 bands of `strided`
+    Mask.from_blocks(documents, np.ones((390, 390), dtype=bool), -(-documents.total // 390), causal=True)
+    assert time.process_time() - begun < 1.2  # 0.6 s on an idle core, half of it for 200,000 bands of `strided`
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPELLED if spec not in (*TABLES, *WITH_BLOCKS)])

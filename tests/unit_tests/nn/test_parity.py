@@ -82,6 +82,7 @@ CASES = covering(list(LAYERS), (2, 3, 5), ("contiguous", "zigzag", "balanced"), 
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*")
 @pytest.mark.parametrize(("name", "size", "layout", "number"), CASES)
+@pytest.mark.few(of=lambda **values: tuple(values.values()))
 def test_layers_over_ranks_are_layers_on_one(name, size, layout, number):
     check(name, size, layout, LENGTHS["ragged"], number)
 
@@ -89,6 +90,7 @@ def test_layers_over_ranks_are_layers_on_one(name, size, layout, number):
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*")
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.few
 def test_ranks_without_tokens(name, number):
     check(name, 5, "contiguous", LENGTHS["fewer tokens than ranks"], number)
 

@@ -126,6 +126,7 @@ def test_equal_shares_are_as_long_as_the_longest():
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("packing", [RAGGED, Packing([4]), Packing([16])], ids=str)
+@pytest.mark.few(together=2)
 def test_an_all_gather_brings_the_stream_in_order(packing, size, name):
     """Shares are moved as the executor moves them: as they stand on their rank, filled up with rows of no token."""
     everything = np.array([0]), np.array([packing.total])

@@ -82,7 +82,7 @@ def test_attention_is_planned(n, name, little_memory):
         assert sum(plan.work_per_rank()) == 8 * whole
         assert sum(plan.bytes_sent(2, forward=True)) > 0
         assert plan.explain().startswith(f"attention by {scheme} over {CP} ranks: 3 documents, {n + 8} tokens")
-        assert peak_bytes(plan, 0, 2, forward=False) > n // CP
+        assert peak_bytes(plan, 0, 2, forward=False) > peak_bytes(plan, 0, 2, forward=True) > n // CP
         assert buffer_bytes(plan, 0, 2) > n // CP
 
 
@@ -97,22 +97,6 @@ def test_linear_layers_are_planned(n, name, little_memory):
             assert f"{n + 8} tokens" in plan.explain()
             assert plan.work_imbalance >= 1
     assert len(BatchPlan(layout, [LinearSpec("mamba", 8, 1, 16, 16, hidden_size=64)]).fingerprint()) == 16
-
-
-@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
-@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "from_fragments"])
-def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
-    packing = Packing([40, 0, 1, 23])
-    fragments = [[[(0, 20), (50, 64)], [], [(20, 25), (30, 50)], [(25, 30)]]]
-    layout = getattr(Layout, name)(packing, *(fragments if name == "from_fragments" else [CP]))
-    attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme=scheme).attend
-    (stage,) = attend.stages
-    for kv_rank in range(CP):
-        tables = stage.keys.tables(kv_rank)
-        assert stage.keys.split_counts.sent_by(kv_rank) == tables.send_counts.tolist()
-        assert stage.keys.split_counts.received_by(kv_rank) == tables.recv_counts.tolist()
-        assert stage.keys.arrives_in_order(kv_rank) == (tables.order is None)
-        assert attend.bands(kv_rank, stage).tolist() == attend.tiles(kv_rank, stage).bands.tolist()
 
 
 def test_bytes_of_a_redistribution_are_those_of_the_tokens_that_move():

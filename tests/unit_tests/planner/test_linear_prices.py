@@ -140,13 +140,6 @@ def test_a_redistribution_is_shared_by_the_layers_of_its_run():
 
 def test_a_redistribution_says_what_it_sends():
     made = plan("redistribute", layers=4)
-    moved = [0] * 8
-    for token in range(PACKING.total):
-        outside, inside = made.hidden_layout.owners[token], made.layout.owners[token]
-        if outside != inside:
-            moved[outside] += 1
-            moved[inside] += 1
-    assert made.redistribution.bytes_sent(made.layout, 2) == [rows * 2048 * 2 for rows in moved]
     assert made.bytes_sent(2, forward=True) == plan("chunkwise", made.layout).bytes_sent(2, forward=True)
     assert "2 transfers more forward and 2 backward" in made.explain()
 
@@ -259,14 +252,12 @@ def test_descriptions_differ_where_plans_do_and_not_where_prices_do():
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("hardware", {"hardware": "h1000"}),
-        ("topology", {"topology": H100.topology(4)}),
-        ("item_size", {"item_size": 0}),
-        ("item_size", {"item_size": "2"}),
+        ("hardware", {"hardware": "h1000"}), ("topology", {"topology": H100.topology(4)}),
+        ("item_size", {"item_size": 0}), ("item_size", {"item_size": "2"}),
         ("layers", {"layers": 3, "hidden_size": None}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_rejects_what_predictions_cannot_assume(argument, change):
     arguments = {"packing": PACKING, "layout": Layout.zigzag(PACKING, 8), **SIZES, "hidden_size": 2048, **change}
     rejects(f"^{argument}: got ", plan_linear, **arguments)

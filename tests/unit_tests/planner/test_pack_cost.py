@@ -46,12 +46,10 @@ def test_flops_take_as_long_as_the_kernels_that_do_them():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("h100", 128), "hardware: got 'h100'; allowed: a Hardware"),
-        ((machine("h100"), 128), "hardware: got"),
-        ((machine("h100").hardware, 0), "head_dim: got 0"),
-        ((machine("h100").hardware, 1.5), "head_dim: got 1.5"),
+        (("h100", 128), "hardware: got 'h100'; allowed: a Hardware"), ((machine("h100"), 128), "hardware: got"),
+        ((machine("h100").hardware, 0), "head_dim: got 0"), ((machine("h100").hardware, 1.5), "head_dim: got 1.5"),
     ],
-)
+)  # fmt: skip
 def test_rejects_what_has_no_rates(arguments, says):
     rejects(re.escape(says), PackCost(1, 1, 1).at_rates_of, *arguments)
 

@@ -64,6 +64,7 @@ MOST_CALLS = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", ["zigzag", "balanced"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few
 def test_calls_grow_no_faster_than_ranks(way, name):
     counts = {}
     for cp_size in (16, 64, 256):  # the first one of a process also imports what only some plans need

@@ -15,6 +15,7 @@ from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.testing.memory import PeakMemory
+from tests.covering import covering
 
 LENGTHS = [17, 1, 30, 5]
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
@@ -58,23 +59,27 @@ def over_ranks(group, packing, scheme, layout, mode):
     return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}, layout
 
 
-CASES = [(size, layout, "expand") for size in (1, 2, 3, 4) for layout in ("contiguous", "zigzag", "balanced")]
-CASES += [(1, "contiguous", "absorb"), (2, "zigzag", "absorb"), (3, "balanced", "absorb"), (4, "contiguous", "absorb")]
-CASES += [(2, "balanced", "heads"), (3, "zigzag", "heads"), (4, "contiguous", "heads"), (3, "contiguous", "auto")]
+CASES = covering(
+    [*SCHEMES, *PRODUCTS], (1, 2, 3, 4), ("contiguous", "zigzag", "balanced"), ("expand", "absorb", "heads", "auto"),
+    allowed=lambda scheme, size, *_: size == 4 or scheme in SCHEMES,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exact():
+    packing = cp.Packing(LENGTHS)
+    inputs, _, dout = drawn(packing)
+    return expanded(inputs, packing, dout)
 
 
 @pytest.mark.filterwarnings("ignore:.*get no")
-@pytest.mark.parametrize(("size", "layout", "mode"), CASES)
-def test_every_scheme_is_torchs_attention(size, layout, mode):
-    packing = cp.Packing(LENGTHS)
-    inputs, _, dout = drawn(packing)
-    exact = expanded(inputs, packing, dout)
-    for scheme in [*SCHEMES, *(PRODUCTS if size == 4 else [])]:
-        ranks = run_ranks(over_ranks, size, packing, scheme, layout, mode)
-        for name, value in exact.items():
-            parts = [rank[0][name] for rank in ranks]
-            found = sum(parts) if name == "up" else ranks[0][1].unshard(parts)
-            assert (found - value).abs().max() <= 1e-12 * value.abs().max(), (scheme, name)
+@pytest.mark.parametrize(("scheme", "size", "layout", "mode"), CASES)
+def test_every_scheme_is_torchs_attention(scheme, size, layout, mode, exact):
+    ranks = run_ranks(over_ranks, size, cp.Packing(LENGTHS), scheme, layout, mode)
+    for name, value in exact.items():
+        parts = [rank[0][name] for rank in ranks]
+        found = sum(parts) if name == "up" else ranks[0][1].unshard(parts)
+        assert (found - value).abs().max() <= 1e-12 * value.abs().max(), name
 
 
 def test_sinks_windows_batches_and_types_are_those_of_attention():

@@ -145,14 +145,12 @@ def test_flags_name_what_was_chosen():
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("sharding", lambda: step(sharding="zero2")),
-        ("replicas", lambda: step(replicas=0)),
-        ("scheme", lambda: step(scheme="nothing")),
-        ("recompute", lambda: step(recompute="some")),
+        ("sharding", lambda: step(sharding="zero2")), ("replicas", lambda: step(replicas=0)),
+        ("scheme", lambda: step(scheme="nothing")), ("recompute", lambda: step(recompute="some")),
         ("layout", lambda: predict_step(TINY, THREE, Job(4, "zigzag"), H100, H100.topology(4))),
         ("topology", lambda: predict_step(TINY, THREE, Job(3, "zigzag"), H100, H100.topology(4))),
     ],
-)
+)  # fmt: skip
 def test_rejects(argument, call):
     rejects(f"^{argument}: got ", call)
 
@@ -234,6 +232,7 @@ def test_linear_layers_and_mlps_of_a_list_have_the_value_that_they_take():
 
 @pytest.mark.parametrize("cp", [4, 8, 16, 32])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.few
 def test_flags_ask_for_the_plans_that_were_priced(cp, name):
     """Megatron's layers derive from the flags a scheme each, one degree of products, one number of chunks."""
     model = alternating(WINDOW, FULL, AttentionMixer(64, 8, 64, 64))

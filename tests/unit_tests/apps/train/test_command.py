@@ -88,14 +88,12 @@ def test_a_run_goes_on_with_its_options_and_what_is_given(tmp_path):
         ("[" * 100_000, "Cannot read options.json: maximum recursion depth exceeded"),
         ('{"data_path": 5}', "data_path: got 5; allowed: a text or nothing."),
         ('{"spec": ["os"]}', "spec: got ('os',); allowed: a module and a name."),
-        ('{"spec": 5}', "spec: got 5; allowed: texts."),
-        ("[1]", "Cannot read options.json"),
-        ("5", "Cannot read options.json"),
-        ('{"lr": NaN}', "lr: got nan"),
+        ('{"spec": 5}', "spec: got 5; allowed: texts."), ("[1]", "Cannot read options.json"),
+        ("5", "Cannot read options.json"), ('{"lr": NaN}', "lr: got nan"),
         ('{"seq_length": 1e400}', "seq_length: got inf; allowed: an integer."),
     ],
     ids=lambda value: value[:20],
-)
+)  # fmt: skip
 def test_rejects_options_that_no_run_has_written(content, says, tmp_path, capsys):
     (tmp_path / "options.json").write_text(content)
     assert main(["train", "--resume", str(tmp_path)]) == 2

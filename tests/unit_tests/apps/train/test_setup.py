@@ -24,13 +24,11 @@ def test_specs_are_found_with_the_model_they_are_for():
     ("source", "says"),
     [
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("raise OSError('no disk')", "OSError: no disk"),
-        ("spec = (", "SyntaxError"),
-        ("other = 1", "has no 'spec'"),
+        ("raise OSError('no disk')", "OSError: no disk"), ("spec = (", "SyntaxError"), ("other = 1", "has no 'spec'"),
         ("class spec: pass", "'spec' is neither a ModuleSpec for HybridModel nor a function for GPTModel"),
         ("spec = 'gpt'", "'spec' is neither"),
     ],
-)
+)  # fmt: skip
 def test_rejects_modules_without_a_spec(source, says, tmp_path, monkeypatch):
     (tmp_path / "spec_of_a_test.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

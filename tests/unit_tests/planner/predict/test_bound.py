@@ -10,6 +10,7 @@ import pytest
 import megatron_cp as cp
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner import tiled
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.bound import _remote_tiles, bounds_of_directions, longest_path
 from megatron_cp.planner.predict.price import priced
@@ -53,7 +54,7 @@ def transport_of(random, hosts):
     return cp.Transport(name, hosts) if name == "hierarchical" else name
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) for seed in range(60)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 12 else ()) for seed in range(60)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -98,9 +99,9 @@ def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
     transport = transport_of(random, on.topology(size, hosts).hosts)
     for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
-        tiled = list(ways(layout, mask, 4, 2, schemes=TILED, transport=transport))
-        assert tiled
-        for plan in tiled:
+        plans = list(ways(layout, mask, 4, 2, schemes=TILED, transport=transport))
+        assert plans
+        for plan in plans:
             for rounds in (1, 2):
                 made = plan_in_rounds(plan, (rounds, rounds))
                 price = priced(made, one, topology, item_size=item)
@@ -126,7 +127,8 @@ def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [*range(4), *MORE[:4]])
-def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
+def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed, monkeypatch):
+    monkeypatch.setattr(tiled, "USUAL_STEPS", 100)  # any assignment will do
     random = np.random.default_rng(seed)
     size, hosts = [(2, 1), (3, 1), (4, 2), (6, 3)][seed % 4]
     packing = cp.Packing((random.lognormal(5, 1, int(random.integers(1, 4))).astype(int) + 1).tolist())

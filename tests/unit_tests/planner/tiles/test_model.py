@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import bands as band
 from megatron_cp.planner.tiles import TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, volumes
+from tests.mask_oracle import pairs_of
 from tests.refusals import rejects
 
 WEIGHTS = TileWeights(3, 5, 7, 11)
@@ -108,12 +109,7 @@ def test_bands_of_ranks_are_the_mask_once(mask, size):
 
 
 def shown(bands):
-    """`[total, total]` how many bands show each pair."""
-    query, key = np.indices((RAGGED.total, RAGGED.total), sparse=True)
-    found = np.zeros((RAGGED.total, RAGGED.total), dtype=int)
-    for q0, q1, k0, k1, lo, hi in bands.tolist():
-        found += (q0 <= query) & (query < q1) & (k0 <= key) & (key < k1) & (lo <= key - query) & (key - query <= hi)
-    return found
+    return pairs_of(bands, RAGGED.total, RAGGED.total)
 
 
 def expected(mask, layout, problem, ranks, rank):
@@ -175,7 +171,7 @@ def test_keys_of_their_own_and_nothing_visible():
     mask = cp.Mask.full(queries, keys)
     problem = tiles_of(mask, cp.Layout.zigzag(queries, 3), cp.Layout.contiguous(keys, 3), weights=WEIGHTS)
     assert (problem.rows.total, problem.columns.total, problem.total) == (47, 62, 30 * 12 + 17 * 50)
-    bands, _ = bands_by_rank(mask, problem, solve(problem).ranks)
+    bands, _ = bands_by_rank(mask, problem, solve(problem, steps=50).ranks)
     assert band.area(bands) == mask.area
     packing = cp.Packing([8])
     problem = tiles_of(cp.Mask.from_slices(packing, []), cp.Layout.contiguous(packing, 2), weights=WEIGHTS)
@@ -192,7 +188,7 @@ PROBLEM = tiles_of(MASK, LAYOUT, weights=WEIGHTS)
 
 @functools.cache
 def good():
-    return solve(PROBLEM).ranks
+    return solve(PROBLEM, steps=50).ranks
 
 
 def test_rejects_answers_and_masks_of_another_problem():

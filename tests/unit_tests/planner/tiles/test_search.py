@@ -29,6 +29,7 @@ needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, r
 FORWARD, BACKWARD = TileWeights(1, 1, 2, 0), TileWeights(2, 1, 2, 2)  # of attention whose heads are all of keys too
 
 
+@functools.cache
 def least(problem):
     """The cost of the best of all answers."""
     answers = np.array(list(itertools.product(range(problem.num_ranks), repeat=problem.num_tiles)))
@@ -90,6 +91,7 @@ def classes(blocks):
     return found
 
 
+@functools.cache
 def drawn(seed):
     """A problem of up to 4 x 4 blocks on up to 4 ranks, with work, sizes, owners, weights and hosts at random."""
     random = np.random.default_rng(seed)
@@ -108,7 +110,7 @@ def drawn(seed):
     return TileProblem(ranks, *chunks, *np.nonzero(table), table[table > 0], weights, hosts=hosts, host_cost=3)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_fast_stage_and_the_bound_enclose_the_best_answer(seed):
     problem = drawn(seed)
     best, ranks = least(problem), fast.search(problem)
@@ -143,7 +145,7 @@ def test_no_answer_is_below_the_lagrangian_bound():
 @needs_solver
 @pytest.mark.parametrize("weights", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
-    for bits in classes(3)[::4]:
+    for bits in classes(3)[::8]:
         problem = of_bits(bits, 3, 3, weights)
         start = longest_first(problem.work, 3)
         if cost(problem, start):
@@ -167,7 +169,7 @@ def test_the_lagrangian_bound_of_no_time_is_a_bound():
     problem = block_problem("star", FORWARD)
     start = longest_first(problem.work, 8)
     assert lagrangian_bound(problem, start, budget=1e-9)[0] == 0  # not one rank's program was solved
-    bounds = [lagrangian_bound(problem, start, budget=budget)[0] for budget in (0.2, 1.0, 10.0)]
+    bounds = [lagrangian_bound(problem, start, budget=budget)[0] for budget in (0.1, 0.4, 2.0)]
     assert bounds == sorted(bounds)
     assert 0 < bounds[-1] <= OPTIMA["star"][0]
 
@@ -195,7 +197,7 @@ def test_hosts_bound_what_travels_between_them():
     # Two hosts: one receives at least 4 columns of the other, each of 2, or as much in rows; by 4 ranks, at 8 a unit.
     assert lower_bound(apart) >= 16
     grid = problem_grid(flat, 4)  # of neighbours, which is best on one host
-    found = fast.search(apart)
+    found = fast.search(apart, steps=1000)
     assert lower_bound(apart) <= cost(apart, found) < cost(apart, grid)
     assert cost(flat, grid) == lower_bound(flat) == 8
 
@@ -252,7 +254,7 @@ def test_a_pack_of_documents_on_many_hosts():
     mask, layout = cp.Mask.causal(packing), cp.Layout.contiguous(packing, 24)
     weights = TileWeights.forward(heads=2, kv_heads=2, head_dim=64)
     problem = tiles_of(mask, layout, weights=weights, hosts=np.arange(24) // 8, host_cost=8)
-    found = solve(problem)
+    found = solve(problem, steps=500)
     assert problem.load_cap <= 1.05 * problem.total / 24
     assert found.bound <= cost(problem, found.ranks)
     assert cost(problem, found.ranks) < cost(problem, problem.rows.owners[problem.tile_rows])
@@ -263,7 +265,7 @@ import hashlib
 from megatron_cp.planner.tiles import TileWeights, solve
 from tools.tile_masks import block_problem
 problem = block_problem("star", TileWeights(2, 1, 2, 2))
-print(problem.digest, hashlib.sha256(solve(problem).ranks.tobytes()).hexdigest())
+print(problem.digest, hashlib.sha256(solve(problem, steps=500).ranks.tobytes()).hexdigest())
 """
 
 
@@ -273,7 +275,8 @@ def test_processes_find_the_same():
         [sys.executable, "-c", PRINTS_HASHES], env=os.environ | {"PYTHONHASHSEED": "1234"}, check=True,
         capture_output=True, text=True,
     ).stdout  # fmt: skip
-    problem, found = solved("star", BACKWARD)
+    problem = block_problem("star", BACKWARD)
+    found = solve(problem, steps=500)
     assert said.split() == [problem.digest, hashlib.sha256(found.ranks.tobytes()).hexdigest()]
 
 
@@ -404,11 +407,8 @@ def answer(tmp_path_factory):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda text, content: "",
-        lambda text, content: text[:-5],
-        lambda text, content: "[]",
-        lambda text, content: "[" * 100_000,
-        lambda text, content: json.dumps(content | {"format": 0}),
+        lambda text, content: "", lambda text, content: text[:-5], lambda text, content: "[]",
+        lambda text, content: "[" * 100_000, lambda text, content: json.dumps(content | {"format": 0}),
         lambda text, content: json.dumps(content | {"problem": "0"}),
         lambda text, content: json.dumps(content | {"ranks": content["ranks"][:-1]}),
         lambda text, content: json.dumps(content | {"ranks": [0] * len(content["ranks"])}),
@@ -423,7 +423,7 @@ def answer(tmp_path_factory):
         lambda text, content: json.dumps({key: content[key] for key in content if key != "ranks"}),
         lambda text, content: " " * (1 << 23) + text,
     ],
-)
+)  # fmt: skip
 def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, answer, spoil):
     problem = drawn(4)
     path = tmp_path / answer.name
