@@ -316,11 +316,7 @@ class GraphTables:
 
 
 def documents_of(slots: GraphTables, layout: Layout) -> Packing:
-    """Returns the documents that `GraphTables.layout` made a layout for.
-
-    Raises:
-        ArgumentError: it did not, or other slots did.
-    """
+    """Returns the documents that `GraphTables.layout` made a layout for."""
     if not isinstance(layout, FilledLayout) or layout.room != slots._room:
         remedy = "Make it by the layout(lengths) of these GraphTables."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)

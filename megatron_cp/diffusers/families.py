@@ -113,11 +113,7 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """Returns the family of a model's class.
-
-    Raises:
-        ArgumentError: there is none, or the model has a setting whose rows are not computed here.
-    """
+    """Returns the family of a model's class."""
     name = type(model).__name__
     if name not in FAMILIES:
         remedy = (

@@ -40,11 +40,7 @@ def no_own_piece() -> None:
 
 
 def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
-    """Splits `[n, f]` tensors, laid end to end along the features, into one `[n, width]` view for each section.
-
-    Raises:
-        ArgumentError: the features are not the sections, whole and in order.
-    """
+    """Splits `[n, f]` tensors, laid end to end along the features, into one `[n, width]` view for each section."""
     views, blocks = [], iter(exchange.sections.blocks)
     for tensor in rows:
         start = 0

@@ -145,11 +145,7 @@ def _compare_call(
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
-    """Fails on every rank unless all ranks build a layer with the same settings, by one exchange a layer.
-
-    Raises:
-        CallMismatchError: ranks differ; the message has the settings in which the first such rank differs from rank 0.
-    """
+    """Fails on every rank unless all ranks build a layer with the same settings, by one exchange a layer."""
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
     lines = [f"layer: {name}", *(f"{setting}: {value!r}" for setting, value in settings.items())]
@@ -165,9 +161,6 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
         ranks: the group.
         name: name of the model.
         inputs: its arguments; tensors may be in lists and tuples.
-
-    Raises:
-        CallMismatchError: ranks differ; the message has the inputs in which the first such rank differs from rank 0.
     """
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return

@@ -26,9 +26,6 @@ def check_tensor(
         like: a tensor on the required device.
         same_dtype: the type must be that of `like`, too.
         remedy: the error's advice.
-
-    Raises:
-        ArgumentError: names the argument, with what it is and what it must be.
     """
     check_dense(name, tensor)
     fits = (
@@ -45,11 +42,7 @@ def check_tensor(
 
 
 def check_dense(name: str, tensor: object) -> None:
-    """Refuses an object that is no tensor, or a tensor that is sparse, nested or on meta.
-
-    Raises:
-        ArgumentError: names the argument, with what it is.
-    """
+    """Refuses an object that is no tensor, or a tensor that is sparse, nested or on meta."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(name, tensor, "a tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -130,11 +123,7 @@ def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], 
 
 
 def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
-    """Refuses an object that is no dense tensor with this rank's number of rows.
-
-    Raises:
-        ArgumentError: names the argument, with what it is and how many rows it must have.
-    """
+    """Refuses an object that is no dense tensor with this rank's number of rows."""
     check_dense(name, tensor)
     assert isinstance(tensor, Tensor)
     if tensor.ndim == 0 or len(tensor) != rows:

@@ -40,11 +40,7 @@ class CacheStep(NamedTuple):
     kv_layout: Layout | None
 
     def begun(self) -> Layout:
-        """Returns the layout of the step's tokens.
-
-        Raises:
-            ArgumentError: there has been no step.
-        """
+        """Returns the layout of the step's tokens."""
         if self.layout is None:
             raise ArgumentError("cache", "a Cache before its first step", "one after extend(layout)")
         return self.layout
@@ -280,11 +276,7 @@ class LayerCache:
     # -- keys and values -----------------------------------------------------------------------------------------------
 
     def check_rows(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
-        """Refuses a plan that is not one of this step, and new rows unlike those before.
-
-        Raises:
-            ArgumentError: names the argument `cache`.
-        """
+        """Refuses a plan that is not one of this step, and new rows unlike those before."""
         layout = self._checked_step(plan, bool(self._states), "states, of a linear layer")
         expected = self.current.kv_layout
         assert expected is not None
@@ -323,11 +315,7 @@ class LayerCache:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def check_states(self, plan: Plan, shapes: Mapping[str, StateShape], like: Tensor) -> None:
-        """Refuses a plan that is not one of this step, and states unlike those of earlier steps.
-
-        Raises:
-            ArgumentError: names the argument `cache`.
-        """
+        """Refuses a plan that is not one of this step, and states unlike those of earlier steps."""
         layout = self._checked_step(plan, bool(self._rows), "keys and values, of an attention")
         if plan.packing != layout.packing:
             remedy = "Plan each step with the packing of its layout."
@@ -396,11 +384,7 @@ class LayerCache:
 
 
 def checked_cache(cache: object) -> LayerCache:
-    """Returns the cache of a call after checking its type.
-
-    Raises:
-        ArgumentError: something else, such as the cache of all layers.
-    """
+    """Returns the cache of a call after checking its type."""
     if not isinstance(cache, LayerCache):
         remedy = "This is the cache of all layers." if isinstance(cache, Cache) else ""
         raise ArgumentError("cache", cache, "a layer of a Cache, such as cache.layer(0)", remedy)
@@ -408,11 +392,7 @@ def checked_cache(cache: object) -> LayerCache:
 
 
 def refuse_gradients(tensors: Iterable[Tensor | None]) -> None:
-    """Raises an error for a call with a cache that would compute gradients.
-
-    Raises:
-        ArgumentError: a tensor requires grad while grad mode is on.
-    """
+    """Raises an error for a call with a cache that would compute gradients."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         given = "a cache, and tensors that require grad"
         raise ArgumentError("cache", given, "None where gradients are computed", "Call it under torch.no_grad().")

@@ -77,9 +77,6 @@ def check_arguments(model: Any, data: Any, training: Any, finetuning: Any) -> No
 
     Args:
         model, data, training, finetuning: what LlamaFactory's `get_train_args` returns.
-
-    Raises:
-        ArgumentError: names the argument and what to do instead.
     """
     if finetuning.stage not in ("pt", "sft"):
         raise ArgumentError("stage", finetuning.stage, "pt or sft", _STAGE)

@@ -60,9 +60,6 @@ def check_array(
         allowed: the same requirement in words, for the message.
         integral: its elements must be integers; booleans are not.
         packing: for an array over the stream, the documents whose tokens it must have.
-
-    Raises:
-        ArgumentError: it is something else.
     """
     if not _is_dense(array):
         raise ArgumentError(argument, array, "a numpy array or a dense torch tensor")

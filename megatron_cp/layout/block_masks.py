@@ -47,11 +47,7 @@ class BlockTable:
         return f"{self.name}[:BLOCKS]"
 
     def with_blocks(self, num_blocks: int | None = None) -> BlockTable:
-        """Returns the same rule with another number of blocks; unchanged if None.
-
-        Raises:
-            ArgumentError: a number that the rule has no meaning for, or more than `MOST_BLOCKS`.
-        """
+        """Returns the same rule with another number of blocks; unchanged if None."""
         if num_blocks is None:
             return self
         if num_blocks % self.multiple_of or not 1 <= num_blocks <= MOST_BLOCKS:
@@ -135,11 +131,7 @@ def _clip_runs(count: int, rows: IntArray, first: IntArray, last: IntArray) -> t
 
 
 def checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
-    """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape.
-
-    Raises:
-        ArgumentError: no array of booleans, or one of another size.
-    """
+    """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape."""
     blocks = -(-packing.total // block_size)
     is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)
     if not is_array or table.dtype != np.bool_ or table.shape != (blocks, blocks):

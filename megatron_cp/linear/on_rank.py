@@ -363,11 +363,7 @@ def check_conv(
     name: str = "conv",
     bias_name: str = "conv_bias",
 ) -> Tensor:
-    """Checks the parameters of a convolution and returns its taps as `[channels, width]`.
-
-    Raises:
-        ArgumentError: the parameters do not fit the channels or the plan.
-    """
+    """Checks the parameters of a convolution and returns its taps as `[channels, width]`."""
     check_dense(name, weight)
     if weight.ndim not in (2, 3) or weight.shape[-1] < 1:
         raise ArgumentError(name, list(weight.shape), f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")

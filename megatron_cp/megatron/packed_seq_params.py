@@ -66,11 +66,7 @@ class PlannedSeqParams(PackedSeqParams):
         return found
 
     def ahead(self, places: int) -> RowsAhead:
-        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once.
-
-        Raises:
-            ArgumentError: documents that branch.
-        """
+        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once."""
         remedy = "A token may have several next ones: train without multi-token prediction."
         if self.plans is not None:
             self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
@@ -106,11 +102,7 @@ class OneRank:
 
 
 def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
-    """True if rows are packed documents, False if they are `batch` sequences side by side.
-
-    Raises:
-        ArgumentError: lengths of documents in a format that is neither.
-    """
+    """True if rows are packed documents, False if they are `batch` sequences side by side."""
     if params is None or params.qkv_format == "thd":
         return params is not None
     offsets = params.cu_seqlens_q
@@ -268,11 +260,7 @@ class Documents:
 
 
 def _own_group(params: PackedSeqParams, models: RankGroup) -> TorchGroup | None:
-    """Returns the group of Megatron's own batch; None if it has none, or the model's.
-
-    Raises:
-        ArgumentError: the batch's number of ranks is not that of its group.
-    """
+    """Returns the group of Megatron's own batch; None if it has none, or the model's."""
     own = None if params.cp_group is None else TorchGroup(params.cp_group)
     size = models.size if own is None else own.size
     if params.local_cp_size not in (None, size):

@@ -191,11 +191,7 @@ class LayerCase:
         )  # fmt: skip
 
     def layout_choice(self) -> LayoutChoice | None:
-        """Returns the reason for the layer's layout; None if it was given by name.
-
-        Raises:
-            ArgumentError: a mask or keys that no slot has.
-        """
+        """Returns the reason for the layer's layout; None if it was given by name."""
         if self.layout != AUTO:
             return None
         mask = self.made_mask() if self.layer == "attention" else None
@@ -212,11 +208,7 @@ class LayerCase:
         }  # fmt: skip
 
     def slot(self) -> Slot:
-        """Returns the layer without its batch.
-
-        Raises:
-            ArgumentError: a mask or keys that depend on the batch.
-        """
+        """Returns the layer without its batch."""
         sizes = (self.groups, self.head_dim, self.value_head_dim)
         if self.layer != "attention":
             checked_search(self.search_seconds, self.search_cache, [])

@@ -23,11 +23,7 @@ _BATCH = "Call the model with a batch from ContextParallel.shard: model(**parall
 
 
 def planned_batch(given: object) -> PlannedBatch:
-    """Returns the value of the argument `cp_batch`.
-
-    Raises:
-        ArgumentError: the model was called without a batch of `ContextParallel.shard`.
-    """
+    """Returns the value of the argument `cp_batch`."""
     if not isinstance(given, PlannedBatch):
         remedy = f"{_BATCH} To generate, or without context parallelism: with parallel.disabled()."
         raise ArgumentError("cp_batch", given, "what ContextParallel.shard made", remedy)
@@ -111,11 +107,7 @@ def _selected(
 
 
 def _up_projection(module: Any) -> Tensor:
-    """Returns the weight of the projection from latents to keys and values, which is not called.
-
-    Raises:
-        ArgumentError: a projection that does more than multiply, such as one with LoRA.
-    """
+    """Returns the weight of the projection from latents to keys and values, which is not called."""
     project = module.kv_b_proj
     if type(project) is not nn.Linear or project.bias is not None:
         remedy = "Its weight alone is used where latents arrive. Leave latents=True out."

@@ -24,11 +24,7 @@ REFUSED = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of a batch, or of a call, that training over ranks does not support.
-
-    Raises:
-        ArgumentError: an argument of `REFUSED` is set; the message says what to do instead.
-    """
+    """Refuses arguments of a batch, or of a call, that training over ranks does not support."""
     for name, remedy in REFUSED.items():
         value = given.get(name)
         if isinstance(value, Tensor) or value:

@@ -26,9 +26,6 @@ def check_head(model: PreTrainedModel) -> None:
     Accepts the classes that transformers lists as causal language models or as models without a head. A class that it
     does not list is accepted if it passes logits of its output embeddings to transformers' causal loss, or returns
     hidden states only.
-
-    Raises:
-        ArgumentError: the model pools rows, has several heads, or has outputs that are not known.
     """
     if _is_listed(model, _LANGUAGE_MODELS if has_head(model) else _BASE_MODELS):
         return
@@ -53,9 +50,6 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
     Args:
         model: the model that is called with labels.
         shifts: True if the batch's labels are not shifted yet, in which case the loss must be transformers' own.
-
-    Raises:
-        ArgumentError: the model's loss takes no `shift_labels`.
     """
     loss: Any = model.loss_function
     own = has_head(model) and not calls_loss_function(model)

@@ -30,11 +30,7 @@ def is_attention(module: nn.Module, config: Any) -> bool:
 
 
 def mask_of(module: Any, config: Any) -> str:
-    """Returns the layer's mask, as `Mask.named` spells it.
-
-    Raises:
-        ArgumentError: attention in both directions, or a type of layer that is not known.
-    """
+    """Returns the layer's mask, as `Mask.named` spells it."""
     if getattr(module, "is_causal", True) is False:
         remedy = "Leave encoders and vision towers on their own attention: pass the text model alone."
         raise ArgumentError("model", f"{type(module).__name__} with is_causal=False", "causal attention", remedy)

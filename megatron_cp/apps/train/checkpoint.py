@@ -116,11 +116,7 @@ def _checkpoint(folder: Path, iteration: int) -> Path:
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """Returns the checkpoint from which a run in `folder` can go on.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """Returns the checkpoint from which a run in `folder` can go on."""
     allowed = "a folder in which a run has saved a checkpoint"
     tracker = folder / TRACKER
     try:
@@ -205,11 +201,7 @@ def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
 
 
 def load_checkpoint(checkpoint: Path, training: Training) -> None:
-    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks.
-
-    Raises:
-        ArgumentError: it is damaged, or of a model whose weights have other shapes.
-    """
+    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks."""
     try:
         with names_of_checkpoints_alone():
             state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))

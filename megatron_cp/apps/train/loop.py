@@ -45,11 +45,7 @@ FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
 
 def load_corpus(options: TrainingOptions) -> Corpus:
-    """Returns the documents that the options name.
-
-    Raises:
-        ArgumentError: they cannot be read, or there is none.
-    """
+    """Returns the documents that the options name."""
     if not IndexedCorpus.is_prefix(options.data_path):
         if options.vocab_size is not None:
             raise ArgumentError("vocab_size", options.vocab_size, "only with a .bin/.idx pair as --data-path")
@@ -64,11 +60,7 @@ def load_corpus(options: TrainingOptions) -> Corpus:
 
 
 def split_corpus(options: TrainingOptions, corpus: Corpus) -> tuple[Corpus, Corpus | None]:
-    """Returns the documents to train on, and those that are held out for validation, the last ones.
-
-    Raises:
-        ArgumentError: there is only one document.
-    """
+    """Returns the documents to train on, and those that are held out for validation, the last ones."""
     if not options.validation:
         return corpus, None
     total = corpus.lengths.size
@@ -85,9 +77,6 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
         options: the run's options.
         corpus: its documents.
         replicas: number of data-parallel ranks; they divide the packs of a step.
-
-    Raises:
-        ArgumentError: a spec or a pattern that does not exist.
     """
     even = None
     if options.cp_even_packs:

@@ -183,11 +183,7 @@ class TrainingOptions:
         return -(-vocab_size // multiple) * multiple
 
     def check(self) -> None:
-        """Refuses options that are wrong, before anything starts.
-
-        Raises:
-            ArgumentError: naming the option.
-        """
+        """Refuses options that are wrong, before anything starts."""
         for entry in fields(self):
             _check_kind(entry, getattr(self, entry.name))
         self._check_numbers()

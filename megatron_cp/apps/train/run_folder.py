@@ -66,9 +66,6 @@ def writing(folder: Path, what: str) -> Iterator[None]:
     Args:
         folder: the block writes below it.
         what: name of the file, for the error.
-
-    Raises:
-        ArgumentError: the block could not write.
     """
     try:
         yield
@@ -80,11 +77,7 @@ def writing(folder: Path, what: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file completely or not at all, even if the power fails.
-
-    Raises:
-        OSError: it cannot be written; the file is unchanged.
-    """
+    """Writes a file completely or not at all, even if the power fails."""
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w") as file:

@@ -38,11 +38,7 @@ class ContextParallelModule:
         return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
 
     def agree(self, **settings: Any) -> None:
-        """Compares the module's settings between ranks while it is built, so that no step has to.
-
-        Raises:
-            CallMismatchError: another rank builds it with other settings.
-        """
+        """Compares the module's settings between ranks while it is built, so that no step has to."""
         name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
         agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
 
@@ -63,11 +59,7 @@ class ContextParallelModule:
         return packed_seq_params.ranks
 
     def check_rows(self, rows: int, layout: Layout, ranks: RankGroup) -> None:
-        """Refuses tensors whose number of rows is not that of this rank's share of the batch.
-
-        Raises:
-            ArgumentError: the numbers differ, or quantized matrix products do not support them.
-        """
+        """Refuses tensors whose number of rows is not that of this rank's share of the batch."""
         local = int(layout.row_counts[ranks.rank])
         if rows != local:
             raise ArgumentError(

@@ -50,11 +50,7 @@ class Pattern:
 
     @classmethod
     def from_bands(cls, bands: IntArray, num_queries: int, num_keys: int) -> Pattern:
-        """Returns the pattern of a pack of one document.
-
-        Raises:
-            ArgumentError: a mask with a band that one window cannot express.
-        """
+        """Returns the pattern of a pack of one document."""
         left, right = limits_of(bands)
         if (is_tall(bands) & ((left >= 0) | (right >= 0))).any():
             raise ArgumentError("mask", "one whose queries see fewer keys than there are", _REFUSED, _REMEDY)
@@ -81,9 +77,6 @@ class FixedCalls:
         num_documents: number of documents that have tokens, without the padding document.
         capacity: the largest number of documents in any pack.
         num_queries, num_keys: numbers of rows.
-
-    Raises:
-        ArgumentError: the bands do not follow the pattern.
     """
 
     def __init__(
@@ -114,11 +107,7 @@ class FixedCalls:
         self, bands: IntArray, documents: IntArray, documents_of: Callable[[IntArray], IntArray], q_tokens: IntArray,
         k_tokens: IntArray,
     ) -> None:  # fmt: skip
-        """Refuses bands that reach over the edges of their document.
-
-        Raises:
-            ArgumentError: the mask is not the same in every document.
-        """
+        """Refuses bands that reach over the edges of their document."""
         owners = np.repeat(documents, len(self._pattern.windows))
         own = bands[: len(owners)]
         edges = (q_tokens[own[:, 0]], q_tokens[own[:, 1] - 1], k_tokens[own[:, 2]], k_tokens[own[:, 3] - 1])
