@@ -19,7 +19,6 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import (
-    as_words,
     fits_words,
     no_own_piece,
     payload_and_scales,
@@ -142,7 +141,7 @@ def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Gathers dense rows of `[T, ...]` into `out`, in 8-byte words if possible."""
     source, out = source.flatten(1), out.flatten(1)
     if fits_words(source, out):
-        source, out = as_words(source), as_words(out)
+        source, out = source.view(torch.int64), out.view(torch.int64)
     torch.index_select(source, 0, index, out=out)
 
 

@@ -116,11 +116,6 @@ def fits_words(*views: Tensor) -> bool:
     return True
 
 
-def as_words(view: Tensor) -> Tensor:
-    """Returns a view in 8-byte words; requires `fits_words`."""
-    return view.view(torch.int64)
-
-
 def byte_offset(tensor: Tensor) -> int:
     """Returns the offset of a tensor in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.dtype.itemsize

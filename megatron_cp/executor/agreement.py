@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
+from megatron_cp.layout.memo import remembered
 from megatron_cp.plan.plan import Plan
 
 
@@ -207,15 +208,12 @@ def _describe_kind(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
     return f"{str(dtype).removeprefix('torch.')}, shape [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
 
 
+@remembered
 def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
     """Returns the digest of a plan or a layout, 16 bytes, and the lines that it is made of; both are made once."""
 
-    def make() -> tuple[bytes, tuple[str, ...]]:
-        lines = tuple(subject.describe())
-        return _digest(lines), lines
-
-    made: tuple[bytes, tuple[str, ...]] = subject.memo("agreement", make)
-    return made
+    lines = tuple(subject.describe())
+    return _digest(lines), lines
 
 
 def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:

@@ -19,6 +19,7 @@ from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
+from megatron_cp.layout.memo import remembered
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
@@ -109,21 +110,16 @@ def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Comm
     comm.release(sent, received)
 
 
+@remembered
 def _to_owners(layout: Layout, features: int) -> SplitCounts:
     """Returns the counts by which every rank sends each rank the gradients of that rank's tokens."""
-
-    def make() -> SplitCounts:
-        return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
-
-    return layout.memo(("to owners", features), make)
+    return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
 
 
+@remembered
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
     """Returns `[total]`, the place of each token of the stream among the padded shares."""
 
-    def make() -> Tensor:
-        counts = layout.token_counts
-        shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
-        return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)
-
-    return layout.memo(("gather", device), make)
+    counts = layout.token_counts
+    shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
+    return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
-from megatron_cp.layout.memo import Memo, frozen
+from megatron_cp.layout.memo import Memo, frozen, remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys
 
@@ -186,10 +186,8 @@ class Fetch(Memo, KeyFlow):
         counts = self.split_counts.counts
         return self.memo(("rows sent",), lambda: frozen(counts.sum(axis=1) - counts.diagonal()))
 
+    @remembered
     def message_rows(self, rank: int) -> MessageRows:
-        return self.memo(("message rows", rank), lambda: self._message_rows(rank))
-
-    def _message_rows(self, rank: int) -> MessageRows:
         wanted = sum(self.split_counts.received_by(rank))
         ordered = wanted if self.puts_in_order[rank] else None
         if self.equal_shares:
@@ -290,11 +288,9 @@ class Fetch(Memo, KeyFlow):
         return count_wanted(self.layout, *self.all_wanted)
 
     @property
+    @remembered
     def all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
         """The ranges that all ranks want, grouped by rank, and `[ranks + 1]` offsets of the groups."""
-        return self.memo(("all wanted",), self._join_wanted)
-
-    def _join_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
         starts, ends = zip(*(self.wanted(reader) for reader in range(self.size)), strict=True)
         return np.concatenate(starts), np.concatenate(ends), np.cumsum([0, *(ranges.size for ranges in starts)])
 
@@ -367,12 +363,9 @@ class Return(RowFlow):
         )
 
 
+@remembered
 def owned_fragments(layout: Layout) -> tuple[IntArray, IntArray]:
     """Returns the fragments of a layout in stream order: `[n + 1]` edges, and the rank that holds each."""
-    return layout.memo(("pieces",), lambda: _pieces_of(layout))
-
-
-def _pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
     starts = np.sort(layout.starts)
     return np.append(starts, layout.packing.total), layout.located(starts)[0]
 

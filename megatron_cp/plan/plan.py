@@ -15,7 +15,7 @@ from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.route import pieces_between
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
@@ -183,19 +183,16 @@ class Plan(Memo):
         """The softmax step; None for a linear layer."""
         return next((step for step in self.steps if isinstance(step, Attend)), None)
 
+    @remembered
     def chunk_attend(self, chunk: int) -> Attend:
         """Returns the softmax step of one chunk of heads."""
         attend = self.attend
         assert attend is not None
         if self.head_chunks == 1:
             return attend
-
-        def make() -> Attend:
-            part = replace(attend, partition=self.chunk_partition(chunk))
-            part.share_memo(attend)
-            return part
-
-        return self.memo(("attend", chunk), make)
+        part = replace(attend, partition=self.chunk_partition(chunk))
+        part.share_memo(attend)
+        return part
 
     @cached_property
     def out(self) -> Section:
@@ -225,9 +222,10 @@ class Plan(Memo):
         of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
         return of_heads if self.attend is None else of_heads or self.attend.codec
 
+    @remembered
     def chunk_partition(self, chunk: int) -> HeadPartition:
         """Returns the heads that each `head_rank` computes in one chunk."""
-        return self.memo(("partition", chunk), lambda: self.partition.chunk(chunk, self.head_chunks))
+        return self.partition.chunk(chunk, self.head_chunks)
 
     def chunk_heads(self, chunk: int) -> tuple[list[int], list[int]]:
         """Returns the heads that some rank computes in one chunk, and the key heads that they share; both rising."""
@@ -243,12 +241,10 @@ class Plan(Memo):
         """The steps that continue a segment from the one before it."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
 
+    @remembered
     def program(self, *, forward: bool, projected: bool = False) -> LayerProgram:
         """Returns the instructions of one direction, the same on every rank; see `layer_program`."""
-        return self.memo(
-            ("program", forward, projected),
-            lambda: layer_program(self.steps, self.head_chunks, forward=forward, projected=projected),
-        )
+        return layer_program(self.steps, self.head_chunks, forward=forward, projected=projected)
 
     def exchanges(self, *, forward: bool) -> Iterator[tuple[Exchange, bool]]:
         """Yields each head exchange of one direction, in order, with True if it goes to the head side."""

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
 from megatron_cp.layout.fragments import arange_ranges
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 
@@ -229,11 +229,9 @@ class Scan(Memo):
         has_transition = self.segments.past[ids] if forward else self.segments.future[ids]
         return self.state_size + self.transition_size * has_transition.astype(np.int64)
 
+    @remembered
     def split_counts(self, *, forward: bool) -> SplitCounts:
         """Elements from each rank to each rank."""
-        return self.memo(("split counts", forward), lambda: self._make_split_counts(forward))
-
-    def _make_split_counts(self, forward: bool) -> SplitCounts:
         ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)
         counts = count_by_owner(self.segments.rank, sizes, *self.segments.needed_ranges(forward=forward), ranks)
         np.fill_diagonal(counts, 0)
@@ -244,11 +242,9 @@ class Scan(Memo):
         segments = self.segments
         return np.flatnonzero((segments.future if forward else segments.past) & (segments.rank == rank))
 
+    @remembered
     def share(self, *, forward: bool) -> int:
         """Returns the elements of the longest share of an all-gather."""
-        return self.memo(("share", forward), lambda: self._make_share(forward))
-
-    def _make_share(self, forward: bool) -> int:
         segments = self.segments
         ids = np.flatnonzero(segments.future if forward else segments.past)
         elements = np.bincount(segments.rank[ids], self.sizes(ids, forward=forward), minlength=self.layout.cp_size)
