@@ -10,7 +10,6 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 from megatron_cp.executor.groups import Group
 from megatron_cp.layout.mask_like import MaskLike
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
-from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
@@ -83,10 +82,6 @@ class Attention(Layer):
         self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * dim, bias=bias, **factory) for _ in range(2))
         self.o_proj = nn.Linear(heads * dim, hidden_size, bias=False, **factory)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps, **factory) if qk_norm else None for _ in range(2))
-
-    def reset_parameters(self) -> None:
-        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
-        reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         ranks = self._ranks(hidden, batch, group)

@@ -14,6 +14,7 @@ from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import BatchPlan, Slot
 
 
@@ -34,6 +35,10 @@ class Layer(nn.Module):
         names = ["auto", *(known.name for known in kernels)]
         if not isinstance(kernel, Kernel) and not (isinstance(kernel, str) and kernel in names):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
+
+    def reset_parameters(self) -> None:
+        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
+        reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         """Computes the layer within each document.
