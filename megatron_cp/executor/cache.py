@@ -125,7 +125,9 @@ class Cache:
                     start = stop
             self._pieces[rank] = _joined(np.concatenate([self._pieces[rank], np.reshape(added, (-1, 3)).astype(int)]))
         self.lengths = self.lengths + packing.lengths
-        keys = self._held_layout()
+        held, pieces = Packing(self.lengths), np.concatenate(self._pieces)
+        begins, counts = held.cu_seqlens[pieces[:, 0]], np.cumsum([0, *map(len, self._pieces)])
+        keys = Layout(held, begins + pieces[:, 1], begins + pieces[:, 2], counts)
         self._step = CacheStep(self._step.number + 1, layout, keys)
         for layer in self._layers.values():
             layer.current = self._step
@@ -210,11 +212,6 @@ class Cache:
         if late:
             given = f"a Cache whose layer {late[0]} has not been called in step {self._step.number}"
             raise ArgumentError("cache", given, f"{call} after all layers of a step")
-
-    def _held_layout(self) -> Layout:
-        packing, pieces = Packing(self.lengths), np.concatenate(self._pieces)
-        begins = packing.cu_seqlens[pieces[:, 0]]
-        return Layout(packing, begins + pieces[:, 1], begins + pieces[:, 2], np.cumsum([0, *map(len, self._pieces)]))
 
     def _select(self, kept: list[IntArray]) -> None:
         """Keeps some pieces of every rank, in the given order, and moves the rows of all layers."""

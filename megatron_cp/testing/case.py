@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from typing_extensions import Self
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
@@ -19,7 +19,7 @@ from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import LayoutChoice, choose_layout, layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
-from megatron_cp.planner.predict import Machine, Topology, machine
+from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.tiled import checked_search
 
 
@@ -33,12 +33,7 @@ class ElementType(Protocol):
 
 @dataclass(frozen=True)
 class NamedType:
-    """An element type by its name in torch, for use without torch.
-
-    Attributes:
-        name: for example "bfloat16".
-        itemsize: bytes of an element.
-    """
+    """An element type by its name in torch, for use without torch."""
 
     name: str
     itemsize: int
@@ -172,7 +167,10 @@ class LayerCase:
     def plan(self) -> Plan:
         mask = self.made_mask() if self.layer == "attention" else None
         wire, choice = self._wire(), self.layout_choice()
-        layout = choice.layout if choice else self._layout_named(mask)
+        if choice:
+            layout = choice.layout
+        else:
+            layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
             cross: dict[str, Any] = {}
             if self.kv_lengths:
@@ -197,14 +195,12 @@ class LayerCase:
         mask = self.made_mask() if self.layer == "attention" else None
         return choose_layout(self.packing, self.cp, [self.slot()], align=self.align, mask=mask)
 
-    def _layout_named(self, mask: Mask | None) -> Layout:
-        return layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
-
     def _wire(self) -> dict[str, Any]:
         """Returns the arguments that plans and slots share."""
+        topology = machine(self.machine).topology(self.cp, self.machine_hosts) if self.machine_hosts else None
         return {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
-            "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
+            "hardware": self.machine, "topology": topology, "item_size": self.dtype.itemsize,
         }  # fmt: skip
 
     def slot(self) -> Slot:
@@ -239,9 +235,6 @@ class LayerCase:
     def linear_shape(self) -> LinearShape:
         """The sizes of a linear layer, in one vocabulary."""
         return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
-
-    def _topology(self) -> Topology | None:
-        return machine(self.machine).topology(self.cp, self.machine_hosts) if self.machine_hosts else None
 
     def _transport(self) -> Transport:
         require("transport", self.transport)

@@ -47,9 +47,7 @@ def check_head(model: PreTrainedModel) -> None:
 def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
     """Refuses labels for a model whose loss would shift them itself, across the edges of a rank's rows.
 
-    Args:
-        model: the model that is called with labels.
-        shifts: True if the batch's labels are not shifted yet, in which case the loss must be transformers' own.
+    If the batch's labels are not shifted yet, `shifts`, the loss must be transformers' own.
     """
     loss: Any = model.loss_function
     own = has_head(model) and not calls_loss_function(model)
@@ -67,12 +65,8 @@ def has_head(model: PreTrainedModel) -> bool:
 
 def calls_loss_function(model: nn.Module) -> bool:
     """True if the forward leaves the loss to `model.loss_function`, or has no code to read."""
-    code = _code(model)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return code is None or "loss_function" in code.co_names
-
-
-def _code(model: nn.Module) -> Any:
-    return getattr(inspect.unwrap(type(model).forward), "__code__", None)
 
 
 def _is_listed(model: nn.Module, names: frozenset[str]) -> bool:
