@@ -67,9 +67,6 @@ def pack_heads_for_peers(
     """Packs the messages to other ranks, end to end. Returns them, and a function that writes this rank's own piece.
 
     See `pack_tokens_for_peers`. Sections that already form a message are sent as they are, the own piece included.
-
-    Args:
-        received: the messages from all ranks on the token side, where the own piece is written.
     """
     table = None if any(at.coded) else _shared_table(sections, at)
     if not at.is_own_separate or _is_message(table, at):

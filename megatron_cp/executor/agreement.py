@@ -157,11 +157,6 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
     """Fails on every rank unless all ranks call a model with the same inputs, by one exchange of 16 bytes on the host.
 
     Tensors are compared by type, shape and the sum of their bits, which is computed where they are and read once.
-
-    Args:
-        ranks: the group.
-        name: name of the model.
-        inputs: its arguments; tensors may be in lists and tuples.
     """
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return

@@ -219,13 +219,7 @@ def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Ten
 
 
 class InFlightExchange:
-    """The messages of one exchange that are under way on one rank, in forward and later in backward.
-
-    Args:
-        at: the form of the messages.
-        comm: the ranks, and the transport between them.
-        widths: features of the token side's tensors.
-    """
+    """The messages of one exchange that are under way on one rank, in forward and later in backward."""
 
     def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
         self.comm, self.widths = comm, widths

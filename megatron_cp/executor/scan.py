@@ -81,11 +81,6 @@ def continued_scan(
 ) -> tuple[Tensor, Tensor]:
     """Runs a recurrence from given states, without gradients.
 
-    Args:
-        step: the segments of all ranks, which are `continued`.
-        comm, local, tensors: as for `scan`.
-        initial: `[documents, h, K, V]` the states before the documents, the same on every rank.
-
     Returns:
         The outputs, and `[documents, h, K, V]` the states after the documents.
     """

@@ -121,11 +121,7 @@ class _KeepsProcesses:
 
 
 class PackedCollator:
-    """A collator that puts the documents of packed rows end to end, without padding.
-
-    Args:
-        tokenizer, options: what axolotl gives every collator; nothing is padded here.
-    """
+    """A collator that puts the documents of packed rows end to end, without padding."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.tokenizer = tokenizer

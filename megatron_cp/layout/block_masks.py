@@ -64,10 +64,6 @@ class BlockTable:
         longer if the number of blocks does not divide its length. A shorter document has blocks of one token, in the
         first rows and columns of the table.
 
-        Args:
-            starts: `[documents]` the first token of each document in the stream.
-            lengths: `[documents]` tokens of each document.
-
         Returns:
             `[n, 6]` disjoint bands; see `layout/bands.py`.
         """

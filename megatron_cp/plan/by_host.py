@@ -63,11 +63,7 @@ class ByHost(Fetch):
 
 
 class _FirstHop(Fetch):
-    """The first hop of `ByHost`.
-
-    Attributes:
-        forwards: `[hosts, owners]` the rank of each host that gets an owner's rows.
-    """
+    """The first hop of `ByHost`; `forwards` has, `[hosts, owners]`, the rank of each host that gets an owner's rows."""
 
     def __init__(self, direct: Fetch, hosts: tuple[int, ...]) -> None:
         self._hosts = hosts

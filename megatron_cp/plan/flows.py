@@ -329,11 +329,7 @@ class Fetch(Memo, KeyFlow):
 
 @dataclass(frozen=True, eq=False)
 class Return(RowFlow):
-    """The adjoint of a fetch: values computed for the fetched rows go back to their owners and are summed there.
-
-    Attributes:
-        fetch: the fetch whose rows are returned.
-    """
+    """The adjoint of a fetch: values computed for its rows go back to their owners and are summed there."""
 
     fetch: Fetch
 

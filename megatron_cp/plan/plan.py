@@ -96,12 +96,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """Hidden states that are moved to a plan's layout around a run of linear layers, and back after it.
+    """Hidden states, of `hidden_size` features a token, that are moved around a run of linear layers.
 
-    Attributes:
-        hidden_layout: the layout that they have outside the run.
-        hidden_size: features of a token.
-        layers: linear layers in the run.
+    They are moved from `hidden_layout` to the plan's layout before a run of `layers` layers, and back after it.
     """
 
     hidden_layout: Layout

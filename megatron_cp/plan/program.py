@@ -19,12 +19,7 @@ from megatron_cp.plan.stage import Stage
 
 
 class Part(NamedTuple):
-    """A stage of one head chunk.
-
-    Attributes:
-        stage: the tiles, and the flows of their keys and queries.
-        chunk: number of the head chunk.
-    """
+    """A stage of one head chunk."""
 
     stage: Stage
     chunk: int
@@ -175,13 +170,7 @@ Program = tuple[Instruction, ...]
 
 
 def attention_program(stages: tuple[Stage, ...], head_chunks: int, *, forward: bool) -> Program:
-    """Returns the instructions of one direction, in the order in which every rank runs them.
-
-    Args:
-        stages: the stages of this direction, in order; the flows of their keys have one class.
-        head_chunks: number of parts of each rank's heads that travel one after the other, equal on every rank.
-        forward: the direction.
-    """
+    """Returns the instructions of one direction, in the order in which every rank runs them."""
     flows = {type(stage.keys) for stage in stages if stage.keys is not None}
     if not flows:
         return tuple(Compute(Part(stages[0], chunk), None) for chunk in range(head_chunks))

@@ -35,11 +35,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> None:
     """Checks the keyword arguments that a model is called with together with a batch of `ContextParallel.shard`.
 
-    Args:
-        given: the keyword arguments.
-        num_ranks: size of the group.
-        has_loss: True if the model computes a loss from labels.
-
     Raises:
         ArgumentError: labels without shifted labels, or without the number of labels on all ranks; and the errors of
             `check_arguments`.

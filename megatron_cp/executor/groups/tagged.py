@@ -43,12 +43,7 @@ def is_peer_failure(error: RuntimeError) -> bool:
 
 @dataclass
 class _MessageQueue:
-    """The messages of this rank with one peer in one direction.
-
-    Attributes:
-        count: number of messages that were started.
-        latest: the latest of them.
-    """
+    """The messages started by this rank with one peer in one direction: how many, and the latest of them."""
 
     count: int = 0
     latest: deque[Started] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
