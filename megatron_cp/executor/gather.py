@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_rows, check_stream
+from megatron_cp.executor.arguments import accumulation_dtype, check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
@@ -105,7 +105,7 @@ def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Comm
     with comm.traced("gather wait", forward=False) if profiling() else NO_RANGE:
         pending.wait()
     # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
-    acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(gradient.dtype)
     local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
     comm.release(sent, received)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.groups import Group
 from megatron_cp.layout.mask_like import MaskLike
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
@@ -98,7 +99,7 @@ class Attention(Layer):
         """Returns cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 has no integers above
         256.
         """
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = accumulation_dtype(dtype)
         powers = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
         angles = positions.to(dtype)[:, None, None] * self.rope_theta**-powers
         return angles.cos(), angles.sin()

@@ -69,14 +69,9 @@ class Pattern:
 
 
 class FixedCalls:
-    """The calls of one pack.
+    """The calls of one pack, whose bands follow the pattern; those of the padding document are last.
 
-    Args:
-        bands: the bands of the pack; those of the padding document are last.
-        pattern: the pattern of its documents.
-        num_documents: number of documents that have tokens, without the padding document.
-        capacity: the largest number of documents in any pack.
-        num_queries, num_keys: numbers of rows.
+    `num_documents` have tokens, without the padding document; `capacity` is the most that any pack has.
     """
 
     def __init__(
@@ -145,14 +140,9 @@ class FixedCalls:
 
 
 class _FixedAxis:
-    """An `Axis` of a call with `capacity` segments.
+    """An `Axis` of a call with `capacity` segments, of which the padding document's are not filled.
 
-    Args:
-        starts, ends: rows at which the segments start and end, document after document.
-        rounds: the rounds of the segments of one document.
-        num_segments: number of segments without those of the last document.
-        capacity: the largest number of segments in any pack.
-        num_rows: number of rows of the axis.
+    `rounds` are those of the segments of one document.
     """
 
     def __init__(
