@@ -97,13 +97,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 @dataclass(frozen=True)
 class Work:
-    """A layer of a model, and a batch for it.
-
-    Attributes:
-        case: the layer and the batch.
-        hidden_size: features of the model's hidden states.
-        trace: the file for a profiler's trace of our layer, or None.
-    """
+    """A layer of a model, and a batch for it; `trace` is the file for a profiler's trace of our layer."""
 
     case: Case
     hidden_size: int

@@ -169,10 +169,6 @@ def other_data(checkpoint: Path, data: Mapping[str, Any]) -> list[str]:
     """Describes the options and documents that decide what is read and differ from those of the checkpoint.
 
     A resumed run reads on at the pack with the next number, which is another place if the order differs.
-
-    Args:
-        checkpoint: a checkpoint that `check_checkpoint` has accepted.
-        data: what the resumed run reads, from `TrainingOptions.data`.
     """
     before = _common_state(checkpoint)["megatron_cp"].get("data", {})
     return [

@@ -71,13 +71,7 @@ def split_corpus(options: TrainingOptions, corpus: Corpus) -> tuple[Corpus, Corp
 
 
 def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> PackedStream:
-    """Returns the packs of a run.
-
-    Args:
-        options: the run's options.
-        corpus: its documents.
-        replicas: number of data-parallel ranks; they divide the packs of a step.
-    """
+    """Returns the packs of a run."""
     even = None
     if options.cp_even_packs:
         flops = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
@@ -88,11 +82,6 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
 
 def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     """Trains on this rank, from the run's checkpoint or its seed, and returns a summary.
-
-    Args:
-        world: all ranks of the job.
-        run: the run, the same on every rank.
-        device: "cpu", or "cuda" for this rank's current device.
 
     Returns:
         `steps, first_loss, final_loss, validation_loss, tokens_per_second, pad_tokens`; the same on every rank.
