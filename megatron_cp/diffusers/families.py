@@ -17,8 +17,6 @@ class Rows:
     """The dimension of a tensor along which it has a row for each token of a stream.
 
     Attributes:
-        stream: "image" (or video), or "text".
-        dim: the dimension.
         ndim: the tensor has rows only if it has so many dimensions; None if it always has.
     """
 

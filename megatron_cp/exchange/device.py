@@ -93,7 +93,6 @@ class CallTables:
     Without them an operation makes its own tables and keeps them for the batch.
 
     Attributes:
-        memory: the memory.
         pack: identifies the pack; `memory.pack` is that of the pack loaded last.
         orders: "order" and "inverse_order" of the exchange's layout, where rows are not in stream order.
         stage_tiles: attention's tiles in each stage, with their kernel calls.

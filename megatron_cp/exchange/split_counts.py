@@ -31,7 +31,6 @@ def count_by_owner(
         owner, amount: `[n]` the rank that has each piece, and the size of the piece.
         starts, ends: ranges of the `n` pieces that readers want, grouped by reader.
         offsets: `[readers + 1]` offsets of the groups.
-        ranks: the number of ranks.
     """
     counts = np.zeros((ranks, offsets.size - 1), dtype=np.int64)
     wanting = np.flatnonzero(np.diff(offsets))

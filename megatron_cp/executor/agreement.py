@@ -91,9 +91,7 @@ def agree_on_call(
     their activity: where the group supports it, messages of different activities are never matched.
 
     Args:
-        ranks: the group.
         subjects: the plan, or the layouts.
-        operation: name of the operation.
         tensors: inputs and parameters, of which types, shapes other than the number of rows, and whether they need
             gradients are compared.
         options: numbers and names.

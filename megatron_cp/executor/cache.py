@@ -241,8 +241,6 @@ class StateShape(NamedTuple):
 
     Attributes:
         ranges: each rank's first channel, and one past its last.
-        rest: the other sizes.
-        dtype: the type.
     """
 
     ranges: Ranges

@@ -70,7 +70,6 @@ def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors:
     Args:
         step: the segments of all ranks, in document order.
         comm: the ranks of the layout, and the transport between them.
-        local: this rank's work.
         tensors: the inputs of `local`. On a rank without tokens they, and the output, have no elements.
     """
     return _Scan.apply(step, over(comm), local, *tensors)

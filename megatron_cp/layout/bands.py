@@ -108,7 +108,6 @@ def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> 
     """Cuts every band to every range that it meets, along one axis.
 
     Args:
-        bands: `[n, 6]`.
         starts, ends: `[m]` disjoint, non-empty ranges in rising order.
         queries: the axis: queries, or keys.
 

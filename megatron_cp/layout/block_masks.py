@@ -30,7 +30,6 @@ class BlockTable:
         is_causal: no query sees keys after its own position, whatever the table says.
         sees: returns True where a block is visible, given the numbers of the query's and the key's block and the number
             of blocks.
-        remark: description for the command line.
         multiple_of: a divisor of the number of blocks.
     """
 

@@ -49,10 +49,8 @@ class Segments(Memo):
     """The fragments of a layout, cut where documents begin or branch and numbered in stream order.
 
     Attributes:
-        cp_size: ranks of the layout.
         start, end: `[n]` range of the packed stream.
         rank, row: `[n]` the owner, and the owner's first row.
-        document: `[n]` the document.
         parent: `[n]` the segment that each one continues; -1 where a document begins.
         past, future: `[n]` True if its document begins before it, and if it continues after it.
         branches: True if several segments continue the same one.

@@ -21,8 +21,6 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_si
         x: `[..., features]`
         z: the gate, shaped like x, or None for no gate.
         weight: `[features]`
-        eps: added to the mean of a group's squares.
-        group_size: number of features of a group.
 
     Returns:
         A tensor like x.

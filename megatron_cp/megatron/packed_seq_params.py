@@ -36,7 +36,6 @@ class PlannedSeqParams(PackedSeqParams):
     `cu_seqlens_*` are those of the whole batch, as in Megatron; `max_seqlen_*` are rounded up to a power of two.
 
     Attributes:
-        plans: the plans of every kind of layer.
         positions: `[t]`, the position of each of this rank's rows in its document, on the device.
         seed: seed of dropout in attention, the same on every rank, and another one in every batch and step. None for
             Megatron's own batches, whose layers draw one.
@@ -157,7 +156,6 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     The lengths in Megatron's own `params` are on the device. They are read once a microbatch, by the first layer.
 
     Args:
-        params: the `PackedSeqParams` of a packed batch.
         group: the context-parallel ranks, if the batch has no `cp_group` of its own.
         order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
 
@@ -225,7 +223,6 @@ class Documents:
         """Returns the layout of Megatron's own sharding.
 
         Args:
-            cp_size: the number of ranks.
             order: the unit that is cut into `2 * cp_size` chunks, of which rank r gets chunks r and
                 `2 * cp_size - 1 - r`: each "document" or the whole "pack". `PackedSeqParams` does not have it.
 

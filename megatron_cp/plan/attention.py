@@ -49,7 +49,6 @@ class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
 
     Attributes:
-        mask: the keys that each query sees.
         queries, keys: the ranks that hold each token, by `kv_rank`.
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.

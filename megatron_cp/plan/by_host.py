@@ -22,7 +22,6 @@ class ByHost(Fetch):
 
     Args:
         direct: the fetch of the same rows in one hop.
-        hosts: the host of each rank.
 
     Attributes:
         first: the first hop: rows of other hosts that a rank sends on, and own rows that ranks of its host want.

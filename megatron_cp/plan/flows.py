@@ -96,7 +96,6 @@ class PassOn(KeyFlow):
     """A single hop of a ring.
 
     Attributes:
-        layout: the owner of each row.
         hops: hops from the rows' owner, this one included; after as many hops as ranks they are at their owner again.
     """
 
@@ -153,7 +152,6 @@ class Fetch(Memo, KeyFlow):
     """A transfer of the rows that each rank wants, from their owners.
 
     Args:
-        layout: the owner of each row.
         wanted: returns the rows that a rank wants, as ranges of the stream.
         description: the phrase for `explain`.
         equal_shares: all ranks want all rows: an all-gather, with every share padded to the longest.
@@ -307,7 +305,6 @@ class Fetch(Memo, KeyFlow):
         """Returns a rank's own rows that lie in ranges of the stream, which rise for each reader.
 
         Args:
-            rank: the owner of the rows.
             starts, ends: the ranges, grouped by reader.
             offsets: `[readers + 1]` offsets of the groups.
 

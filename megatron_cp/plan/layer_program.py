@@ -29,7 +29,6 @@ class Move(NamedTuple):
 
     Attributes:
         step: the step that has the exchange; backward goes in the other direction.
-        to_heads: the direction.
         starts: False for the wait.
         parts: numbers of the parts, a single one on the head side.
     """

@@ -37,11 +37,9 @@ class Price:
     """The predicted cost of one candidate for running a layer.
 
     Attributes:
-        scheme: the candidate's scheme.
         forward, backward: milliseconds of the slowest rank, its share of a redistribution included.
         bytes_sent: the most that a rank sends in forward, that share included.
         is_bound: True if the times are lower bounds, which were enough to rule the candidate out.
-        hardware: description of the machine that the prediction is for.
         exposed: milliseconds of both directions by which transfers exceed the work of the busiest rank.
         detail: the candidate's options, printed after its scheme.
         reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.

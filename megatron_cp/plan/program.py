@@ -35,7 +35,6 @@ class Pack:
 
     Attributes:
         buffer: number of the new buffer.
-        payload: the kind of rows.
         flow: selects the rows that are sent; None for all own rows, `Return` for all rows of `source`.
         source: the other buffer; None for own rows.
     """
@@ -53,7 +52,6 @@ class Start:
 
     Attributes:
         source, buffer: the buffers of the sent and of the received rows.
-        payload: the kind of rows.
         flow: the rows that go to each rank.
     """
 
@@ -93,7 +91,6 @@ class Allocate:
 
     Attributes:
         buffer: number of the new buffer.
-        payload: the kind of rows.
         like: the other buffer; None for as many rows as `flow` receives.
         flow: the flow of the rows of `like`; None if they are own rows.
     """
@@ -126,8 +123,6 @@ class ComputeRemote:
     """Computes a stage's tiles of other ranks' queries.
 
     Attributes:
-        keys: the buffer of the keys.
-        queries: the buffer of the queries.
         results: the buffer for partial outputs, or in backward for the gradients of the queries.
         gradients: in backward, the buffer for the gradients of the keys.
     """

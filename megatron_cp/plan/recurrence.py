@@ -49,9 +49,6 @@ class Halo(Memo):
     """The tokens before each segment that a causal convolution of `width` taps reaches, fetched in one exchange.
 
     Attributes:
-        layout: the ranks that hold each token.
-        width: taps of the convolution.
-        channels: features of a token.
         continued: True if the tokens before a document's first one are those of earlier calls: all segments wait, and
             every rank also gets the last tokens that each document then has, behind the rows of its segments.
     """
@@ -180,9 +177,7 @@ class Scan(Memo):
     """The maps of segments that a recurrence exchanges, once in each direction.
 
     Attributes:
-        layout: the ranks that hold each token.
         heads: the number of heads, each with a state `[key_dim, value_dim]`.
-        key_dim, value_dim: sizes of the state.
         dense: True if M is a matrix `[key_dim, key_dim]` for each head, as in a delta rule; else it is one number.
         continued: True if documents continue the states of earlier calls, forward only; see `Segments`.
         gathers: True if every rank gets the maps of all ranks in one all-gather, with each share padded to the longest;

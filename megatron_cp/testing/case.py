@@ -54,7 +54,6 @@ class LayerCase:
 
     Attributes:
         layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
-        cp: the number of ranks.
         lengths: the documents' lengths; with `parents`, those of the segments of documents that branch.
         parents: the segment that each one continues, see `Packing.tree`; None for documents that share no tokens.
         layout: a name that `layout_by_name` knows.
@@ -70,17 +69,11 @@ class LayerCase:
         scheme: the scheme of attention, or the mode of a linear layer.
         ulysses_degree: for attention; see `plan_attention`.
         head_chunks: for attention and headwise linear layers.
-        transport: the name of the transport.
         num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
-        hosts: the host of each rank.
-        codec: the codec of messages.
         hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
             None.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: for attention; see `attention`.
-        align: the alignment of the layout's rows.
-        dtype: the type of all tensors.
-        device: the device of all tensors.
         kernel: the backend, or "auto".
         seed: seed of the inputs and of a random layout.
         search_seconds, search_cache: for tiles; see `plan_attention`.

@@ -48,12 +48,9 @@ def planned_attention(
     """Computes softmax attention for this rank's rows by the batch's plan.
 
     Args:
-        module: the attention layer, which `enable_context_parallel` gave an `AttentionSpec`.
         query, key, value: `[1, heads, t, head_dim]`, transformers' shape.
         attention_mask: must be None, since documents, windows and chunks are in the plan.
         scaling, dropout, sliding_window, softcap, s_aux: as transformers' models pass them; `s_aux` is the sinks.
-        cp_batch: the batch's plans.
-        others: arguments that other attention functions read.
 
     Returns:
         The output `[1, t, heads, head_dim]`, and None for the weights.

@@ -83,11 +83,8 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
     """Returns the spec of a softmax attention.
 
     Args:
-        module: the attention module.
-        config: the text model's configuration.
         latents: True for latents that travel, where the module expands them in a method of its own. They always do
             where an indexer chooses keys.
-        options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)

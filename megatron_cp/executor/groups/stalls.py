@@ -44,9 +44,7 @@ class Stall:
 
     Attributes:
         wait: number of the wait on this rank.
-        direction: "send" or "recv".
         peer: the rank that is waited for.
-        message: the message that is waited for.
         details: the lines that are being compared, if the wait is in a comparison.
         since: time at which it began, by this rank's monotonic clock.
     """
@@ -79,8 +77,6 @@ def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> 
     """Returns why the wait of `rank` can never end, or None if it may still end.
 
     Args:
-        rank: this rank.
-        report: its current report.
         look: returns another rank's report if it has waited long. The report may be old, but holds if that rank still
             waits, which it does if the message that it waits for was never sent. So only a cycle that leads back to
             `rank` counts.

@@ -58,13 +58,8 @@ class _MessageQueue:
 class TaggedMessages:
     """The messages of one rank over a gloo group.
 
-    Args:
-        group: the process group.
-        agreed: the calls and plans that its ranks have compared.
-
     Attributes:
         timeout: seconds to wait for one message; the group's own limit if None.
-        stall: the current wait, if any.
         verdict: the reason why a wait can never end, once it is known.
         published: number of the latest wait that was published to the other ranks.
     """

@@ -324,8 +324,6 @@ class _ChunkScan(LocalScan):
         """Writes the gradients of the states to `after`.
 
         Args:
-            terms: the terms of the recurrence.
-            pieces: the pieces of one class.
             given: the gradients of the states after the pieces; None for zero.
             wanted: the gradients of the states before the chunks, by the chunks' own outputs.
             after: the gradients of the states after the chunks; None to write none.

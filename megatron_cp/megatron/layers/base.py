@@ -28,8 +28,6 @@ class ContextParallelModule:
 
     Attributes:
         config: Megatron's configuration, with or without our options.
-        slot: the module's kind of layer.
-        ranks: the module's context-parallel group.
     """
 
     config: Any
