@@ -32,7 +32,6 @@ class CacheStep(NamedTuple):
 
     Attributes:
         number: counted from 1; 0 before the first step.
-        layout, kv_layout: see `Cache`.
     """
 
     number: int

@@ -41,9 +41,7 @@ def save_checkpoint(
 
     Args:
         folder: the folder of the run's checkpoints; no other run writes there.
-        training: the state to save.
         shape: options that a model that loads it must share, from `TrainingOptions.shape`.
-        iteration: number of steps done.
         data: what the steps read, from `TrainingOptions.data`; None leaves out the warning about other data.
 
     Raises:

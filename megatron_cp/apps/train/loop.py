@@ -197,7 +197,6 @@ class _Counts(NamedTuple):
     """Counts over the packs of some steps.
 
     Attributes:
-        tokens: tokens in them.
         pad_rows: rows that hold no token.
         layouts: number of packs with each layout; empty unless a layout is chosen for each pack.
         why: the reason for the layout of the run's first pack; empty in later counts.

@@ -369,14 +369,8 @@ class Run:
     """A training run: its options, its folder and its start.
 
     Attributes:
-        options: the run's options.
-        folder: its own folder, for metrics, pictures and checkpoints.
-        resume: the checkpoint from which to go on.
         name: text beside the progress bar.
-        save: True writes checkpoints.
         first_gradients: a folder to write the gradients of the first step to, for comparing; None for nowhere.
-        tensorboard: the folder for TensorBoard's files, or None.
-        wandb: the project of Weights & Biases, or None.
     """
 
     options: TrainingOptions

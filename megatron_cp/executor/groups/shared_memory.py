@@ -108,9 +108,7 @@ class Waits(NamedTuple):
     """Arguments of a transfer's waits.
 
     Attributes:
-        activity: description of the operation, for errors.
         patience: seconds to wait for one rank.
-        has_failed: returns True once the group knows that another rank has failed.
     """
 
     activity: str

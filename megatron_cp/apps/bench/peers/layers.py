@@ -54,7 +54,6 @@ class Layer:
 
     Attributes:
         forward: `[t, 1, hidden]` to the same, without the bias that it leaves to others.
-        module: the module with the parameters.
     """
 
     forward: Callable[[Tensor], Tensor]
