@@ -55,10 +55,12 @@ class Memo:
 
 def remembered(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Makes a method of a `Memo`, or a function of one, keep its results there, by its other arguments."""
+    name = method.__qualname__
 
     @wraps(method)
     def found(self: Memo, *args: P.args, **options: P.kwargs) -> T:
-        return self.memo((method.__qualname__, *args, *options.items()), lambda: method(self, *args, **options))
+        key = (name, *args, *options.items()) if options else (name, *args)
+        return self.memo(key, lambda: method(self, *args, **options))
 
     return found
 
