@@ -133,9 +133,10 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
             "experimental_attention_variant": options.experimental_attention_variant,
             "linear_attention_freq": options.linear_attention_freq,
         }
+    sizes = options.hierarchical_context_parallel_sizes
     return TransformerConfig(
         num_layers=num_layers,
-        hierarchical_context_parallel_sizes=_as_list(options.hierarchical_context_parallel_sizes),
+        hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
         cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
         normalization="RMSNorm",
         layernorm_epsilon=options.norm_epsilon,
@@ -149,10 +150,6 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         pipeline_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         **own,
     )
-
-
-def _as_list(values: tuple[int, ...] | None) -> list[int] | None:
-    return None if values is None else list(values)
 
 
 def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
