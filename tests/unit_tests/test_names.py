@@ -11,6 +11,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras, lazy
+from tests.forked_commands import run_code
 
 HOUSE = Path(megatron_cp.__file__).parent
 PACKAGES = sorted(
@@ -101,7 +102,7 @@ try:
 except ModuleNotFoundError as error:
     print(error.name.split(".")[0], str(error))
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = run_code(code)
     assert said.startswith(f"{missing} No module named '{missing}")
     assert f"; {package} needs it: {extras.install(package.rpartition('.')[2])}" in said
 

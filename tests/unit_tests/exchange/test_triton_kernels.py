@@ -7,10 +7,8 @@ a kernel should write is 0xFF before, and so is every one that it should not.
 from __future__ import annotations
 
 import mmap
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +20,7 @@ from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
-from tests.commands import run_module
+from tests.forked_commands import run_code, run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -47,7 +45,7 @@ def test_tables_need_no_triton():
         kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
         assert copy_table([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
     """
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120, check=True)
+    run_code(program)
 
 
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:
