@@ -90,14 +90,17 @@ class Window:
             slot = (number + turn) % _SLOTS
             staged = [(pieces[turn], readers, at) for pieces, readers, at in outgoing if turn < len(pieces)]
             if staged:
-                for reader in self._unread[slot]:
-                    self._handle.wait_signal(reader, _SLOTS + slot, limit)
-                self._unread[slot] = []
+                self._await_readers(slot, limit)
             for piece, readers, at in staged:
                 self._stage(piece, readers, slot, at, limit)
             for pieces, peer, at in incoming:
                 if turn < len(pieces):
                     self._read(pieces[turn], peer, slot, at, limit)
+
+    def _await_readers(self, slot: int, limit: int) -> None:
+        for reader in self._unread[slot]:
+            self._handle.wait_signal(reader, _SLOTS + slot, limit)
+        self._unread[slot] = []
 
     def _stage(self, piece: Tensor, readers: Sequence[int], slot: int, at: int, limit: int) -> None:
         self._place(self.rank, slot, at, piece).copy_(piece)
