@@ -63,11 +63,7 @@ def checked_flag(argument: str, value: object) -> bool:
 
 
 def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
-    """Returns the scale as a finite float; `head_dim ** -0.5` if None.
-
-    Raises:
-        ArgumentError: it is no finite number.
-    """
+    """Returns the scale as a finite float; `head_dim ** -0.5` if None."""
     if scale is None:
         return head_dim**-0.5
     if not math.isfinite(as_number(scale)):

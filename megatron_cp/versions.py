@@ -67,9 +67,6 @@ def warn_if_framework_untested(package: str) -> None:
     """Warns if a framework is installed in another version than its adapter was tested with.
 
     Adapters override methods that a framework may rename, and that none of its versions promises.
-
-    Args:
-        package: one of `ADAPTERS`.
     """
     with contextlib.suppress(metadata.PackageNotFoundError):
         found = metadata.version(package)

@@ -45,9 +45,7 @@ class Stream:
         tokens: `[total]` int64.
         labels: `[total]` int64, already shifted.
         loss_weights: `[total]` float32.
-        layout: the layout over all ranks.
         rank: the rank whose rows `ahead` returns.
-        device: the device of those rows.
     """
 
     tokens: Tensor

@@ -38,7 +38,6 @@ from megatron_cp.linear.kernels.fla import fixed_documents
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
-from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import LoadedTiles
@@ -316,11 +315,7 @@ class GraphTables:
 
 
 def documents_of(slots: GraphTables, layout: Layout) -> Packing:
-    """Returns the documents that `GraphTables.layout` made a layout for.
-
-    Raises:
-        ArgumentError: it did not, or other slots did.
-    """
+    """Returns the documents that `GraphTables.layout` made a layout for."""
     if not isinstance(layout, FilledLayout) or layout.room != slots._room:
         remedy = "Make it by the layout(lengths) of these GraphTables."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
@@ -346,17 +341,10 @@ def _with_prefix(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
     return {name.removeprefix(start): table for name, table in tables.items() if name.startswith(start)}
 
 
-def _exchange_layout(plan: Plan, rank: int) -> Layout | None:
-    """Returns the layout of the ranks that this one exchanges heads with."""
-    for step in plan.steps:
-        if isinstance(step, ToHeads | ToTokens):
-            return step.exchange.subgroup(rank // plan.ulysses_degree).layout
-    return None
-
-
 def _order_tables(plan: Plan, rank: int) -> Tables:
     """Returns the tables by which the head side puts rows in stream order, and back."""
-    layout = _exchange_layout(plan, rank)
+    exchange = next((exchange for exchange, _ in plan.exchanges(forward=True)), None)
+    layout = None if exchange is None else exchange.subgroup(rank // plan.ulysses_degree).layout
     if layout is None or layout.in_stream_order:
         return {}
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
@@ -396,10 +384,10 @@ class _Memory:
             self._hosts = [torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._copied: list[Any] = [None, None]
         self.device, self.pack = device, object()
-        self.views = {
-            name: self._device[self._places[name]].view(_torch_type(table.dtype)).view(table.shape)
-            for name, table in tables.items()
-        }
+        self.views = dict[str, Tensor]()
+        for name, table in tables.items():
+            dtype = torch.from_numpy(np.empty(0, table.dtype)).dtype
+            self.views[name] = self._device[self._places[name]].view(dtype).view(table.shape)
 
     def load(self, tables: Tables) -> dict[str, Tensor]:
         """Copies the tables, and returns their views on the device."""
@@ -426,7 +414,3 @@ class _Memory:
 
 def _is_table(values: object) -> bool:
     return isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
-
-
-def _torch_type(dtype: np.dtype) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -90,15 +90,9 @@ def token_loss(
 
 
 def weighted_sum(losses: Tensor, weights: Tensor, copies: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the sum of one rank's weighted losses, and the number of its tokens that count.
+    """Returns the sum of one rank's weighted losses, in at least float32 and differentiable, and how many count, int64.
 
-    Args:
-        losses: a tensor of any shape.
-        weights: a tensor of the same shape.
-        copies: how often each loss counts, in int64; once, if its weight is not 0, if None.
-
-    Returns:
-        the sum, in at least float32 and differentiable; and how many weights are not 0, in int64.
+    Each counts once if its weight is not 0, or as often as `copies` says.
     """
     acc_dtype = torch.promote_types(losses.dtype, torch.float32)
     # Masked, since 0 times an infinite loss is not 0.

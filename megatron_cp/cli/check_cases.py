@@ -83,11 +83,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | None) -> tuple[list[Case], dict[int, str]]:
-    """Returns the cases of all sizes that can be run, and the reason for each size that cannot.
-
-    Raises:
-        ArgumentError: no size can be run.
-    """
+    """Returns the cases of all sizes that can be run, and the reason for each size that cannot."""
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
     given = given_axes(args)
     if args.scheme is None:  # the one that is to be bitwise; --all runs every one

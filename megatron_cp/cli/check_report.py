@@ -15,13 +15,7 @@ from megatron_cp.testing.parity import Parity
 
 
 def save_check(args: argparse.Namespace, results: Sequence[Parity], verdict: str) -> None:
-    """Writes the page of a check to `args.report`.
-
-    Args:
-        args: the command's options.
-        results: the result of every case.
-        verdict: the first line of the command's text.
-    """
+    """Writes the page of a check to `args.report`."""
     passed = all(result.passed for result in results)
     report = {
         "title": f"Check of {args.layer}, {counted(len(results), 'case')}",

@@ -67,7 +67,8 @@ def _machine(args: argparse.Namespace) -> Report:
     findings = [*_kernels(), *_backends(), *_plans()]
     adapters = {name: version_of(name) for name in ADAPTERS}
     lines = _here(versions, devices, findings, adapters)
-    proofs = _cuda_code()
+    # The table, kept by the tests, that says how each function that runs only with CUDA was tested.
+    proofs: dict[str, Any] = json.loads(files("megatron_cp.cli").joinpath("cuda_code.json").read_text())
     if args.all:
         width = max(len(finding.feature) for finding in findings)
         lines += ["", *_tested(versions), ""]
@@ -184,12 +185,6 @@ def _plans() -> list[Finding]:
         else Finding(f"{entry.argument} {entry.value}", False, f"megatron-core is not installed: {INSTALL_MEGATRON}")
         for entry in CAPABILITIES
     ]
-
-
-def _cuda_code() -> dict[str, Any]:
-    """Reads the table, kept by the tests, that says how each function that runs only with CUDA was tested."""
-    found: dict[str, Any] = json.loads(files("megatron_cp.cli").joinpath("cuda_code.json").read_text())
-    return found
 
 
 def _proofs(table: dict[str, Any]) -> list[str]:

@@ -52,11 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the options of a command line, with its command as `run`.
-
-    Raises:
-        UsageError: a command, an option or a value that is not known.
-    """
+    """Returns the options of a command line, with its command as `run`."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser, commands = _parsers(next((word for word in words if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(words)

@@ -384,11 +384,6 @@ def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
     return {"layers": plan.redistribution.layers, "collectives": 2, "bytes_sent_per_rank": sent}
 
 
-def _predicted(plan: Plan, *, forward: bool) -> float | None:
-    """Returns the predicted milliseconds of the chosen candidate; None if nothing was priced."""
-    return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
-
-
 def _solver(plan: Plan) -> dict[str, Any]:
     """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
@@ -429,7 +424,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "solver": _solver(plan),
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "redistribution": _redistribution(plan, item_size),
-        "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
+        "predicted_ms": {name: getattr(plan.prices[0], name) if plan.prices else None for name in _BOTH},
         "detail": plan.prices[0].detail if plan.prices else "",
         "prices": [
             {

@@ -28,12 +28,8 @@ def coloured(text: str, stream: TextIO | None) -> str:
 class Progress:
     """A line on standard error that says how many of a number of steps are done, and how long the rest may take.
 
-    A terminal has one line that is written again; elsewhere there is a line every ten seconds.
-
-    Args:
-        what: the name of the steps, such as "cases".
-        total: the number of steps.
-        quiet: True prints nothing, since another rank does.
+    A terminal has one line that is written again; elsewhere there is a line every ten seconds. If `quiet`, another rank
+    prints it.
     """
 
     def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:

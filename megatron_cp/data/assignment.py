@@ -50,9 +50,6 @@ class Assignment:
     """The packs of a global batch, which exchange documents. Tokens of a pack never exceed the budget.
 
     Args:
-        lengths: `[documents]` tokens of each document.
-        work: `[documents]` work of each document.
-        budget: the most tokens of a pack.
         ranks: data-parallel ranks; they divide the number of packs.
         packs: the documents of each pack, at least one.
     """
@@ -106,7 +103,6 @@ class Assignment:
 
         Args:
             targets: `[microbatches, ranks]` target work of each pack; they sum to the total work.
-            tries: the most pairs of packs to try.
         """
         least = EVEN * float(targets.mean())
         done = np.zeros(len(self._packs), bool)
@@ -131,7 +127,6 @@ class Assignment:
         """Exchanges documents or packs until the ranks' sums are even, as far as exchanges of two ranks can achieve.
 
         Args:
-            tries: the most pairs of ranks to try.
             keep_peaks: no pack may grow beyond the heaviest of its microbatch.
         """
         done = np.zeros(self.ranks, bool)

@@ -134,11 +134,7 @@ class CorpusPart:
 
 
 def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
-    """Returns the parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0.
-
-    Raises:
-        ArgumentError: not shares of at least 0, or one above 0 that would get no document.
-    """
+    """Returns the parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0."""
     try:
         weights = np.array([float(share) for share in shares.split(",")])
     except ValueError:

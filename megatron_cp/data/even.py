@@ -228,7 +228,6 @@ def _levels(least: FloatArray, total: float) -> FloatArray:
 
     Args:
         least: `[microbatches]` the work of the longest document, which is a lower bound of every pack.
-        total: the work of a rank.
     """
     if least.sum() >= total:
         return least * (total / least.sum() if total else 1.0)

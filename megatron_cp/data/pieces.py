@@ -27,9 +27,7 @@ def cut(documents: IntArray, lengths: IntArray, budget: int) -> IntArray:
     document ever do.
 
     Args:
-        documents: `[documents]` numbers of the documents.
         lengths: `[documents]` tokens of each document; one without tokens has no piece.
-        budget: the most tokens of a piece.
 
     Returns:
         `[pieces, 3]`, whose rows are `Piece`s, in the order of `documents`.

@@ -165,7 +165,6 @@ class _Epoch:
     """The packs of one epoch, as arrays: a corpus may have millions of documents.
 
     Attributes:
-        number: the epoch, from 0.
         rows: `[pieces, 3]` every `Piece`, pack by pack.
         bounds: `[packs + 1]` start of each pack in `rows`.
     """

@@ -17,8 +17,6 @@ class Rows:
     """The dimension of a tensor along which it has a row for each token of a stream.
 
     Attributes:
-        stream: "image" (or video), or "text".
-        dim: the dimension.
         ndim: the tensor has rows only if it has so many dimensions; None if it always has.
     """
 
@@ -113,11 +111,7 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """Returns the family of a model's class.
-
-    Raises:
-        ArgumentError: there is none, or the model has a setting whose rows are not computed here.
-    """
+    """Returns the family of a model's class."""
     name = type(model).__name__
     if name not in FAMILIES:
         remedy = (

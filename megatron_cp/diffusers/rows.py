@@ -32,7 +32,6 @@ class PassRows:
     Attributes:
         batch: entries of the batch; each attends to itself.
         streams: `(name, rows)` of the streams, in the order in which attentions concatenate them.
-        cp_size: number of ranks.
         holds_text: True if every rank has all rows of text, False if they are split.
         real_text: for each entry the rows of text that are real, `(0, 1, ...)`; None if all are.
     """

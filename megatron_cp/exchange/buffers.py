@@ -121,9 +121,7 @@ class _Buffer:
     """A buffer of the pool.
 
     Attributes:
-        address: of its storage.
         place: device, whether its memory is pinned, and stream.
-        capacity: bytes that it can hold.
         number: its position among all buffers in the order of allocation.
         taken: the number of the acquisition that took it last.
         in_graph: True if a CUDA graph uses it.

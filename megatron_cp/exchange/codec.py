@@ -27,12 +27,7 @@ INT8 = Format("int8", 127.0)
 
 @dataclass(frozen=True)
 class Codec:
-    """The formats for activations and their gradients.
-
-    Attributes:
-        name: a value of `--cp-codec`.
-        forward, backward: the formats of activations and of gradients.
-    """
+    """The formats for activations and their gradients; `name` is a value of `--cp-codec`."""
 
     name: str
     forward: Format

@@ -31,9 +31,6 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
     """Returns a copy of a host table on `device`.
 
     It goes through pinned memory to CUDA, since a copy from pageable memory makes the host wait for the stream.
-
-    Raises:
-        ArgumentError: the table counts beyond what its type on the device holds.
     """
     if dtype == torch.int32 and table.size and not -(2**31) <= int(table.min()) <= int(table.max()) < 2**31:
         largest = max(int(table.max()), -int(table.min()))
@@ -96,7 +93,6 @@ class CallTables:
     Without them an operation makes its own tables and keeps them for the batch.
 
     Attributes:
-        memory: the memory.
         pack: identifies the pack; `memory.pack` is that of the pack loaded last.
         orders: "order" and "inverse_order" of the exchange's layout, where rows are not in stream order.
         stage_tiles: attention's tiles in each stage, with their kernel calls.

@@ -58,11 +58,10 @@ class Exchange(Memo):
         """Returns the exchange among the ranks of one `kv_rank`, as an exchange of all ranks of its own layout."""
         if self.degree == self.layout.cp_size:
             return self
-
-        def make() -> Exchange:
-            return replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree))
-
-        return self.memo(("subgroup", kv_rank), make)
+        return self.memo(
+            ("subgroup", kv_rank),
+            lambda: replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree)),
+        )
 
     @cached_property
     def parts(self) -> tuple[Sections, ...]:

@@ -22,7 +22,6 @@ class Place(NamedTuple):
     """The position of a section in a table of rows, as a view of a flat tensor of the section's type.
 
     Attributes:
-        dtype: the section's type.
         shape: `[T, (b,) h, d]`.
         stride: in elements.
         start: elements before the first.

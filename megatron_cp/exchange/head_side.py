@@ -19,7 +19,6 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import (
-    as_words,
     fits_words,
     no_own_piece,
     payload_and_scales,
@@ -68,9 +67,6 @@ def pack_heads_for_peers(
     """Packs the messages to other ranks, end to end. Returns them, and a function that writes this rank's own piece.
 
     See `pack_tokens_for_peers`. Sections that already form a message are sent as they are, the own piece included.
-
-    Args:
-        received: the messages from all ranks on the token side, where the own piece is written.
     """
     table = None if any(at.coded) else _shared_table(sections, at)
     if not at.is_own_separate or _is_message(table, at):
@@ -142,7 +138,7 @@ def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Gathers dense rows of `[T, ...]` into `out`, in 8-byte words if possible."""
     source, out = source.flatten(1), out.flatten(1)
     if fits_words(source, out):
-        source, out = as_words(source), as_words(out)
+        source, out = source.view(torch.int64), out.view(torch.int64)
     torch.index_select(source, 0, index, out=out)
 
 

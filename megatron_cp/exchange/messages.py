@@ -40,11 +40,7 @@ def no_own_piece() -> None:
 
 
 def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
-    """Splits `[n, f]` tensors, laid end to end along the features, into one `[n, width]` view for each section.
-
-    Raises:
-        ArgumentError: the features are not the sections, whole and in order.
-    """
+    """Splits `[n, f]` tensors, laid end to end along the features, into one `[n, width]` view for each section."""
     views, blocks = [], iter(exchange.sections.blocks)
     for tensor in rows:
         start = 0
@@ -118,11 +114,6 @@ def fits_words(*views: Tensor) -> bool:
             if stride * size % 8:
                 return False
     return True
-
-
-def as_words(view: Tensor) -> Tensor:
-    """Returns a view in 8-byte words; requires `fits_words`."""
-    return view.view(torch.int64)
 
 
 def byte_offset(tensor: Tensor) -> int:

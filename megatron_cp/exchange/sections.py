@@ -68,9 +68,6 @@ def partition_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadPartit
 
     Assigns whole groups if there are at least as many groups as ranks. With fewer groups, ranks are assigned to groups,
     so that no rank reads two, unless single heads give the busiest rank less to do.
-
-    Raises:
-        ArgumentError: a count below 1, or groups that do not divide heads.
     """
     num_heads = checked_integer("num_heads", num_heads, 1)
     num_groups = checked_integer("num_groups", num_groups, 1)

@@ -31,7 +31,6 @@ def count_by_owner(
         owner, amount: `[n]` the rank that has each piece, and the size of the piece.
         starts, ends: ranges of the `n` pieces that readers want, grouped by reader.
         offsets: `[readers + 1]` offsets of the groups.
-        ranks: the number of ranks.
     """
     counts = np.zeros((ranks, offsets.size - 1), dtype=np.int64)
     wanting = np.flatnonzero(np.diff(offsets))
@@ -62,12 +61,7 @@ class SplitCounts:
         return len(self.counts)
 
     def sent_by(self, rank: int, size: int | None = None) -> list[int]:
-        """Returns the elements that a rank sends to each rank.
-
-        Args:
-            rank: the sender.
-            size: elements in the sent buffer; if the own piece is not in it, its count is 0.
-        """
+        """Returns the elements that a rank sends to each rank; 0 to itself if `size`, of the sent buffer, says so."""
         sent = self._sent[rank]
         if size is None or size == sum(sent):
             return sent

@@ -17,7 +17,6 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import (
-    as_words,
     fits_words,
     no_own_piece,
     payload_and_scales,
@@ -72,10 +71,13 @@ def _copy_columns(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, T
         source = _head_view(sources[head_copy.section], head_copy, at)
         if head_copy.scales is not None:
             coded = payload_and_scales(rows, head_copy, at.blocks[head_copy.section])
-            moves.append((coded, _by_heads(source, head_copy, at)))
+            by_heads = source.unflatten(-1, (head_copy.num_heads, at.blocks[head_copy.section].head_dim))
+            moves.append((coded, by_heads))
             continue
         target = _features(rows, head_copy, at)
-        moves.append(((as_words(target),), as_words(source)) if fits_words(target, source) else ((target,), source))
+        if fits_words(target, source):
+            target, source = target.view(torch.int64), source.view(torch.int64)
+        moves.append(((target,), source))
     for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for views, source in moves:
             if len(views) == 1:
@@ -128,8 +130,9 @@ def _restore_columns(messages: Sequence[Tensor], local: Sequence[Tensor], at: Ge
             moves.append((payload_and_scales(rows, head_copy, part.blocks[head_copy.section]), target, shared))
             continue
         source = _message_view(message, head_copy, part, section_major=part.section_major)
-        in_words = not shared and fits_words(source, target)
-        moves.append(((as_words(source),), as_words(target), 0) if in_words else ((source,), target, shared))
+        if not shared and fits_words(source, target):
+            source, target = source.view(torch.int64), target.view(torch.int64)
+        moves.append(((source,), target, shared))
     for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for sources, target, shared in moves:
             source = sources[0][:, span]
@@ -231,7 +234,3 @@ def _head_view(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
     start = head_copy.first_head * dim
     taken = features[:, start : start + (head_copy.num_ranks - 1) * step + size]
     return taken.unsqueeze(0) if head_copy.num_ranks == 1 else taken.unfold(1, size, step).transpose(0, 1)
-
-
-def _by_heads(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
-    return features.unflatten(-1, (head_copy.num_heads, at.blocks[head_copy.section].head_dim))

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
+from megatron_cp.layout.memo import remembered
 from megatron_cp.plan.plan import Plan
 
 
@@ -90,9 +91,7 @@ def agree_on_call(
     their activity: where the group supports it, messages of different activities are never matched.
 
     Args:
-        ranks: the group.
         subjects: the plan, or the layouts.
-        operation: name of the operation.
         tensors: inputs and parameters, of which types, shapes other than the number of rows, and whether they need
             gradients are compared.
         options: numbers and names.
@@ -145,11 +144,7 @@ def _compare_call(
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
-    """Fails on every rank unless all ranks build a layer with the same settings, by one exchange a layer.
-
-    Raises:
-        CallMismatchError: ranks differ; the message has the settings in which the first such rank differs from rank 0.
-    """
+    """Fails on every rank unless all ranks build a layer with the same settings, by one exchange a layer."""
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
     lines = [f"layer: {name}", *(f"{setting}: {value!r}" for setting, value in settings.items())]
@@ -160,14 +155,6 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
     """Fails on every rank unless all ranks call a model with the same inputs, by one exchange of 16 bytes on the host.
 
     Tensors are compared by type, shape and the sum of their bits, which is computed where they are and read once.
-
-    Args:
-        ranks: the group.
-        name: name of the model.
-        inputs: its arguments; tensors may be in lists and tuples.
-
-    Raises:
-        CallMismatchError: ranks differ; the message has the inputs in which the first such rank differs from rank 0.
     """
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
@@ -214,15 +201,12 @@ def _describe_kind(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
     return f"{str(dtype).removeprefix('torch.')}, shape [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
 
 
+@remembered
 def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
     """Returns the digest of a plan or a layout, 16 bytes, and the lines that it is made of; both are made once."""
 
-    def make() -> tuple[bytes, tuple[str, ...]]:
-        lines = tuple(subject.describe())
-        return _digest(lines), lines
-
-    made: tuple[bytes, tuple[str, ...]] = subject.memo("agreement", make)
-    return made
+    lines = tuple(subject.describe())
+    return _digest(lines), lines
 
 
 def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:

@@ -17,18 +17,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False, remedy: str = ""
 ) -> None:
-    """Refuses a tensor of a type not in `DTYPES`, of another shape than `shape`, or on another device than `like`.
+    """Refuses a tensor of another shape, on another device than `like`, or of a type not in `DTYPES`.
 
-    Args:
-        name: name of the argument.
-        tensor: the argument.
-        shape: the required shape.
-        like: a tensor on the required device.
-        same_dtype: the type must be that of `like`, too.
-        remedy: the error's advice.
-
-    Raises:
-        ArgumentError: names the argument, with what it is and what it must be.
+    With `same_dtype` the type must be that of `like`.
     """
     check_dense(name, tensor)
     fits = (
@@ -45,11 +36,7 @@ def check_tensor(
 
 
 def check_dense(name: str, tensor: object) -> None:
-    """Refuses an object that is no tensor, or a tensor that is sparse, nested or on meta.
-
-    Raises:
-        ArgumentError: names the argument, with what it is.
-    """
+    """Refuses an object that is no tensor, or a tensor that is sparse, nested or on meta."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(name, tensor, "a tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -74,12 +61,6 @@ def check_stream(name: str, device: torch.device, plan: Plan | Layout, *kernels:
     """Refuses captures of plans that no `GraphTables` has loaded; makes the stream wait for tables of other streams.
 
     A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
-
-    Args:
-        name: name of the argument.
-        device: device of the argument.
-        plan: the plan or the layout by which the operation moves rows.
-        kernels: the kernels that the operation calls.
 
     Raises:
         ArgumentError: names the argument; or a kernel whose graph would not serve other packs; or a plan whose
@@ -113,12 +94,7 @@ def check_stream(name: str, device: torch.device, plan: Plan | Layout, *kernels:
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:
-    """Returns the batch axis of `[t, (b,) h, d]`, if any, and a remedy if the axes are in another order.
-
-    Args:
-        tensor: a tensor of three or four axes.
-        rows, heads: the required numbers of rows and heads.
-    """
+    """Returns the batch axis of `[t, (b,) h, d]`, if any, and a remedy if the axes are in another order."""
     shape = tuple(tensor.shape)
     if len(shape) == 4 and shape[1:3] == (rows, heads) and shape[0] != rows:
         return shape[:1], "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."
@@ -130,11 +106,7 @@ def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], 
 
 
 def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
-    """Refuses an object that is no dense tensor with this rank's number of rows.
-
-    Raises:
-        ArgumentError: names the argument, with what it is and how many rows it must have.
-    """
+    """Refuses an object that is no dense tensor with this rank's number of rows."""
     check_dense(name, tensor)
     assert isinstance(tensor, Tensor)
     if tensor.ndim == 0 or len(tensor) != rows:

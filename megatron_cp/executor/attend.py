@@ -55,10 +55,7 @@ def attend(
     Partial results are merged in at least fp32 and rounded once.
 
     Args:
-        step: the plan's attention.
-        kv_rank, head_rank: this rank's.
         comm: the ranks of one `head_rank`, and the transport between them.
-        work: computes tiles.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
         codes: the bytes of `coded_keys` that travel in place of k and v, which have been decoded from them; or None.

@@ -32,7 +32,6 @@ class CacheStep(NamedTuple):
 
     Attributes:
         number: counted from 1; 0 before the first step.
-        layout, kv_layout: see `Cache`.
     """
 
     number: int
@@ -40,11 +39,7 @@ class CacheStep(NamedTuple):
     kv_layout: Layout | None
 
     def begun(self) -> Layout:
-        """Returns the layout of the step's tokens.
-
-        Raises:
-            ArgumentError: there has been no step.
-        """
+        """Returns the layout of the step's tokens."""
         if self.layout is None:
             raise ArgumentError("cache", "a Cache before its first step", "one after extend(layout)")
         return self.layout
@@ -129,7 +124,9 @@ class Cache:
                     start = stop
             self._pieces[rank] = _joined(np.concatenate([self._pieces[rank], np.reshape(added, (-1, 3)).astype(int)]))
         self.lengths = self.lengths + packing.lengths
-        keys = self._held_layout()
+        held, pieces = Packing(self.lengths), np.concatenate(self._pieces)
+        begins, counts = held.cu_seqlens[pieces[:, 0]], np.cumsum([0, *map(len, self._pieces)])
+        keys = Layout(held, begins + pieces[:, 1], begins + pieces[:, 2], counts)
         self._step = CacheStep(self._step.number + 1, layout, keys)
         for layer in self._layers.values():
             layer.current = self._step
@@ -215,11 +212,6 @@ class Cache:
             given = f"a Cache whose layer {late[0]} has not been called in step {self._step.number}"
             raise ArgumentError("cache", given, f"{call} after all layers of a step")
 
-    def _held_layout(self) -> Layout:
-        packing, pieces = Packing(self.lengths), np.concatenate(self._pieces)
-        begins = packing.cu_seqlens[pieces[:, 0]]
-        return Layout(packing, begins + pieces[:, 1], begins + pieces[:, 2], np.cumsum([0, *map(len, self._pieces)]))
-
     def _select(self, kept: list[IntArray]) -> None:
         """Keeps some pieces of every rank, in the given order, and moves the rows of all layers."""
         for rank, numbers in enumerate(kept):
@@ -248,8 +240,6 @@ class StateShape(NamedTuple):
 
     Attributes:
         ranges: each rank's first channel, and one past its last.
-        rest: the other sizes.
-        dtype: the type.
     """
 
     ranges: Ranges
@@ -280,11 +270,7 @@ class LayerCache:
     # -- keys and values -----------------------------------------------------------------------------------------------
 
     def check_rows(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
-        """Refuses a plan that is not one of this step, and new rows unlike those before.
-
-        Raises:
-            ArgumentError: names the argument `cache`.
-        """
+        """Refuses a plan that is not one of this step, and new rows unlike those before."""
         layout = self._checked_step(plan, bool(self._states), "states, of a linear layer")
         expected = self.current.kv_layout
         assert expected is not None
@@ -323,11 +309,7 @@ class LayerCache:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def check_states(self, plan: Plan, shapes: Mapping[str, StateShape], like: Tensor) -> None:
-        """Refuses a plan that is not one of this step, and states unlike those of earlier steps.
-
-        Raises:
-            ArgumentError: names the argument `cache`.
-        """
+        """Refuses a plan that is not one of this step, and states unlike those of earlier steps."""
         layout = self._checked_step(plan, bool(self._rows), "keys and values, of an attention")
         if plan.packing != layout.packing:
             remedy = "Plan each step with the packing of its layout."
@@ -396,11 +378,7 @@ class LayerCache:
 
 
 def checked_cache(cache: object) -> LayerCache:
-    """Returns the cache of a call after checking its type.
-
-    Raises:
-        ArgumentError: something else, such as the cache of all layers.
-    """
+    """Returns the cache of a call after checking its type."""
     if not isinstance(cache, LayerCache):
         remedy = "This is the cache of all layers." if isinstance(cache, Cache) else ""
         raise ArgumentError("cache", cache, "a layer of a Cache, such as cache.layer(0)", remedy)
@@ -408,11 +386,7 @@ def checked_cache(cache: object) -> LayerCache:
 
 
 def refuse_gradients(tensors: Iterable[Tensor | None]) -> None:
-    """Raises an error for a call with a cache that would compute gradients.
-
-    Raises:
-        ArgumentError: a tensor requires grad while grad mode is on.
-    """
+    """Raises an error for a call with a cache that would compute gradients."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         given = "a cache, and tensors that require grad"
         raise ArgumentError("cache", given, "None where gradients are computed", "Call it under torch.no_grad().")

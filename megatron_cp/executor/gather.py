@@ -13,12 +13,13 @@ from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_rows, check_stream
+from megatron_cp.executor.arguments import accumulation_dtype, check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
+from megatron_cp.layout.memo import remembered
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
@@ -104,26 +105,21 @@ def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Comm
     with comm.traced("gather wait", forward=False) if profiling() else NO_RANGE:
         pending.wait()
     # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
-    acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(gradient.dtype)
     local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
     comm.release(sent, received)
 
 
+@remembered
 def _to_owners(layout: Layout, features: int) -> SplitCounts:
     """Returns the counts by which every rank sends each rank the gradients of that rank's tokens."""
-
-    def make() -> SplitCounts:
-        return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
-
-    return layout.memo(("to owners", features), make)
+    return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
 
 
+@remembered
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
     """Returns `[total]`, the place of each token of the stream among the padded shares."""
 
-    def make() -> Tensor:
-        counts = layout.token_counts
-        shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
-        return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)
-
-    return layout.memo(("gather", device), make)
+    counts = layout.token_counts
+    shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
+    return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)

@@ -24,11 +24,6 @@ from megatron_cp.plan.recurrence import Halo
 def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Starts sending the rows that other ranks need; differentiable, with as much overlap in backward.
 
-    Args:
-        step: the halo's tables.
-        comm: the ranks of the layout, and the transport between them.
-        x: `[t, c]` inputs of the convolution.
-
     Returns:
         x, for one operation, which must use it in place of the argument; and a function that waits and returns the
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.

@@ -38,7 +38,6 @@ def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tens
 
     Args:
         exchange: the sections that change places, all heads together; its layout has as many ranks as `group`.
-        group: the ranks.
         tensors: `[t, f]` (packed THD) or `[t, b, f]` (SBHD), t being the layout's rows of this rank, pad rows included.
             Their features, laid end to end, are the sections of the exchange in order: q, k and v may be three
             tensors or one. Types may differ from tensor to tensor; all travel in one message.
@@ -219,13 +218,7 @@ def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Ten
 
 
 class InFlightExchange:
-    """The messages of one exchange that are under way on one rank, in forward and later in backward.
-
-    Args:
-        at: the form of the messages.
-        comm: the ranks, and the transport between them.
-        widths: features of the token side's tensors.
-    """
+    """The messages of one exchange that are under way on one rank, in forward and later in backward."""
 
     def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
         self.comm, self.widths = comm, widths

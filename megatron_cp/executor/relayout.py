@@ -18,7 +18,7 @@ from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout, Route
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.route import rows_between
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
@@ -74,13 +74,10 @@ class _RelayoutTables(Memo):
         gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
         self.send, self.arrive, self.send_back, self.arrive_back = (on_device(rows, device) for rows in gathers)
 
+    @remembered
     def split_counts(self, features: int, *, forward: bool) -> SplitCounts:
         """Returns the elements that all ranks send each other, for rows of `features` elements."""
-
-        def make() -> SplitCounts:
-            return (self._rows_between if forward else self._rows_between.reversed()).times(features)
-
-        return self.memo((features, forward), make)
+        return (self._rows_between if forward else self._rows_between.reversed()).times(features)
 
 
 class _Relayout(torch.autograd.Function):

@@ -70,7 +70,6 @@ def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors:
     Args:
         step: the segments of all ranks, in document order.
         comm: the ranks of the layout, and the transport between them.
-        local: this rank's work.
         tensors: the inputs of `local`. On a rank without tokens they, and the output, have no elements.
     """
     return _Scan.apply(step, over(comm), local, *tensors)
@@ -80,11 +79,6 @@ def continued_scan(
     step: Scan, comm: RankGroup | Communicator, local: LocalScan, initial: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Runs a recurrence from given states, without gradients.
-
-    Args:
-        step: the segments of all ranks, which are `continued`.
-        comm, local, tensors: as for `scan`.
-        initial: `[documents, h, K, V]` the states before the documents, the same on every rank.
 
     Returns:
         The outputs, and `[documents, h, K, V]` the states after the documents.

@@ -45,9 +45,6 @@ def layer_scope(number: int | None) -> Iterator[None]:
 
     Our Megatron layers use it. It is not one of the package's public names, but a model in plain PyTorch may import it
     from here. A range of its own around a layer would show the forward only.
-
-    Args:
-        number: number of the layer, the same on every rank; None for no number.
     """
     token = _LAYER.set(number)
     try:
@@ -77,13 +74,7 @@ def range_name(
 ) -> str:  # fmt: skip
     """Returns the name of a step's range, such as "cp a2a to_heads q,k,v layer 12".
 
-    Args:
-        scheme: the plan's scheme; empty if it has none.
-        step: name of the step.
-        what: names of its tensors.
-        chunk, stage: number, from 0, and count; left out of the name if the count is 1.
-        forward: True for forward, False for backward.
-        layer: number of the layer; None if it is not known.
+    `what` names the step's tensors; `chunk` and `stage` are a number, from 0, and a count, left out if the count is 1.
     """
     numbers = (
         f"{word} {number + 1}/{count}" for word, (number, count) in (("chunk", chunk), ("stage", stage)) if count > 1
@@ -99,11 +90,6 @@ def traced_work(
 
     While a profiler is on, identity functions are added before and after the work. Autograd runs the newest function
     that is ready first, so that no function of another step runs between them, and the order of steps is unchanged.
-
-    Args:
-        work: a function that takes and returns tensors.
-        tensors: the arguments of `work`.
-        range_of: makes the range, given True for forward.
     """
     span = _Backward(range_of)
     with range_of(True):

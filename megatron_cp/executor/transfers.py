@@ -64,7 +64,6 @@ class Bound(NamedTuple):
     """An instruction on one rank, with the values that would otherwise be looked up in each step.
 
     Attributes:
-        do: the instruction.
         chunk: the heads that it works on.
         rows: number of rows of the buffer that it takes.
         columns: for each tensor in a row, its heads and the size of a head.
@@ -74,7 +73,6 @@ class Bound(NamedTuple):
         pieces: for each rank that returned rows: their index, the first of them in the message, and their number.
         counts: rows to and from each rank, in an all-to-all.
         neighbours: the ranks before and after this one, in a ring.
-        name: name of the rows, for errors.
     """
 
     do: Any
@@ -153,13 +151,10 @@ class RowTransfers(ABC):
     """Moves rows for one direction of an attention on one rank; subclasses compute and merge.
 
     Args:
-        step: the attention.
-        kv_rank, head_rank: this rank's.
         comm: the ranks of one `head_rank`, and the transport between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` own keys and values, all heads of the rank.
         leaving: the columns of own queries that are sent to other ranks, each `[t, (b,) h, size]`.
         codes: `[t, (b,) g, bytes]` of `coded_keys`, which are sent in place of k and v; None if these are.
-        forward: the direction.
     """
 
     def __init__(
@@ -367,11 +362,9 @@ def flow_index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Te
     """Returns a table of a fetch on a device.
 
     Args:
-        flow: the fetch.
         kv_rank: this rank's; ignored for "shares".
         name: "send_rows", "order" or "inverse", of `FetchTables`; or "shares", the places of rows among equal shares,
             which are the same for every rank.
-        device: the table's device.
     """
     if name == "shares":
         return flow.memo((name, device), lambda: on_device(flow.shares(), device))

@@ -15,7 +15,6 @@ def require(module: str, package: str) -> None:
     version does not count.
 
     Args:
-        module: the framework's module.
         package: its name for pip, one of `versions.ADAPTERS`.
     """
     if module not in sys.modules and find_spec(module) is None:

@@ -64,7 +64,6 @@ def own_batches(model: Any, group: Group, **cp_options: Any) -> ContextParallel:
 
     Args:
         model: a model of transformers, before Automodel shards its parameters.
-        group: the context-parallel ranks of Automodel's mesh.
         cp_options: arguments of `enable_context_parallel`.
 
     Raises:

@@ -121,11 +121,7 @@ class _KeepsProcesses:
 
 
 class PackedCollator:
-    """A collator that puts the documents of packed rows end to end, without padding.
-
-    Args:
-        tokenizer, options: what axolotl gives every collator; nothing is padded here.
-    """
+    """A collator that puts the documents of packed rows end to end, without padding."""
 
     def __init__(self, tokenizer: Any, **options: Any) -> None:
         self.tokenizer = tokenizer
@@ -138,11 +134,7 @@ class PackedCollator:
 
 
 def check_config(cfg: Mapping[str, Any]) -> None:
-    """Refuses keys of axolotl's configuration that context parallelism does not compute.
-
-    Raises:
-        ArgumentError: names the key, what it is, and what to do instead.
-    """
+    """Refuses keys of axolotl's configuration that context parallelism does not compute."""
     for name, remedy in _REFUSED.items():
         if (value := cfg.get(name)) and (value is True or value != 1):  # a size of one is none
             raise ArgumentError(name, value, "none", remedy)
@@ -155,11 +147,7 @@ def check_config(cfg: Mapping[str, Any]) -> None:
 
 
 def check_sizes(cfg: Mapping[str, Any]) -> None:
-    """Refuses a `context_parallel_size` that does not fit the processes, or replicas that are not said.
-
-    Raises:
-        ArgumentError: names the key, its value, and the value of which key would fit.
-    """
+    """Refuses a `context_parallel_size` that does not fit the processes, or replicas that are not said."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     named = (
         "sequence_parallel_degree" if cfg.get("sequence_parallel_degree") else "context_parallel_size"

@@ -73,14 +73,7 @@ def register(cp_size: int | None = None, **options: Any) -> None:
 
 
 def check_arguments(model: Any, data: Any, training: Any, finetuning: Any) -> None:
-    """Refuses arguments of LlamaFactory that context parallelism does not compute.
-
-    Args:
-        model, data, training, finetuning: what LlamaFactory's `get_train_args` returns.
-
-    Raises:
-        ArgumentError: names the argument and what to do instead.
-    """
+    """Refuses arguments of LlamaFactory that context parallelism does not compute."""
     if finetuning.stage not in ("pt", "sft"):
         raise ArgumentError("stage", finetuning.stage, "pt or sft", _STAGE)
     if finetuning.stage == "sft" and data.packing and not data.neat_packing:

@@ -51,18 +51,11 @@ def widen_for(value: int, array: Any) -> Any:
 def check_array(
     argument: str, array: Any, rows: int, allowed: str, *, integral: bool = False, packing: Packing | None = None
 ) -> None:
-    """Raises unless the argument is a dense array or tensor with `rows` rows.
+    """Raises unless the argument is a dense array or tensor with `rows` rows, in the message: `allowed`.
 
     Args:
-        argument: its name as the caller spells it.
-        array: what was given.
-        rows: the required number of rows.
-        allowed: the same requirement in words, for the message.
         integral: its elements must be integers; booleans are not.
         packing: for an array over the stream, the documents whose tokens it must have.
-
-    Raises:
-        ArgumentError: it is something else.
     """
     if not _is_dense(array):
         raise ArgumentError(argument, array, "a numpy array or a dense torch tensor")

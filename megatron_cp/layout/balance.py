@@ -240,8 +240,6 @@ class _Search:
     """The search for one rank's window: the cheapest window that has the rank's share of the work.
 
     Args:
-        rest: the tokens to choose from.
-        sizes: the sizes that the window may have.
         share: the work that the window should have.
         tolerance: the fraction of the share by which the work may miss it.
         near: the preference among windows of equal cost: see `_ATTEMPTS`.

@@ -108,7 +108,6 @@ def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> 
     """Cuts every band to every range that it meets, along one axis.
 
     Args:
-        bands: `[n, 6]`.
         starts, ends: `[m]` disjoint, non-empty ranges in rising order.
         queries: the axis: queries, or keys.
 
@@ -140,25 +139,12 @@ def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Computes `ranges_seen` for several ranks at once.
-
-    Args:
-        bands: `[n, 6]`, grouped by rank.
-        offsets: `[ranks + 1]` offsets of the groups.
-
-    Returns:
-        starts and ends, grouped by rank, and `[ranks + 1]` offsets of the groups.
-    """
+    """Returns `ranges_seen` of bands grouped by rank: starts and ends, grouped likewise, and the groups' offsets."""
     return unions(bands[:, 2:4], offsets)
 
 
 def unions(ranges: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns the fewest ranges that cover those of each rank: starts and ends, grouped by rank, and new offsets.
-
-    Args:
-        ranges: `[n, 2]` starts and ends, grouped by rank.
-        offsets: `[ranks + 1]` offsets of the groups.
-    """
+    """Returns the fewest ranges that cover those of each rank: starts and ends, grouped by rank, and new offsets."""
     rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
     apart = rank * (int(ranges[:, 1].max(initial=0)) + 1)  # so that ranges of different ranks do not touch
     starts, ends = ranges[:, 0] + apart, ranges[:, 1] + apart
@@ -231,12 +217,7 @@ def disjoint(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
 
 
 def joined(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
-    """Joins disjoint bands into fewer ones, where one ends and another continues it.
-
-    Args:
-        bands: `[n, 6]`, disjoint.
-        barriers: queries at which every band must end.
-    """
+    """Joins disjoint bands into fewer ones, where one ends and another continues it; all bands end at `barriers`."""
     pieces = _edges(shrink(bands))
     while True:
         heads, tails = _continued(pieces, barriers)
@@ -287,12 +268,7 @@ def _flattened(bands: IntArray) -> IntArray:
 
 
 def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
-    """Returns the queries, except the first of a range, at which a rising edge meets a level one of the same range.
-
-    Args:
-        pieces: `[n, 6]` edges that are straight.
-        number: `[n]` the query range that each covers.
-    """
+    """Returns the queries, except the first of a range, at which a rising edge meets a level one of the same range."""
     q0, _, l0, l1, r0, r1 = pieces.T
     begin, end = np.concatenate([l0, r0]), np.concatenate([l1, r1])
     number, query = np.tile(number, 2), np.tile(q0, 2)

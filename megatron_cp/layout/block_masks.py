@@ -30,7 +30,6 @@ class BlockTable:
         is_causal: no query sees keys after its own position, whatever the table says.
         sees: returns True where a block is visible, given the numbers of the query's and the key's block and the number
             of blocks.
-        remark: description for the command line.
         multiple_of: a divisor of the number of blocks.
     """
 
@@ -47,11 +46,7 @@ class BlockTable:
         return f"{self.name}[:BLOCKS]"
 
     def with_blocks(self, num_blocks: int | None = None) -> BlockTable:
-        """Returns the same rule with another number of blocks; unchanged if None.
-
-        Raises:
-            ArgumentError: a number that the rule has no meaning for, or more than `MOST_BLOCKS`.
-        """
+        """Returns the same rule with another number of blocks; unchanged if None."""
         if num_blocks is None:
             return self
         if num_blocks % self.multiple_of or not 1 <= num_blocks <= MOST_BLOCKS:
@@ -67,10 +62,6 @@ class BlockTable:
         A document of at least `num_blocks` tokens is cut into `num_blocks` blocks, the first of which are a token
         longer if the number of blocks does not divide its length. A shorter document has blocks of one token, in the
         first rows and columns of the table.
-
-        Args:
-            starts: `[documents]` the first token of each document in the stream.
-            lengths: `[documents]` tokens of each document.
 
         Returns:
             `[n, 6]` disjoint bands; see `layout/bands.py`.
@@ -135,11 +126,7 @@ def _clip_runs(count: int, rows: IntArray, first: IntArray, last: IntArray) -> t
 
 
 def checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
-    """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape.
-
-    Raises:
-        ArgumentError: no array of booleans, or one of another size.
-    """
+    """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape."""
     blocks = -(-packing.total // block_size)
     is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)
     if not is_array or table.dtype != np.bool_ or table.shape != (blocks, blocks):

@@ -14,7 +14,6 @@ class FilledLayout(Layout):
 
     Attributes:
         given: the documents alone.
-        room: the sizes to which packs are filled up.
         keeps_order: True if every such pack is held in stream order. Otherwise tables move the rows of every pack, also
             of one whose tokens happen to be in order.
     """

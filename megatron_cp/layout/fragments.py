@@ -26,12 +26,7 @@ class Fragment(NamedTuple):
 
 
 def checked_fragments(packing: Packing, fragments: Sequence[Iterable[tuple[int, int]]]) -> tuple[IntArray, IntArray]:
-    """Returns `[n, 2]` the fragments of all ranks in order, and `[ranks + 1]` the offsets of each rank's.
-
-    Raises:
-        ArgumentError: no pairs of integers for each rank, or they leave a token out, hold one twice, or leave the
-            stream.
-    """
+    """Returns `[n, 2]` the fragments of all ranks in order, and `[ranks + 1]` the offsets of each rank's."""
     per_rank = _parsed(fragments)
     if not 1 <= len(per_rank) <= MAX_CP_SIZE:
         raise ArgumentError("fragments", f"those of {len(per_rank)} ranks", f"those of 1 to {MAX_CP_SIZE} ranks")

@@ -183,7 +183,7 @@ class Layout(Memo):
             return layout
         zigzag = cls.zigzag(packing, cp_size, align=align)  # sometimes more even if tokens are few
         comparable = [layout, zigzag] if zigzag.starts.size < 2 * cp_size else [layout]
-        return min(comparable, key=lambda layout: _most_work(layout, mask.seen))
+        return min(comparable, key=lambda each: max(mask.seen[each.tokens(rank)].sum() for rank in range(cp_size)))
 
     @classmethod
     def from_fragments(
@@ -431,10 +431,6 @@ class Layout(Memo):
             f"Layout({self.packing!r}, cp_size={self.cp_size}, align={self.align}, "
             f"{self.starts.size} fragments, {self.token_counts.min()} to {self.token_counts.max()} tokens a rank)"
         )
-
-
-def _most_work(layout: Layout, work: IntArray) -> int:
-    return max(int(work[layout.tokens(rank)].sum()) for rank in range(layout.cp_size))
 
 
 def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) -> NDArray:

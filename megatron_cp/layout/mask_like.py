@@ -18,11 +18,7 @@ _MASKS_REMEDY = "It is over another packing: a function makes one for each batch
 
 
 def mask_over(packing: Packing, mask: MaskLike, kv_packing: Packing | None = None) -> Mask:
-    """Returns the mask that is given as such, by its spelling, or by a function of the packing.
-
-    Raises:
-        ArgumentError: anything else, an unknown spelling, or a mask over another packing.
-    """
+    """Returns the mask that is given as such, by its spelling, or by a function of the packing."""
     if isinstance(mask, str):
         return Mask.named(packing, mask, kv_packing)
     made = mask(packing) if is_mask_function(mask) else mask

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Array = TypeVar("Array", bound=np.ndarray)
 
 
@@ -50,6 +51,18 @@ class Memo:
             if isinstance(value, np.ndarray):
                 frozen(value)  # numpy does not pickle the flag
         self.__dict__.update(state)
+
+
+def remembered(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Makes a method of a `Memo`, or a function of one, keep its results there, by its other arguments."""
+    name = method.__qualname__
+
+    @wraps(method)
+    def found(self: Memo, *args: P.args, **options: P.kwargs) -> T:
+        key = (name, *args, *options.items()) if options else (name, *args)
+        return self.memo(key, lambda: method(self, *args, **options))
+
+    return found
 
 
 def frozen(array: Array) -> Array:

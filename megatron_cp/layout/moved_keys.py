@@ -20,12 +20,7 @@ def fewer_keys(shares: list[Fragments], others: list[list[Fragments]], work: Wor
 
 
 def most_keys_moved(bands: IntArray, shares: list[Fragments]) -> int:
-    """Returns the most keys that a rank receives or sends if each goes once to every other rank that sees it.
-
-    Args:
-        bands: `[n, 6]` what queries see, with keys of the same stream.
-        shares: each rank's fragments, which keep their keys too.
-    """
+    """Returns the most keys that a rank receives or sends if each goes once to every other rank that sees it."""
     owners = np.repeat(np.arange(len(shares)), [len(fragments) for fragments in shares])
     starts, ends = np.array([fragment for fragments in shares for fragment in fragments]).T
     order = np.argsort(starts)

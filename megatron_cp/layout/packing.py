@@ -329,11 +329,7 @@ def _lengths_remedy(offsets: NDArray) -> str:
 
 
 def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
-    """Returns the packing after checking its type.
-
-    Raises:
-        ArgumentError: it is something else, such as a list of lengths.
-    """
+    """Returns the packing after checking its type."""
     if not isinstance(packing, Packing):
         raise ArgumentError(argument, packing, "a Packing, as in Packing([7, 1, 130])")
     return packing

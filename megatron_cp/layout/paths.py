@@ -13,7 +13,6 @@ def bands_along_paths(branches: Branches, bands: IntArray) -> IntArray:
     """Returns the bands of the packed stream, `[n, 6]`, that give every path what `bands` give one document.
 
     Args:
-        branches: the segments of all documents.
         bands: a mask of one document as long as the longest path, in which no query sees later keys.
     """
     runs = branches.runs

@@ -13,9 +13,6 @@ def merge_ranks(layout: Layout, count: int) -> Layout:
     """Returns the layout in which every `count` neighbouring ranks are one, which holds their tokens in stream order.
 
     With `count` 1 it is the layout itself, including its order and pad rows; above, there are no pad rows.
-
-    Raises:
-        ArgumentError: `count` does not divide the number of ranks.
     """
     if layout.cp_size % count:
         raise ArgumentError("count", count, f"a divisor of the {layout.cp_size} ranks")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.layout import Layout
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.packing import IntArray, Packing
 
 BoolArray = NDArray[np.bool_]
@@ -49,10 +49,8 @@ class Segments(Memo):
     """The fragments of a layout, cut where documents begin or branch and numbered in stream order.
 
     Attributes:
-        cp_size: ranks of the layout.
         start, end: `[n]` range of the packed stream.
         rank, row: `[n]` the owner, and the owner's first row.
-        document: `[n]` the document.
         parent: `[n]` the segment that each one continues; -1 where a document begins.
         past, future: `[n]` True if its document begins before it, and if it continues after it.
         branches: True if several segments continue the same one.
@@ -89,11 +87,9 @@ class Segments(Memo):
         found: Segments = layout.memo(("segments", continued), lambda: cls(layout, continued=continued))
         return found
 
+    @remembered
     def local(self, rank: int) -> LocalSegments:
         """Returns the segments of one rank."""
-        return self.memo(("local", rank), lambda: self._local(rank))
-
-    def _local(self, rank: int) -> LocalSegments:
         ids = np.flatnonzero(self.rank == rank)
         ids = ids[np.argsort(self.row[ids], kind="stable")]
         lengths = (self.end - self.start)[ids]
@@ -110,23 +106,19 @@ class Segments(Memo):
         ends = np.where(self.future, self.start.size, np.arange(self.start.size) + 1)
         return np.minimum.accumulate(ends[::-1])[::-1]
 
+    @remembered
     def needed(self, rank: int, *, forward: bool) -> IntArray:
         """Returns the segments of all ranks whose maps give the states that a rank waits for; rising.
 
         Forward these are the segments of a document before the rank's last one, backward those after its first.
         """
-        return self.memo(("needed", rank, forward), lambda: self._needed(rank, forward))
-
-    def _needed(self, rank: int, forward: bool) -> IntArray:
         starts, ends, offsets = self.needed_ranges(forward=forward)
         own = slice(*offsets[rank : rank + 2])
         return arange_ranges(starts[own], ends[own])
 
+    @remembered
     def needed_ranges(self, *, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
         """Returns `needed` of all ranks in order, as ranges; and `[cp_size + 1]` the offsets of each rank's."""
-        return self.memo(("needed ranges", forward), lambda: self._needed_ranges(forward))
-
-    def _needed_ranges(self, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
         if self.continued:  # every rank keeps the last states of all documents
             ranks = np.arange(self.cp_size)
             return 0 * ranks, 0 * ranks + self.start.size, np.arange(self.cp_size + 1)
@@ -159,11 +151,9 @@ class Segments(Memo):
                 after[segment] |= found[segment]
         return np.flatnonzero(found)
 
+    @remembered
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """Returns the segments whose maps one rank sends to another; rising; none to itself."""
-        return self.memo(("sent", source, target, forward), lambda: self._sent(source, target, forward))
-
-    def _sent(self, source: int, target: int, forward: bool) -> IntArray:
         needed = self.needed(target, forward=forward)
         return needed[self.rank[needed] == source] if source != target else needed[:0]
 
@@ -174,11 +164,9 @@ class Segments(Memo):
             return self.cp_size > 1
         return bool((self.rank[self.parent] != self.rank)[self.past].any())
 
+    @remembered
     def receivers(self, *, forward: bool) -> IntArray:
         """Returns `[n]` the number of other ranks that need each segment's map."""
-        return self.memo(("receivers", forward), lambda: self._receivers(forward))
-
-    def _receivers(self, forward: bool) -> IntArray:
         if self.continued:
             return np.full(self.start.size, self.cp_size - 1)
         if self.branches:

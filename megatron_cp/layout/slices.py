@@ -17,11 +17,7 @@ _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal
 
 
 def checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
-    """Returns a band, `[n, 6]`, for each slice after checking it.
-
-    Raises:
-        ArgumentError: a slice that is not of this form, or that leaves the streams.
-    """
+    """Returns a band, `[n, 6]`, for each slice after checking it."""
     allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
     if not isinstance(slices, Iterable) or isinstance(slices, Mapping):
         raise ArgumentError("slices", slices, f"several of {allowed}")

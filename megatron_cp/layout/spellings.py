@@ -33,11 +33,7 @@ def parsed_mask(spec: str) -> tuple[str, list[int]]:
 
 
 def checked_spelling(spec: str) -> tuple[str, list[int]]:
-    """Returns the first word of a spelling and its numbers.
-
-    Raises:
-        ArgumentError: it is not a spelling; the message has all spellings.
-    """
+    """Returns the first word of a spelling and its numbers."""
     kind, numbers = parsed_mask(spec)
     if not kind:
         forms, word = {re.split(r"[:\[]", form)[0]: form for form in SPELLINGS}, str(spec).partition(":")[0]

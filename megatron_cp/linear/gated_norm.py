@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.extras import import_failure
-from megatron_cp.linear.reductions import acc_type
 
 _MODULE = "mamba_ssm.ops.triton.layernorm_gated"
 
@@ -21,8 +21,6 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_si
         x: `[..., features]`
         z: the gate, shaped like x, or None for no gate.
         weight: `[features]`
-        eps: added to the mean of a group's squares.
-        group_size: number of features of a group.
 
     Returns:
         A tensor like x.
@@ -32,7 +30,7 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_si
 
         fused: Tensor = rmsnorm_fn(x, weight, None, z=z, eps=eps, group_size=group_size, norm_before_gate=False)
         return fused
-    full = x.to(acc_type(x.dtype)) if z is None else silu_gated(x, z)
+    full = x.to(accumulation_dtype(x.dtype)) if z is None else silu_gated(x, z)
     groups = full.unflatten(-1, (-1, group_size))
     groups = groups * (groups.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (groups.flatten(-2) * weight).to(x.dtype)
@@ -40,5 +38,5 @@ def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_si
 
 def silu_gated(x: Tensor, z: Tensor) -> Tensor:
     """Computes `x silu(z)` in at least float32."""
-    acc_dtype = acc_type(x.dtype)
+    acc_dtype = accumulation_dtype(x.dtype)
     return x.to(acc_dtype) * silu(z.to(acc_dtype))

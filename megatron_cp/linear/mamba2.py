@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
-from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
+from megatron_cp.executor.arguments import accumulation_dtype, check_dense, check_plan, check_tensor
 from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
@@ -179,7 +179,7 @@ def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, layer: LinearOnRank) -
     """Computes `y + D x`."""
     if skip is None:
         return y
-    acc_dtype = torch.promote_types(y.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(y.dtype)
     local_skip = skip[layer.heads].to(acc_dtype)
     weights = expand_to_tokens(local_skip.flatten(), len(x)).unflatten(1, local_skip.shape)
     weights = weights if weights.ndim == 3 else weights[..., None]

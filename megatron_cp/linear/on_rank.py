@@ -21,7 +21,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
+from megatron_cp.executor.arguments import accumulation_dtype, check_dense, check_stream, check_tensor
 from megatron_cp.executor.cache import LayerCache, StateShape, checked_cache, refuse_gradients
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Group, as_rank_group
@@ -316,7 +316,7 @@ def _state_shapes(plan: Plan, dtype: torch.dtype, *, convolves: bool) -> dict[st
     if kind.has_state:
         ranges = plan.partition.heads * (ranks // len(plan.partition.heads))
         sizes = (blocks[kind.keys].head_dim, blocks[kind.values].head_dim)
-        found[_STATE] = StateShape(ranges, sizes, torch.promote_types(dtype, torch.float32))
+        found[_STATE] = StateShape(ranges, sizes, accumulation_dtype(dtype))
     for block in plan.sections.blocks[: kind.convolved] if convolves and plan.conv_width > 1 else ():
         ranges = tuple((lo * block.head_dim, hi * block.head_dim) for lo, hi in block.ranges)
         found[block.name] = StateShape(ranges * (ranks // len(ranges)), (plan.conv_width - 1,), dtype)
@@ -334,7 +334,7 @@ class _NoTokens(LocalScan):
     """The scan of a rank without tokens."""
 
     def __init__(self, step: Scan, values: Tensor) -> None:
-        acc_dtype = torch.promote_types(values.dtype, torch.float32)
+        acc_dtype = accumulation_dtype(values.dtype)
         self.none = values.new_empty(0, step.heads, step.key_dim, step.value_dim, dtype=acc_dtype)
         self.out = values.detach()
 
@@ -363,11 +363,7 @@ def check_conv(
     name: str = "conv",
     bias_name: str = "conv_bias",
 ) -> Tensor:
-    """Checks the parameters of a convolution and returns its taps as `[channels, width]`.
-
-    Raises:
-        ArgumentError: the parameters do not fit the channels or the plan.
-    """
+    """Checks the parameters of a convolution and returns its taps as `[channels, width]`."""
     check_dense(name, weight)
     if weight.ndim not in (2, 3) or weight.shape[-1] < 1:
         raise ArgumentError(name, list(weight.shape), f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")

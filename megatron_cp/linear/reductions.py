@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 
 L2_EPS = 1e-6  # the value of fla and Megatron
-
-
-@cache
-def acc_type(dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which values of `dtype` are computed: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def l2_normalised(x: Tensor) -> Tensor:
@@ -26,7 +20,7 @@ def l2_normalised(x: Tensor) -> Tensor:
 
 def l2_normalised_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divides `[..., d]` by the norms of its rows. Returns the result and the factors, `[..., 1]`."""
-    full = x.to(acc_type(x.dtype))
+    full = x.to(accumulation_dtype(x.dtype))
     scale = full.square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
     return (full * scale).to(x.dtype), scale
 

@@ -120,11 +120,7 @@ def _derive_options(config: Any) -> None:
 
 
 def check_options(config: Any) -> None:
-    """Refuses unknown values of our options, and those that contradict Megatron's.
-
-    Raises:
-        ArgumentError: the first such option, by its flag.
-    """
+    """Refuses unknown values of our options, and those that contradict Megatron's."""
     for option in ("layout", "transport", "codec", "latent_mode"):
         name = f"cp_{option}"
         setattr(config, name, require(option, getattr(config, name), name=f"--{name.replace('_', '-')}"))

@@ -19,7 +19,6 @@ class Feature:
     """A row of the table: flags with the same support.
 
     Attributes:
-        group: subject of the flags.
         flags: flags of Megatron-Core 0.19.2, without their values.
         verdict: "proved" if a test compares it with one rank; "expected" if nothing here affects it, for the reason in
             the remark; "refused" if all or some of the values are; "untried" if none of these, so that a step should be

@@ -47,7 +47,6 @@ def loss_of(batch: ShardedBatch, config: Any) -> Callable[[Tensor], tuple[Tensor
 
     Args:
         batch: from `shard_batch`. One of Megatron's own is not changed, and layers on several ranks refuse it.
-        config: the model's configuration.
 
     Returns:
         A function of the model's losses `[b, t]`; see `token_loss`. It logs each rank's sum times the number of ranks

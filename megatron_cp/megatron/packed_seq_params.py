@@ -36,7 +36,6 @@ class PlannedSeqParams(PackedSeqParams):
     `cu_seqlens_*` are those of the whole batch, as in Megatron; `max_seqlen_*` are rounded up to a power of two.
 
     Attributes:
-        plans: the plans of every kind of layer.
         positions: `[t]`, the position of each of this rank's rows in its document, on the device.
         seed: seed of dropout in attention, the same on every rank, and another one in every batch and step. None for
             Megatron's own batches, whose layers draw one.
@@ -66,11 +65,7 @@ class PlannedSeqParams(PackedSeqParams):
         return found
 
     def ahead(self, places: int) -> RowsAhead:
-        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once.
-
-        Raises:
-            ArgumentError: documents that branch.
-        """
+        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once."""
         remedy = "A token may have several next ones: train without multi-token prediction."
         if self.plans is not None:
             self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
@@ -106,11 +101,7 @@ class OneRank:
 
 
 def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
-    """True if rows are packed documents, False if they are `batch` sequences side by side.
-
-    Raises:
-        ArgumentError: lengths of documents in a format that is neither.
-    """
+    """True if rows are packed documents, False if they are `batch` sequences side by side."""
     if params is None or params.qkv_format == "thd":
         return params is not None
     offsets = params.cu_seqlens_q
@@ -165,7 +156,6 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     The lengths in Megatron's own `params` are on the device. They are read once a microbatch, by the first layer.
 
     Args:
-        params: the `PackedSeqParams` of a packed batch.
         group: the context-parallel ranks, if the batch has no `cp_group` of its own.
         order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
 
@@ -233,7 +223,6 @@ class Documents:
         """Returns the layout of Megatron's own sharding.
 
         Args:
-            cp_size: the number of ranks.
             order: the unit that is cut into `2 * cp_size` chunks, of which rank r gets chunks r and
                 `2 * cp_size - 1 - r`: each "document" or the whole "pack". `PackedSeqParams` does not have it.
 
@@ -268,11 +257,7 @@ class Documents:
 
 
 def _own_group(params: PackedSeqParams, models: RankGroup) -> TorchGroup | None:
-    """Returns the group of Megatron's own batch; None if it has none, or the model's.
-
-    Raises:
-        ArgumentError: the batch's number of ranks is not that of its group.
-    """
+    """Returns the group of Megatron's own batch; None if it has none, or the model's."""
     own = None if params.cp_group is None else TorchGroup(params.cp_group)
     size = models.size if own is None else own.size
     if params.local_cp_size not in (None, size):

@@ -70,7 +70,6 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
 
     Args:
         config: Megatron's `TransformerConfig`, or a `GPTModelConfig` that has one.
-        vp_stage: the virtual pipeline stage.
 
     Raises:
         ArgumentError: a kind of attention that is not supported, or a block that Megatron builds in another way.

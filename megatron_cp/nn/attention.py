@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.groups import Group
 from megatron_cp.layout.mask_like import MaskLike
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
-from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
@@ -84,10 +84,6 @@ class Attention(Layer):
         self.o_proj = nn.Linear(heads * dim, hidden_size, bias=False, **factory)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps, **factory) if qk_norm else None for _ in range(2))
 
-    def reset_parameters(self) -> None:
-        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
-        reset_children(self)
-
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         ranks = self._ranks(hidden, batch, group)
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -103,7 +99,7 @@ class Attention(Layer):
         """Returns cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 has no integers above
         256.
         """
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = accumulation_dtype(dtype)
         powers = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
         angles = positions.to(dtype)[:, None, None] * self.rope_theta**-powers
         return angles.cos(), angles.sin()

@@ -14,6 +14,7 @@ from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import BatchPlan, Slot
 
 
@@ -34,6 +35,10 @@ class Layer(nn.Module):
         names = ["auto", *(known.name for known in kernels)]
         if not isinstance(kernel, Kernel) and not (isinstance(kernel, str) and kernel in names):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
+
+    def reset_parameters(self) -> None:
+        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
+        reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         """Computes the layer within each document.
@@ -76,11 +81,7 @@ def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device)
 
 
 def checked_heads(argument: str, value: object, heads: int) -> int:
-    """Returns a number of heads, after checking that it divides `heads`.
-
-    Raises:
-        ArgumentError: it is none, or no divisor of `heads`.
-    """
+    """Returns a number of heads, after checking that it divides `heads`."""
     number = checked_integer(argument, value, 1)
     if heads % number:
         raise ArgumentError(argument, number, f"a divisor of the {heads} heads")
@@ -88,11 +89,7 @@ def checked_heads(argument: str, value: object, heads: int) -> int:
 
 
 def checked_eps(value: object) -> float:
-    """Returns the epsilon of a norm after checking it.
-
-    Raises:
-        ArgumentError: it is no number above 0.
-    """
+    """Returns the epsilon of a norm after checking it."""
     number = as_number(value)
     if not 0 < number <= 1:
         raise ArgumentError("eps", value, "a number above 0, such as 1e-6")
@@ -100,11 +97,7 @@ def checked_eps(value: object) -> float:
 
 
 def checked_factory(device: object, dtype: object) -> dict[str, Any]:
-    """Returns device and type of parameters as keyword arguments of torch's modules.
-
-    Raises:
-        ArgumentError: no device, or a type that is not computed in.
-    """
+    """Returns device and type of parameters as keyword arguments of torch's modules."""
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError("dtype", dtype, "float64, float32, bfloat16 or float16, or None for torch's default")
     if device is not None:

@@ -72,10 +72,6 @@ class KimiDeltaAttention(Layer):
         self.o_proj = nn.Linear(width, hidden_size, bias=False, **factory)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Reinitialises all parameters: with one seed, the same on every rank."""
-        reset_children(self)
-
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         ranks, decay = self._ranks(hidden, batch, group), self.forget_gate
         qkv = torch.cat([project(hidden) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)

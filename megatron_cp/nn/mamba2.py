@@ -11,7 +11,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
-from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
+from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
@@ -73,8 +73,7 @@ class Mamba2(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Reinitialises all parameters: with one seed, the same on every rank."""
-        reset_children(self)
+        super().reset_parameters()
         reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
 

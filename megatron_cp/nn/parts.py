@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.linear.gated_norm import gated_norm
 
 Gate = Callable[[Tensor], Tensor]
@@ -37,7 +38,7 @@ class GatedRMSNorm(nn.Module):
         """Maps two `[..., features]` to one, in the type of x; computes in at least float32."""
         if self.gate is None:
             return gated_norm(x, z, self.weight, self.eps, self.group_size)
-        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        acc_dtype = accumulation_dtype(x.dtype)
         groups = x.to(acc_dtype).unflatten(-1, (-1, self.group_size))
         scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         values = (groups * scale).flatten(-2) * self.weight.to(acc_dtype)

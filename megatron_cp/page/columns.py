@@ -22,9 +22,6 @@ def packed(values: NDArray) -> Column:
 
     Whole numbers from 0 to 2**32 - 1 are kept exactly, in the smallest type that holds all of them. Others become
     float32, or float64 if float32 cannot hold them.
-
-    Args:
-        values: an array of any shape; sent flat, in C order.
     """
     kept = np.ascontiguousarray(values).ravel()
     lowest, highest = (kept.min(), kept.max()) if kept.size else (0, 0)
@@ -37,9 +34,6 @@ def packed(values: NDArray) -> Column:
 
 def packed_times(starts: NDArray, ends: NDArray) -> dict[str, object]:
     """Returns times as whole numbers of ticks, and the length of a tick.
-
-    Args:
-        starts, ends: times of events, in any unit.
 
     Returns:
         origin, tick: in that unit; start, end: columns. A time is `origin + tick * number`.

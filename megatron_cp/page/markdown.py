@@ -11,7 +11,6 @@ def blocks_of(text: str, bad_cells: Callable[[list[str], list[str]], list[int]])
     """Returns the tables of a text in Markdown, each with the paragraphs before it.
 
     Args:
-        text: paragraphs and tables, whose lines begin with "|".
         bad_cells: returns the places of a row's cells that are bad news, from the columns' names and the row.
 
     Returns:

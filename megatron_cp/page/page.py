@@ -112,10 +112,6 @@ def save_page(report: dict[str, Any], path: str | Path) -> None:
 def check_page(name: str, path: str | Path) -> None:
     """Refuses a wrong path for a page, before anything is planned or drawn.
 
-    Args:
-        name: name of the argument.
-        path: path of the page.
-
     Raises:
         ArgumentError: the folder does not exist, or the ending is not .html.
     """

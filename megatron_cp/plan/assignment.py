@@ -72,9 +72,7 @@ class AssignmentQuality:
         busiest_bytes: bytes that the busiest KV rank sends or receives, whichever is more, for one head rank.
         bound: lower bound on `busiest_bytes` for every assignment of these tiles under this load cap; finer tiles may
             need less.
-        is_optimal: True if the bound is reached.
         load_cap: the most (query, key) pairs that a KV rank computes.
-        seconds: time of the search.
         note: limits of a longer search for this problem; empty if there are none.
     """
 
@@ -91,10 +89,8 @@ class ScheduleQuality:
     """Distance of one direction of a plan, in time, from what its tiles take in any order.
 
     Attributes:
-        milliseconds: the predicted time.
         bound: lower bound: the work of one rank, its transfers, or one tile with the transfers of its rows and results,
             whichever takes longest.
-        hardware: description of the machine that the prediction is for.
     """
 
     milliseconds: float
@@ -125,7 +121,6 @@ class AssignedTiles(Memo):
     """An assignment with the layouts of queries and keys, split into parts by the rows that they need.
 
     Args:
-        assignment: the tiles that each rank computes.
         queries, keys: owners of the query and key rows.
     """
 
@@ -192,7 +187,6 @@ class TilePart(Memo):
     """The tiles that each rank computes with the rows of one round.
 
     Args:
-        tiles: the assigned tiles that these are a part of.
         own: returns the tiles of a rank's own queries, numbered by local row, over the stream of keys.
         remote: returns the tiles of remote queries on a rank, over both streams; None if there are none.
     """

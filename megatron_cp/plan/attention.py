@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
 from megatron_cp.plan.assignment import AssignedTiles, TiledWork
@@ -50,7 +49,6 @@ class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
 
     Attributes:
-        mask: the keys that each query sees.
         queries, keys: the ranks that hold each token, by `kv_rank`.
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
@@ -164,12 +162,10 @@ class Attend(Memo):
         """True if the gradients of fetched keys are returned to their owners, which sum them."""
         return any(isinstance(stage.gradients, Return) for stage in self.backward_stages)
 
+    @remembered
     def program(self, *, forward: bool) -> Program:
         """Returns the instructions of one direction, the same on every rank."""
-        return self.memo(
-            ("program", forward),
-            lambda: attention_program(self.stages_in(forward=forward), self.head_chunks, forward=forward),
-        )
+        return attention_program(self.stages_in(forward=forward), self.head_chunks, forward=forward)
 
     def transfers(self, *, forward: bool) -> list[tuple[Payload, RowFlow]]:
         """Returns what travels in one direction, for each head chunk."""
@@ -187,16 +183,11 @@ class Attend(Memo):
 
     def tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """Returns the tiles between the queries of a KV rank and the keys of a stage."""
-        return self.memo(self.tiles_key(kv_rank, stage), lambda: self._tiles(kv_rank, stage))
-
-    @staticmethod
-    def tiles_key(kv_rank: int, stage: Stage) -> tuple[Any, ...]:
-        """The memo's key for `tiles`."""
-        return "tiles", kv_rank, stage.number, stage.directions
+        return self.memo(("tiles", kv_rank, stage.number, stage.directions), lambda: self._tiles(kv_rank, stage))
 
     def remote_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """Returns the tiles between remote queries on a KV rank and the keys of a stage."""
-        key = ("remote", *self.tiles_key(kv_rank, stage))
+        key = "remote tiles", kv_rank, stage.number, stage.directions
         return self.memo(key, lambda: self._remote_tiles(kv_rank, stage))
 
     @staticmethod
@@ -256,28 +247,23 @@ class Attend(Memo):
         sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size, coded)
         return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
+    @remembered
     def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
         """Returns, for each kind of rows, the rows that each KV rank sends."""
+        found: dict[Payload, IntArray] = {}
+        transfers = self.transfers(forward=forward)
+        for kind in Payload:
+            sent = [flow.rows_sent_by_ranks() for payload, flow in transfers if payload is kind]
+            if sent:
+                found[kind] = np.sum(sent, axis=0)
+        return found
 
-        def make() -> dict[Payload, IntArray]:
-            found: dict[Payload, IntArray] = {}
-            transfers = self.transfers(forward=forward)
-            for kind in Payload:
-                sent = [flow.rows_sent_by_ranks() for payload, flow in transfers if payload is kind]
-                if sent:
-                    found[kind] = np.sum(sent, axis=0)
-            return found
-
-        return self.memo(("rows sent", forward), make)
-
+    @remembered
     def _rows_needed(self, *, forward: bool) -> dict[Payload, IntArray]:
         """Returns the rows of keys that each KV rank sends to those that see them, and in backward their gradients."""
 
-        def make() -> dict[Payload, IntArray]:
-            found = {Payload.KEYS: self.needed.rows_sent_by_ranks()}
-            return found if forward else found | {Payload.KEY_GRADIENTS: Return(self.needed).rows_sent_by_ranks()}
-
-        return self.memo(("rows needed", forward), make)
+        found = {Payload.KEYS: self.needed.rows_sent_by_ranks()}
+        return found if forward else found | {Payload.KEY_GRADIENTS: Return(self.needed).rows_sent_by_ranks()}
 
     def describe(self) -> list[str]:
         """The step's value as lines of text, except for the queries' layout and mask, which are the plan's."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_cp.layout.bands import unions
 from megatron_cp.layout.fragments import index_ranges, joined_up
+from megatron_cp.layout.memo import remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.flows import Fetch, IndexTable, Ranges, count_wanted, meetings, owned_fragments
 
@@ -21,7 +22,6 @@ class ByHost(Fetch):
 
     Args:
         direct: the fetch of the same rows in one hop.
-        hosts: the host of each rank.
 
     Attributes:
         first: the first hop: rows of other hosts that a rank sends on, and own rows that ranks of its host want.
@@ -62,20 +62,16 @@ class ByHost(Fetch):
 
 
 class _FirstHop(Fetch):
-    """The first hop of `ByHost`.
-
-    Attributes:
-        forwards: `[hosts, owners]` the rank of each host that gets an owner's rows.
-    """
+    """The first hop of `ByHost`; `forwards` has, `[hosts, owners]`, the rank of each host that gets an owner's rows."""
 
     def __init__(self, direct: Fetch, hosts: tuple[int, ...]) -> None:
-        self._hosts = np.array(hosts)
-        members = [np.flatnonzero(self._hosts == host) for host in range(max(hosts) + 1)]
-        places = np.zeros_like(self._hosts)
+        self._hosts = hosts
+        members = [np.flatnonzero(np.array(hosts) == host) for host in range(max(hosts) + 1)]
+        places = np.zeros(len(hosts), dtype=np.int64)
         for ranks in members:
             places[ranks] = np.arange(ranks.size)
         self.forwards = np.array([ranks[places % ranks.size] for ranks in members])
-        held = partial(_forwarded, direct, self._hosts, self.forwards)  # not a method: flows are in no cycle
+        held = partial(_forwarded, direct, hosts, self.forwards)  # not a method: flows are in no cycle
         super().__init__(direct.layout, held, direct.description)
         self._direct = direct
 
@@ -86,20 +82,17 @@ class _FirstHop(Fetch):
         return counts
 
 
-def _wanted_by_hosts(direct: Fetch, hosts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+@remembered
+def _wanted_by_hosts(direct: Fetch, hosts: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
     """Returns the ranges that any rank of a host wants, grouped by host, and `[hosts + 1]` offsets of the groups."""
-
-    def join() -> tuple[IntArray, IntArray, IntArray]:
-        starts, ends, offsets = direct.all_wanted
-        host = np.repeat(hosts, np.diff(offsets))
-        order = np.argsort(host, kind="stable")
-        ranges = np.stack([starts, ends], axis=1)[order]
-        return unions(ranges, np.searchsorted(host[order], np.arange(hosts.max() + 2)))
-
-    return direct.memo(("wanted by hosts", hosts.tobytes()), join)
+    starts, ends, offsets = direct.all_wanted
+    host = np.repeat(hosts, np.diff(offsets))
+    order = np.argsort(host, kind="stable")
+    ranges = np.stack([starts, ends], axis=1)[order]
+    return unions(ranges, np.searchsorted(host[order], np.arange(max(hosts) + 2)))
 
 
-def _forwarded(direct: Fetch, hosts: IntArray, forwards: IntArray, rank: int) -> Ranges:
+def _forwarded(direct: Fetch, hosts: tuple[int, ...], forwards: IntArray, rank: int) -> Ranges:
     """Returns the rows that ranks of the host of `rank` want and that it sends to them."""
     host, (edges, owners) = hosts[rank], owned_fragments(direct.layout)
     starts, ends, offsets = _wanted_by_hosts(direct, hosts)

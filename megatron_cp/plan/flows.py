@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
-from megatron_cp.layout.memo import Memo, frozen
+from megatron_cp.layout.memo import Memo, frozen, remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys
 
@@ -96,7 +96,6 @@ class PassOn(KeyFlow):
     """A single hop of a ring.
 
     Attributes:
-        layout: the owner of each row.
         hops: hops from the rows' owner, this one included; after as many hops as ranks they are at their owner again.
     """
 
@@ -153,7 +152,6 @@ class Fetch(Memo, KeyFlow):
     """A transfer of the rows that each rank wants, from their owners.
 
     Args:
-        layout: the owner of each row.
         wanted: returns the rows that a rank wants, as ranges of the stream.
         description: the phrase for `explain`.
         equal_shares: all ranks want all rows: an all-gather, with every share padded to the longest.
@@ -186,10 +184,8 @@ class Fetch(Memo, KeyFlow):
         counts = self.split_counts.counts
         return self.memo(("rows sent",), lambda: frozen(counts.sum(axis=1) - counts.diagonal()))
 
+    @remembered
     def message_rows(self, rank: int) -> MessageRows:
-        return self.memo(("message rows", rank), lambda: self._message_rows(rank))
-
-    def _message_rows(self, rank: int) -> MessageRows:
         wanted = sum(self.split_counts.received_by(rank))
         ordered = wanted if self.puts_in_order[rank] else None
         if self.equal_shares:
@@ -290,11 +286,9 @@ class Fetch(Memo, KeyFlow):
         return count_wanted(self.layout, *self.all_wanted)
 
     @property
+    @remembered
     def all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
         """The ranges that all ranks want, grouped by rank, and `[ranks + 1]` offsets of the groups."""
-        return self.memo(("all wanted",), self._join_wanted)
-
-    def _join_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
         starts, ends = zip(*(self.wanted(reader) for reader in range(self.size)), strict=True)
         return np.concatenate(starts), np.concatenate(ends), np.cumsum([0, *(ranges.size for ranges in starts)])
 
@@ -311,7 +305,6 @@ class Fetch(Memo, KeyFlow):
         """Returns a rank's own rows that lie in ranges of the stream, which rise for each reader.
 
         Args:
-            rank: the owner of the rows.
             starts, ends: the ranges, grouped by reader.
             offsets: `[readers + 1]` offsets of the groups.
 
@@ -333,11 +326,7 @@ class Fetch(Memo, KeyFlow):
 
 @dataclass(frozen=True, eq=False)
 class Return(RowFlow):
-    """The adjoint of a fetch: values computed for the fetched rows go back to their owners and are summed there.
-
-    Attributes:
-        fetch: the fetch whose rows are returned.
-    """
+    """The adjoint of a fetch: values computed for its rows go back to their owners and are summed there."""
 
     fetch: Fetch
 
@@ -367,12 +356,9 @@ class Return(RowFlow):
         )
 
 
+@remembered
 def owned_fragments(layout: Layout) -> tuple[IntArray, IntArray]:
     """Returns the fragments of a layout in stream order: `[n + 1]` edges, and the rank that holds each."""
-    return layout.memo(("pieces",), lambda: _pieces_of(layout))
-
-
-def _pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
     starts = np.sort(layout.starts)
     return np.append(starts, layout.packing.total), layout.located(starts)[0]
 

@@ -29,7 +29,6 @@ class Move(NamedTuple):
 
     Attributes:
         step: the step that has the exchange; backward goes in the other direction.
-        to_heads: the direction.
         starts: False for the wait.
         parts: numbers of the parts, a single one on the head side.
     """
@@ -49,13 +48,8 @@ def layer_program(steps: tuple[Step, ...], head_chunks: int, *, forward: bool, p
 
     The steps up to the last exchange to the head side work on own tokens, and each exchange starts as soon as the steps
     before it are done. The other steps are run for one chunk of heads after another, while the next one arrives and the
-    previous one is sent.
-
-    Args:
-        steps: the steps of a plan.
-        head_chunks: the number of parts of each exchange.
-        forward: the direction.
-        projected: True if the tensors of each chunk are made separately, while earlier chunks are under way.
+    previous one is sent. If `projected`, the tensors of each chunk are made separately, while earlier chunks are under
+    way.
     """
     if not forward:
         mirrored = layer_program(steps, head_chunks, forward=True, projected=projected)

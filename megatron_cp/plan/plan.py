@@ -15,7 +15,7 @@ from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.route import pieces_between
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
@@ -37,11 +37,9 @@ class Price:
     """The predicted cost of one candidate for running a layer.
 
     Attributes:
-        scheme: the candidate's scheme.
         forward, backward: milliseconds of the slowest rank, its share of a redistribution included.
         bytes_sent: the most that a rank sends in forward, that share included.
         is_bound: True if the times are lower bounds, which were enough to rule the candidate out.
-        hardware: description of the machine that the prediction is for.
         exposed: milliseconds of both directions by which transfers exceed the work of the busiest rank.
         detail: the candidate's options, printed after its scheme.
         reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
@@ -96,12 +94,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """Hidden states that are moved to a plan's layout around a run of linear layers, and back after it.
+    """Hidden states, of `hidden_size` features a token, that are moved around a run of linear layers.
 
-    Attributes:
-        hidden_layout: the layout that they have outside the run.
-        hidden_size: features of a token.
-        layers: linear layers in the run.
+    They are moved from `hidden_layout` to the plan's layout before a run of `layers` layers, and back after it.
     """
 
     hidden_layout: Layout
@@ -183,19 +178,16 @@ class Plan(Memo):
         """The softmax step; None for a linear layer."""
         return next((step for step in self.steps if isinstance(step, Attend)), None)
 
+    @remembered
     def chunk_attend(self, chunk: int) -> Attend:
         """Returns the softmax step of one chunk of heads."""
         attend = self.attend
         assert attend is not None
         if self.head_chunks == 1:
             return attend
-
-        def make() -> Attend:
-            part = replace(attend, partition=self.chunk_partition(chunk))
-            part.share_memo(attend)
-            return part
-
-        return self.memo(("attend", chunk), make)
+        part = replace(attend, partition=self.chunk_partition(chunk))
+        part.share_memo(attend)
+        return part
 
     @cached_property
     def out(self) -> Section:
@@ -225,9 +217,10 @@ class Plan(Memo):
         of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
         return of_heads if self.attend is None else of_heads or self.attend.codec
 
+    @remembered
     def chunk_partition(self, chunk: int) -> HeadPartition:
         """Returns the heads that each `head_rank` computes in one chunk."""
-        return self.memo(("partition", chunk), lambda: self.partition.chunk(chunk, self.head_chunks))
+        return self.partition.chunk(chunk, self.head_chunks)
 
     def chunk_heads(self, chunk: int) -> tuple[list[int], list[int]]:
         """Returns the heads that some rank computes in one chunk, and the key heads that they share; both rising."""
@@ -243,12 +236,10 @@ class Plan(Memo):
         """The steps that continue a segment from the one before it."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
 
+    @remembered
     def program(self, *, forward: bool, projected: bool = False) -> LayerProgram:
         """Returns the instructions of one direction, the same on every rank; see `layer_program`."""
-        return self.memo(
-            ("program", forward, projected),
-            lambda: layer_program(self.steps, self.head_chunks, forward=forward, projected=projected),
-        )
+        return layer_program(self.steps, self.head_chunks, forward=forward, projected=projected)
 
     def exchanges(self, *, forward: bool) -> Iterator[tuple[Exchange, bool]]:
         """Yields each head exchange of one direction, in order, with True if it goes to the head side."""

@@ -19,12 +19,7 @@ from megatron_cp.plan.stage import Stage
 
 
 class Part(NamedTuple):
-    """A stage of one head chunk.
-
-    Attributes:
-        stage: the tiles, and the flows of their keys and queries.
-        chunk: number of the head chunk.
-    """
+    """A stage of one head chunk."""
 
     stage: Stage
     chunk: int
@@ -40,7 +35,6 @@ class Pack:
 
     Attributes:
         buffer: number of the new buffer.
-        payload: the kind of rows.
         flow: selects the rows that are sent; None for all own rows, `Return` for all rows of `source`.
         source: the other buffer; None for own rows.
     """
@@ -58,7 +52,6 @@ class Start:
 
     Attributes:
         source, buffer: the buffers of the sent and of the received rows.
-        payload: the kind of rows.
         flow: the rows that go to each rank.
     """
 
@@ -98,7 +91,6 @@ class Allocate:
 
     Attributes:
         buffer: number of the new buffer.
-        payload: the kind of rows.
         like: the other buffer; None for as many rows as `flow` receives.
         flow: the flow of the rows of `like`; None if they are own rows.
     """
@@ -131,8 +123,6 @@ class ComputeRemote:
     """Computes a stage's tiles of other ranks' queries.
 
     Attributes:
-        keys: the buffer of the keys.
-        queries: the buffer of the queries.
         results: the buffer for partial outputs, or in backward for the gradients of the queries.
         gradients: in backward, the buffer for the gradients of the keys.
     """
@@ -175,13 +165,7 @@ Program = tuple[Instruction, ...]
 
 
 def attention_program(stages: tuple[Stage, ...], head_chunks: int, *, forward: bool) -> Program:
-    """Returns the instructions of one direction, in the order in which every rank runs them.
-
-    Args:
-        stages: the stages of this direction, in order; the flows of their keys have one class.
-        head_chunks: number of parts of each rank's heads that travel one after the other, equal on every rank.
-        forward: the direction.
-    """
+    """Returns the instructions of one direction, in the order in which every rank runs them."""
     flows = {type(stage.keys) for stage in stages if stage.keys is not None}
     if not flows:
         return tuple(Compute(Part(stages[0], chunk), None) for chunk in range(head_chunks))

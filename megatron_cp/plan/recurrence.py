@@ -16,7 +16,7 @@ import numpy as np
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
 from megatron_cp.layout.fragments import arange_ranges
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 
@@ -49,9 +49,6 @@ class Halo(Memo):
     """The tokens before each segment that a causal convolution of `width` taps reaches, fetched in one exchange.
 
     Attributes:
-        layout: the ranks that hold each token.
-        width: taps of the convolution.
-        channels: features of a token.
         continued: True if the tokens before a document's first one are those of earlier calls: all segments wait, and
             every rank also gets the last tokens that each document then has, behind the rows of its segments.
     """
@@ -180,9 +177,7 @@ class Scan(Memo):
     """The maps of segments that a recurrence exchanges, once in each direction.
 
     Attributes:
-        layout: the ranks that hold each token.
         heads: the number of heads, each with a state `[key_dim, value_dim]`.
-        key_dim, value_dim: sizes of the state.
         dense: True if M is a matrix `[key_dim, key_dim]` for each head, as in a delta rule; else it is one number.
         continued: True if documents continue the states of earlier calls, forward only; see `Segments`.
         gathers: True if every rank gets the maps of all ranks in one all-gather, with each share padded to the longest;
@@ -229,11 +224,9 @@ class Scan(Memo):
         has_transition = self.segments.past[ids] if forward else self.segments.future[ids]
         return self.state_size + self.transition_size * has_transition.astype(np.int64)
 
+    @remembered
     def split_counts(self, *, forward: bool) -> SplitCounts:
         """Elements from each rank to each rank."""
-        return self.memo(("split counts", forward), lambda: self._make_split_counts(forward))
-
-    def _make_split_counts(self, forward: bool) -> SplitCounts:
         ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)
         counts = count_by_owner(self.segments.rank, sizes, *self.segments.needed_ranges(forward=forward), ranks)
         np.fill_diagonal(counts, 0)
@@ -244,11 +237,9 @@ class Scan(Memo):
         segments = self.segments
         return np.flatnonzero((segments.future if forward else segments.past) & (segments.rank == rank))
 
+    @remembered
     def share(self, *, forward: bool) -> int:
         """Returns the elements of the longest share of an all-gather."""
-        return self.memo(("share", forward), lambda: self._make_share(forward))
-
-    def _make_share(self, forward: bool) -> int:
         segments = self.segments
         ids = np.flatnonzero(segments.future if forward else segments.past)
         elements = np.bincount(segments.rank[ids], self.sizes(ids, forward=forward), minlength=self.layout.cp_size)

@@ -18,7 +18,6 @@ class Scheme:
 
     Attributes:
         name: a value of `scheme` of `plan_attention` and of `--cp-comm-type`.
-        remark: a description for `megatron-cp doctor`.
         exchanges_heads: neighbouring ranks exchange heads (DeepSpeed Ulysses, arXiv 2309.14509).
         exchanges_keys: keys travel between ranks, or between groups of such neighbours.
         kv_schedule: the transfer of keys, one of `attention.SCHEDULES`.
@@ -110,7 +109,6 @@ class LinearMode:
 
     Attributes:
         name: a value of `mode` of `plan_linear` and of `--linear-cp-mode`.
-        remark: a description for `megatron-cp doctor`.
         exchanges_heads: True if a rank computes whole documents for a share of the heads; else all heads of its own
             tokens.
         redistributes: True if hidden states move to contiguous ranges around a run of layers.

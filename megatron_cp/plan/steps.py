@@ -13,9 +13,7 @@ from megatron_cp.plan.recurrence import Halo, Scan
 class ToHeads:
     """Exchanges all sections in one collective, from own tokens to own heads.
 
-    Attributes:
-        exchange: the sections and layout to exchange.
-        inputs: a range of the operation's tensors: queries and keys of different packings travel separately.
+    `inputs` is a range of the operation's tensors: queries and keys of different packings travel separately.
     """
 
     exchange: Exchange

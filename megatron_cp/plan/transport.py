@@ -123,11 +123,7 @@ COLLECTIVE = Transport()
 
 
 def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
-    """Returns the transport between `cp_size` ranks, from its name or as it is.
-
-    Raises:
-        ArgumentError: it is none, or has the hosts of another number of ranks.
-    """
+    """Returns the transport between `cp_size` ranks, from its name or as it is."""
     transport = Transport.named(transport)
     if transport.hosts and len(transport.hosts) != cp_size:
         raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")

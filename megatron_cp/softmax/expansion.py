@@ -81,9 +81,6 @@ class Absorption(_OverKeys):
     """Computes tiles of latents by queries that have absorbed the up-projection.
 
     The key that all heads share is the latent and the shared key, and its value is the latent.
-
-    Args:
-        work: computes tiles of keys and values.
     """
 
     def __init__(self, work: TileWork) -> None:

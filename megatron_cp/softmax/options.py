@@ -8,14 +8,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer, checke
 
 
 class SoftmaxOptions(NamedTuple):
-    """Checked numbers of a softmax.
-
-    Attributes:
-        scale: scores are multiplied by it.
-        softcap: limit of scores; 0 for none.
-        dropout: share of weights that are dropped.
-        seed: seed of the dropout.
-    """
+    """Checked numbers of a softmax."""
 
     scale: float
     softcap: float

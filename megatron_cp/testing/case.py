@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from typing_extensions import Self
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
@@ -19,7 +19,7 @@ from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import LayoutChoice, choose_layout, layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
-from megatron_cp.planner.predict import Machine, Topology, machine
+from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.tiled import checked_search
 
 
@@ -33,12 +33,7 @@ class ElementType(Protocol):
 
 @dataclass(frozen=True)
 class NamedType:
-    """An element type by its name in torch, for use without torch.
-
-    Attributes:
-        name: for example "bfloat16".
-        itemsize: bytes of an element.
-    """
+    """An element type by its name in torch, for use without torch."""
 
     name: str
     itemsize: int
@@ -59,7 +54,6 @@ class LayerCase:
 
     Attributes:
         layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
-        cp: the number of ranks.
         lengths: the documents' lengths; with `parents`, those of the segments of documents that branch.
         parents: the segment that each one continues, see `Packing.tree`; None for documents that share no tokens.
         layout: a name that `layout_by_name` knows.
@@ -75,17 +69,11 @@ class LayerCase:
         scheme: the scheme of attention, or the mode of a linear layer.
         ulysses_degree: for attention; see `plan_attention`.
         head_chunks: for attention and headwise linear layers.
-        transport: the name of the transport.
         num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
-        hosts: the host of each rank.
-        codec: the codec of messages.
         hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
             None.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: for attention; see `attention`.
-        align: the alignment of the layout's rows.
-        dtype: the type of all tensors.
-        device: the device of all tensors.
         kernel: the backend, or "auto".
         seed: seed of the inputs and of a random layout.
         search_seconds, search_cache: for tiles; see `plan_attention`.
@@ -172,7 +160,10 @@ class LayerCase:
     def plan(self) -> Plan:
         mask = self.made_mask() if self.layer == "attention" else None
         wire, choice = self._wire(), self.layout_choice()
-        layout = choice.layout if choice else self._layout_named(mask)
+        if choice:
+            layout = choice.layout
+        else:
+            layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
             cross: dict[str, Any] = {}
             if self.kv_lengths:
@@ -191,32 +182,22 @@ class LayerCase:
         )  # fmt: skip
 
     def layout_choice(self) -> LayoutChoice | None:
-        """Returns the reason for the layer's layout; None if it was given by name.
-
-        Raises:
-            ArgumentError: a mask or keys that no slot has.
-        """
+        """Returns the reason for the layer's layout; None if it was given by name."""
         if self.layout != AUTO:
             return None
         mask = self.made_mask() if self.layer == "attention" else None
         return choose_layout(self.packing, self.cp, [self.slot()], align=self.align, mask=mask)
 
-    def _layout_named(self, mask: Mask | None) -> Layout:
-        return layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
-
     def _wire(self) -> dict[str, Any]:
         """Returns the arguments that plans and slots share."""
+        topology = machine(self.machine).topology(self.cp, self.machine_hosts) if self.machine_hosts else None
         return {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
-            "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
+            "hardware": self.machine, "topology": topology, "item_size": self.dtype.itemsize,
         }  # fmt: skip
 
     def slot(self) -> Slot:
-        """Returns the layer without its batch.
-
-        Raises:
-            ArgumentError: a mask or keys that depend on the batch.
-        """
+        """Returns the layer without its batch."""
         sizes = (self.groups, self.head_dim, self.value_head_dim)
         if self.layer != "attention":
             checked_search(self.search_seconds, self.search_cache, [])
@@ -247,9 +228,6 @@ class LayerCase:
     def linear_shape(self) -> LinearShape:
         """The sizes of a linear layer, in one vocabulary."""
         return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
-
-    def _topology(self) -> Topology | None:
-        return machine(self.machine).topology(self.cp, self.machine_hosts) if self.machine_hosts else None
 
     def _transport(self) -> Transport:
         require("transport", self.transport)

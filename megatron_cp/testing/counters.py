@@ -144,12 +144,7 @@ class HostWork:
 
 
 def host_work(call: Callable[[], Any], device: str) -> HostWork:
-    """Calls a function three times and counts something else each time. Backward counts if it runs on this thread.
-
-    Args:
-        call: a function whose calls all do the same.
-        device: the type of its tensors' device.
-    """
+    """Calls a function three times and counts something else each time. Backward counts if it runs on this thread."""
     calls, operators = [0], _Operators()
 
     def counted(_: object, event: str, __: object) -> None:

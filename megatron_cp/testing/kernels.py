@@ -261,11 +261,7 @@ _MARKS |= {torch.bfloat16: (torch.int16, 0x7FCB), torch.float16: (torch.int16, 0
 
 
 class _Guarded:
-    """A tensor inside a larger one, with a dense last axis. All of both are NaNs that no operator makes.
-
-    Attributes:
-        rows: the tensor.
-    """
+    """A tensor inside a larger one, with a dense last axis. All of both are NaNs that no operator makes."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         integers, mark = _MARKS[dtype]

@@ -28,7 +28,6 @@ class LinearLayer:
     Attributes:
         draw: maps the layer's shape, the number of tokens and a source of normal numbers to the inputs, which are
             sharded, and the parameters, which every rank has whole.
-        run: maps a rank's inputs and the parameters to its output.
     """
 
     draw: Callable[[LinearShape, int, Draw], tuple[Tensors, Tensors]]

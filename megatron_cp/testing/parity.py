@@ -75,9 +75,6 @@ class Parity:
 
     Attributes:
         errors: for `out` and each gradient `d_<input>`, `max|a - b| / max(max|b|, floor)`.
-        bitwise_forward: True if the outputs are the same bits.
-        bitwise_backward: True if all gradients are the same bits.
-        tolerance: the limit of every error.
         kernel_errors: errors of one rank against float64 arithmetic, for comparison with `errors`; empty in float64.
     """
 
@@ -215,7 +212,6 @@ def compare(
     """Runs a case on local ranks and compares it with one rank.
 
     Args:
-        case: the case to run.
         kind: "threads" or "processes".
         timeout: seconds until the ranks' stacks are dumped and the call fails.
         expected: `one_rank(case)`, if the caller has it already.

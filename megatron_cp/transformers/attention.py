@@ -23,11 +23,7 @@ _BATCH = "Call the model with a batch from ContextParallel.shard: model(**parall
 
 
 def planned_batch(given: object) -> PlannedBatch:
-    """Returns the value of the argument `cp_batch`.
-
-    Raises:
-        ArgumentError: the model was called without a batch of `ContextParallel.shard`.
-    """
+    """Returns the value of the argument `cp_batch`."""
     if not isinstance(given, PlannedBatch):
         remedy = f"{_BATCH} To generate, or without context parallelism: with parallel.disabled()."
         raise ArgumentError("cp_batch", given, "what ContextParallel.shard made", remedy)
@@ -52,12 +48,9 @@ def planned_attention(
     """Computes softmax attention for this rank's rows by the batch's plan.
 
     Args:
-        module: the attention layer, which `enable_context_parallel` gave an `AttentionSpec`.
         query, key, value: `[1, heads, t, head_dim]`, transformers' shape.
         attention_mask: must be None, since documents, windows and chunks are in the plan.
         scaling, dropout, sliding_window, softcap, s_aux: as transformers' models pass them; `s_aux` is the sinks.
-        cp_batch: the batch's plans.
-        others: arguments that other attention functions read.
 
     Returns:
         The output `[1, t, heads, head_dim]`, and None for the weights.
@@ -111,11 +104,7 @@ def _selected(
 
 
 def _up_projection(module: Any) -> Tensor:
-    """Returns the weight of the projection from latents to keys and values, which is not called.
-
-    Raises:
-        ArgumentError: a projection that does more than multiply, such as one with LoRA.
-    """
+    """Returns the weight of the projection from latents to keys and values, which is not called."""
     project = module.kv_b_proj
     if type(project) is not nn.Linear or project.bias is not None:
         remedy = "Its weight alone is used where latents arrive. Leave latents=True out."

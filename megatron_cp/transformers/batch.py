@@ -18,8 +18,6 @@ class PlannedBatch:
     It is no dataclass, since functions that move arguments to a device take dataclasses apart.
 
     Attributes:
-        plans: the plans of every kind of layer.
-        group: the context-parallel ranks.
         seed: the seed of attention dropout; None where `shard` was given none.
         kernel: the kernel for attention and linear layers; "auto" for the best one that is installed.
         num_items: number of labels that are not ignored, on all ranks of the group; in documents that branch, each as

@@ -24,11 +24,7 @@ REFUSED = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of a batch, or of a call, that training over ranks does not support.
-
-    Raises:
-        ArgumentError: an argument of `REFUSED` is set; the message says what to do instead.
-    """
+    """Refuses arguments of a batch, or of a call, that training over ranks does not support."""
     for name, remedy in REFUSED.items():
         value = given.get(name)
         if isinstance(value, Tensor) or value:
@@ -38,11 +34,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> None:
     """Checks the keyword arguments that a model is called with together with a batch of `ContextParallel.shard`.
-
-    Args:
-        given: the keyword arguments.
-        num_ranks: size of the group.
-        has_loss: True if the model computes a loss from labels.
 
     Raises:
         ArgumentError: labels without shifted labels, or without the number of labels on all ranks; and the errors of

@@ -52,21 +52,13 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
 
 
 def check_on_host(name: str, values: object) -> None:
-    """Refuses a tensor on a device, since reading it would wait for all work that is queued there.
-
-    Raises:
-        ArgumentError: the tensor is on a device; the message says how to move it.
-    """
+    """Refuses a tensor on a device, since reading it would wait for all work that is queued there."""
     if isinstance(values, Tensor) and values.device != _HOST:
         raise ArgumentError(name, f"a tensor on {values.device}", "a tensor on the host", _ON_HOST)
 
 
 def on_host(name: str, values: object) -> IntArray:
-    """Returns integers on the host as an array.
-
-    Raises:
-        ArgumentError: a tensor on a device, or values that are not integers.
-    """
+    """Returns integers on the host as an array."""
     check_on_host(name, values)
     try:
         found = values.numpy() if isinstance(values, Tensor) else np.asarray(values)

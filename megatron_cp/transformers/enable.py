@@ -48,9 +48,6 @@ class BatchPlanner:
     """Plans batches from the lengths of their documents. It holds no group and pickles, so data loader workers use it.
 
     Attributes:
-        slots: the specs of all layers of the model.
-        cp_size: number of ranks.
-        layout: name of the layout.
         align: every rank's number of rows is a multiple of it.
     """
 

@@ -26,9 +26,6 @@ def check_head(model: PreTrainedModel) -> None:
     Accepts the classes that transformers lists as causal language models or as models without a head. A class that it
     does not list is accepted if it passes logits of its output embeddings to transformers' causal loss, or returns
     hidden states only.
-
-    Raises:
-        ArgumentError: the model pools rows, has several heads, or has outputs that are not known.
     """
     if _is_listed(model, _LANGUAGE_MODELS if has_head(model) else _BASE_MODELS):
         return
@@ -50,12 +47,7 @@ def check_head(model: PreTrainedModel) -> None:
 def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
     """Refuses labels for a model whose loss would shift them itself, across the edges of a rank's rows.
 
-    Args:
-        model: the model that is called with labels.
-        shifts: True if the batch's labels are not shifted yet, in which case the loss must be transformers' own.
-
-    Raises:
-        ArgumentError: the model's loss takes no `shift_labels`.
+    If the batch's labels are not shifted yet, `shifts`, the loss must be transformers' own.
     """
     loss: Any = model.loss_function
     own = has_head(model) and not calls_loss_function(model)
@@ -73,12 +65,8 @@ def has_head(model: PreTrainedModel) -> bool:
 
 def calls_loss_function(model: nn.Module) -> bool:
     """True if the forward leaves the loss to `model.loss_function`, or has no code to read."""
-    code = _code(model)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return code is None or "loss_function" in code.co_names
-
-
-def _code(model: nn.Module) -> Any:
-    return getattr(inspect.unwrap(type(model).forward), "__code__", None)
 
 
 def _is_listed(model: nn.Module, names: frozenset[str]) -> bool:

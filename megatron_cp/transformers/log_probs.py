@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.batch import ShardedBatch
 
@@ -36,7 +37,7 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
     if not temperature > 0:
         raise ArgumentError("temperature", temperature, "a positive number")
     is_label = labels != IGNORE_INDEX
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    wide = logits.to(accumulation_dtype(logits.dtype)) / temperature
     chosen, normaliser = labels.where(is_label, 0), wide.logsumexp(-1)
     if of_labels is not None:
         picked = wide[0, of_labels.rows, chosen] - normaliser[0, of_labels.rows]

@@ -46,11 +46,7 @@ def family_of(module: nn.Module) -> MixerFamily | None:
 
 
 def check_activation(module: Any) -> None:
-    """Refuses an activation after the convolution other than SiLU, which all mixers here compute.
-
-    Raises:
-        ArgumentError: another activation; the message names the module and its activation.
-    """
+    """Refuses an activation after the convolution other than SiLU, which all mixers here compute."""
     activation = getattr(module, "activation", "silu")  # a short convolution has none
     if activation not in ("silu", "swish"):
         remedy = (

@@ -52,9 +52,6 @@ def join_documents(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
 
     Returns:
         `input_ids` and `labels` `[1, total]`, and the `lengths` of the documents.
-
-    Raises:
-        ArgumentError: positions that do not count up from 0 in every document.
     """
     ids, labels, lengths = [], [], []
     for row in rows:

@@ -32,11 +32,7 @@ def is_attention(module: nn.Module, config: Any) -> bool:
 
 
 def mask_of(module: Any, config: Any) -> str:
-    """Returns the layer's mask, as `Mask.named` spells it.
-
-    Raises:
-        ArgumentError: attention in both directions, or a type of layer that is not known.
-    """
+    """Returns the layer's mask, as `Mask.named` spells it."""
     if getattr(module, "is_causal", True) is False:
         remedy = "Leave encoders and vision towers on their own attention: pass the text model alone."
         raise ArgumentError("model", f"{type(module).__name__} with is_causal=False", "causal attention", remedy)
@@ -91,11 +87,8 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
     """Returns the spec of a softmax attention.
 
     Args:
-        module: the attention module.
-        config: the text model's configuration.
         latents: True for latents that travel, where the module expands them in a method of its own. They always do
             where an indexer chooses keys.
-        options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)

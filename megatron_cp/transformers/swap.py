@@ -37,11 +37,7 @@ _DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, but do
 
 
 def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args: dict[str, Any]) -> dict[str, Slot]:
-    """Returns the spec of every layer that mixes tokens, by its module's name.
-
-    Raises:
-        ArgumentError: a layer that is not computed exactly here.
-    """
+    """Returns the spec of every layer that mixes tokens, by its module's name."""
     config = model.config.get_text_config()
     found: dict[str, Slot] = {}
     for name, module in text_modules(model):

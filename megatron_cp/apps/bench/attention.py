@@ -106,7 +106,6 @@ class Seen:
     """The measurements of one rank.
 
     Attributes:
-        kernel: name of the kernel.
         spent: timings of every repeat, by scheme and direction; scheme "" is one rank with the whole batch.
         peaks: the most bytes, without and with the kernel's own tensors, by scheme and direction.
         buffers: bytes of the buffers that one step needs, by scheme.

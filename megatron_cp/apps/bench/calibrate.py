@@ -42,8 +42,6 @@ class Bench:
     """Measures how long a call takes on all ranks at the same time, in medians over repeats.
 
     Attributes:
-        group: the ranks.
-        repeats: number of timings of each call.
         dtype: type in which layers compute.
         crowd: number of ranks for each core that they share; at least 1.
     """

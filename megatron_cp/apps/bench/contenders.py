@@ -36,14 +36,12 @@ class Contender:
     The gradient of every element is the element itself, so that the gradient of each input must be the input.
 
     Attributes:
-        name: name in the tables.
         way: "inbound" (tokens to heads) or "outbound".
         inputs: leaves of the graph.
         entering: bytes of the tensors that enter the exchange; copies are counted in this unit.
         forward: makes the tensors with which the layer goes on from the inputs.
         gradients: for each form in which gradients arrive, a function that makes them.
         expected: the tensors that `forward` must return.
-        case: the case, whose codec sets the tolerance.
     """
 
     name: str

@@ -21,11 +21,7 @@ def with_defaults(
 ) -> argparse.Namespace:
     """Returns the options, with a layer and a batch on which ratios mean something for those that are not given.
 
-    Args:
-        args: the options of the command.
-        world: the ranks of the job, or None.
-        layers: the layers that the benchmark measures; the first is the default.
-        shapes: each layer's default shape, by the names of options, for runs without a model or heads.
+    The first of `layers` is the default; `shapes` are defaults too, by the names of options.
     """
     import torch
     import torch.distributed as dist

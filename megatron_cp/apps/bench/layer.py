@@ -97,13 +97,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 @dataclass(frozen=True)
 class Work:
-    """A layer of a model, and a batch for it.
-
-    Attributes:
-        case: the layer and the batch.
-        hidden_size: features of the model's hidden states.
-        trace: the file for a profiler's trace of our layer, or None.
-    """
+    """A layer of a model, and a batch for it; `trace` is the file for a profiler's trace of our layer."""
 
     case: Case
     hidden_size: int
@@ -207,11 +201,7 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
 
 
 def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGroup) -> dict[str, float]:
-    """Returns the differences of the sides' output and gradients, of rows and of parameters.
-
-    Raises:
-        RuntimeError: they differ too much.
-    """
+    """Returns the differences of the sides' output and gradients, of rows and of parameters."""
     sides = {name: [tensor.float() for tensor in of_side] for name, of_side in found.items()}
     for of_side in sides.values():
         for gradient in of_side[2:]:

@@ -38,10 +38,8 @@ class Seen:
     """The measurements of one rank.
 
     Attributes:
-        kernel: name of the kernel.
         local: timings of the first rank's work on its own tokens, by their place in documents and direction.
         spent: timings of whole mixers in every repeat, by mode and direction.
-        saved: bytes that a forward saves, by mode.
         not_run: reasons of peers that were not run.
     """
 

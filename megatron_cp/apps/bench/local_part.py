@@ -80,11 +80,7 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
 
 
 def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[str]]) -> LocalWork:
-    """Returns our packing and unpacking in both directions, on the first rank, of messages as all ranks send them.
-
-    Raises:
-        RuntimeError: unpacking does not return what was packed.
-    """
+    """Returns our packing and unpacking in both directions, on the first rank, of messages as all ranks send them."""
     rank, buffers, case = 0, Buffers(), batch.case
     exchange = batch.exchange(layout, tensors)
     dtypes = (case.dtype,) * len(exchange.sections.blocks)

@@ -17,16 +17,7 @@ def measured_on_ranks(
     measure: Callable[..., Any], *arguments: Any, plans: Iterable[Plan], cp: int, args: argparse.Namespace,
     world: TorchGroup | None,
 ) -> list[Any]:  # fmt: skip
-    """Returns the result of `measure(group, *arguments)` on each rank.
-
-    Args:
-        measure: the function to run.
-        arguments: its arguments.
-        plans: the plans that are measured; the ranks of a job compare them first.
-        cp: number of local ranks to start, if there is no job.
-        args: the command's options, with `ranks` and `timeout`.
-        world: the ranks of the job, or None.
-    """
+    """Returns the result of `measure(group, *arguments)` on each rank; the ranks of a job compare the plans first."""
     if world is not None:
         for plan in plans:
             check_agreement(plan, world)

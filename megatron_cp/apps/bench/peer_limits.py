@@ -23,11 +23,7 @@ def megatron_missing() -> dict[str, str]:
 
 
 def aligned_lengths(tokens: int, documents: int, multiple: int, name: str = "--cells") -> list[int]:
-    """Returns documents of very different lengths, always the same, all multiples of what Megatron can shard.
-
-    Raises:
-        ArgumentError: so many tokens have fewer multiples than documents.
-    """
+    """Returns documents of very different lengths, always the same, all multiples of what Megatron can shard."""
     units = tokens // multiple
     if tokens % multiple or units < documents:
         raise ArgumentError(

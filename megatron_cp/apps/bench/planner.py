@@ -53,12 +53,7 @@ the one that was. rank correlation: Spearman's, over all candidates of a cell.""
 
 @dataclass(frozen=True)
 class Cell:
-    """The candidates for one layer on one batch.
-
-    Attributes:
-        name: names the layer and the batch.
-        ways: the case of each scheme or mode.
-    """
+    """The candidates for one layer on one batch."""
 
     name: str
     ways: dict[str, Case]

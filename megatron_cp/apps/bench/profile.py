@@ -21,14 +21,7 @@ def trace_files(path: str, layers: list[str]) -> dict[str, str]:
 
 
 def write_trace(step: Callable[[], Any], group: RankGroup, device: torch.device, path: str) -> None:
-    """Runs a step under the profiler on every rank, and writes rank 0's trace.
-
-    Args:
-        step: forward and backward of a layer.
-        group: its ranks.
-        device: the device on which it runs.
-        path: path of the Chrome trace, a JSON file.
-    """
+    """Runs a step under the profiler on every rank, and writes rank 0's trace."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

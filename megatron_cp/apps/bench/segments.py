@@ -107,11 +107,7 @@ def _drawn(case: Case, tokens: int) -> list[Tensor]:
 
 
 def megatron_rule(case: Case, plain: Work) -> dict[str, Work]:
-    """Returns megatron-core's own function for the same work as `plain`, in plain torch.
-
-    Raises:
-        ImportError: it is not installed, or has nothing for this layer.
-    """
+    """Returns megatron-core's own function for the same work as `plain`, in plain torch."""
     if KINDS[case.layer] is not GDN:
         raise ImportError(f"it has nothing of its own in plain torch for {case.layer}")
     from megatron_cp.apps.bench.peers.delta_rule import gated_delta_rule

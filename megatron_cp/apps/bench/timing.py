@@ -156,16 +156,9 @@ def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
 def interleaved(
     steps: Mapping[str, Callable[[Measure], Any]], repeats: int, watch: Watch, group: RankGroup
 ) -> dict[tuple[str, str], list[Timing]]:
-    """Times every step in both directions, one after the other within every repeat.
+    """Times every step in both directions, one after the other within every repeat; all ranks begin together.
 
-    Args:
-        steps: a function for each name, which calls `measure(direction, call)` for both directions.
-        repeats: number of timings of each step.
-        watch: this rank's watch.
-        group: the ranks, which begin each direction together.
-
-    Returns:
-        the timings of every repeat, by name and direction.
+    A step calls `measure(direction, call)` for both directions. Timings are by name and direction.
     """
     spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in steps for way in DIRECTIONS}
     for name in with_progress(interleaved_order(list(steps), repeats), "timings", group.rank):

@@ -16,13 +16,7 @@ from megatron_cp.torch_private import leaves, map_leaves, no_modes
 
 
 class WatchedAttentionKernel(AttentionKernel):
-    """A kernel whose calls a watch records.
-
-    Args:
-        kernel: the kernel that computes.
-        watch: this rank's watch.
-        hides_tensors: True hides the tensors that the kernel makes for itself from modes.
-    """
+    """A kernel whose calls a watch records; `hides_tensors` hides from modes those that it makes for itself."""
 
     def __init__(self, kernel: AttentionKernel, watch: Watch, *, hides_tensors: bool = False) -> None:
         self._kernel, self._watch, self._hides_tensors = kernel, watch, hides_tensors

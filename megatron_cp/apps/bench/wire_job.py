@@ -30,8 +30,6 @@ class Job:
         transport: transport for codecs and overlap.
         sent: the attention whose exchange to heads every transport runs.
         coded: the attention whose exchange to heads every codec runs.
-        codecs: names of codecs, "none" first.
-        layers: layers whose overlap is measured.
         chunks: numbers of chunks for codecs and overlap, if heads allow them.
     """
 

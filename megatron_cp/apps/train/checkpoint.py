@@ -41,9 +41,7 @@ def save_checkpoint(
 
     Args:
         folder: the folder of the run's checkpoints; no other run writes there.
-        training: the state to save.
         shape: options that a model that loads it must share, from `TrainingOptions.shape`.
-        iteration: number of steps done.
         data: what the steps read, from `TrainingOptions.data`; None leaves out the warning about other data.
 
     Raises:
@@ -116,11 +114,7 @@ def _checkpoint(folder: Path, iteration: int) -> Path:
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """Returns the checkpoint from which a run in `folder` can go on.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """Returns the checkpoint from which a run in `folder` can go on."""
     allowed = "a folder in which a run has saved a checkpoint"
     tracker = folder / TRACKER
     try:
@@ -173,10 +167,6 @@ def other_data(checkpoint: Path, data: Mapping[str, Any]) -> list[str]:
     """Describes the options and documents that decide what is read and differ from those of the checkpoint.
 
     A resumed run reads on at the pack with the next number, which is another place if the order differs.
-
-    Args:
-        checkpoint: a checkpoint that `check_checkpoint` has accepted.
-        data: what the resumed run reads, from `TrainingOptions.data`.
     """
     before = _common_state(checkpoint)["megatron_cp"].get("data", {})
     return [
@@ -205,11 +195,7 @@ def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
 
 
 def load_checkpoint(checkpoint: Path, training: Training) -> None:
-    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks.
-
-    Raises:
-        ArgumentError: it is damaged, or of a model whose weights have other shapes.
-    """
+    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks."""
     try:
         with names_of_checkpoints_alone():
             state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))

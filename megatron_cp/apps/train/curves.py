@@ -46,11 +46,8 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
 def stretches(entries: Sequence[Entry], label: str) -> list[tuple[str, range]]:
     """Returns the run's stretches, each with the size that trained it: a run may be resumed at another one.
 
-    A stretch begins with the last step of the one before, so that the curve has no gaps.
-
-    Args:
-        entries: the metrics of each step.
-        label: the name of steps that do not say their size.
+    A stretch begins with the last step of the one before, so that the curve has no gaps. Steps that do not say their
+    size have the name `label`.
     """
     found: list[tuple[str, range]] = []
     for place, entry in enumerate(entries):

@@ -26,11 +26,6 @@ def validation_loss(training: Training, batches: Iterator[ShardedBatch], packs: 
 
     It is the sum over all tokens that are to be predicted over their number, so that context-parallel sizes agree up to
     rounding. Replicas share the packs, some with one less.
-
-    Args:
-        training: the model.
-        batches: this rank's share of one pack after another.
-        packs: the number of packs of all replicas.
     """
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     total = torch.zeros(2, dtype=torch.float64, device=training.device)
@@ -50,12 +45,6 @@ def write_samples(
     """Returns the beginnings of two documents and what the model writes after each, greedily; on every rank.
 
     Each token is computed from the whole text before it, over the ranks as in training: nothing is cached.
-
-    Args:
-        training: the model.
-        options: `sample_tokens`, and the layout's alignment.
-        corpus: its first documents are begun.
-        tokenizer: the corpus's.
 
     Returns:
         `prompt` and `text` of each.

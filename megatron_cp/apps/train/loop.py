@@ -45,11 +45,7 @@ FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
 
 def load_corpus(options: TrainingOptions) -> Corpus:
-    """Returns the documents that the options name.
-
-    Raises:
-        ArgumentError: they cannot be read, or there is none.
-    """
+    """Returns the documents that the options name."""
     if not IndexedCorpus.is_prefix(options.data_path):
         if options.vocab_size is not None:
             raise ArgumentError("vocab_size", options.vocab_size, "only with a .bin/.idx pair as --data-path")
@@ -64,11 +60,7 @@ def load_corpus(options: TrainingOptions) -> Corpus:
 
 
 def split_corpus(options: TrainingOptions, corpus: Corpus) -> tuple[Corpus, Corpus | None]:
-    """Returns the documents to train on, and those that are held out for validation, the last ones.
-
-    Raises:
-        ArgumentError: there is only one document.
-    """
+    """Returns the documents to train on, and those that are held out for validation, the last ones."""
     if not options.validation:
         return corpus, None
     total = corpus.lengths.size
@@ -79,16 +71,7 @@ def split_corpus(options: TrainingOptions, corpus: Corpus) -> tuple[Corpus, Corp
 
 
 def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> PackedStream:
-    """Returns the packs of a run.
-
-    Args:
-        options: the run's options.
-        corpus: its documents.
-        replicas: number of data-parallel ranks; they divide the packs of a step.
-
-    Raises:
-        ArgumentError: a spec or a pattern that does not exist.
-    """
+    """Returns the packs of a run."""
     even = None
     if options.cp_even_packs:
         flops = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
@@ -99,11 +82,6 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
 
 def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     """Trains on this rank, from the run's checkpoint or its seed, and returns a summary.
-
-    Args:
-        world: all ranks of the job.
-        run: the run, the same on every rank.
-        device: "cpu", or "cuda" for this rank's current device.
 
     Returns:
         `steps, first_loss, final_loss, validation_loss, tokens_per_second, pad_tokens`; the same on every rank.
@@ -219,7 +197,6 @@ class _Counts(NamedTuple):
     """Counts over the packs of some steps.
 
     Attributes:
-        tokens: tokens in them.
         pad_rows: rows that hold no token.
         layouts: number of packs with each layout; empty unless a layout is chosen for each pack.
         why: the reason for the layout of the run's first pack; empty in later counts.

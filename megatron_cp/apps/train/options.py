@@ -183,11 +183,7 @@ class TrainingOptions:
         return -(-vocab_size // multiple) * multiple
 
     def check(self) -> None:
-        """Refuses options that are wrong, before anything starts.
-
-        Raises:
-            ArgumentError: naming the option.
-        """
+        """Refuses options that are wrong, before anything starts."""
         for entry in fields(self):
             _check_kind(entry, getattr(self, entry.name))
         self._check_numbers()
@@ -373,14 +369,8 @@ class Run:
     """A training run: its options, its folder and its start.
 
     Attributes:
-        options: the run's options.
-        folder: its own folder, for metrics, pictures and checkpoints.
-        resume: the checkpoint from which to go on.
         name: text beside the progress bar.
-        save: True writes checkpoints.
         first_gradients: a folder to write the gradients of the first step to, for comparing; None for nowhere.
-        tensorboard: the folder for TensorBoard's files, or None.
-        wandb: the project of Weights & Biases, or None.
     """
 
     options: TrainingOptions

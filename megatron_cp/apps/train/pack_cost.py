@@ -24,9 +24,6 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
             layer of GPTModel has two.
         vocab_size: the model's vocabulary, padded.
 
-    Raises:
-        ArgumentError: a layer of another letter.
-
     Example:
         >>> cost = pack_cost_of(TrainingOptions(), "GG*-GG*-", vocab_size=256)
         >>> round(cost.token / cost.pair)  # tokens of a document that cost as much as its pairs

@@ -77,19 +77,7 @@ def write_report(
     entries: Sequence[Entry], reference: Sequence[Entry] | None, data: dict[str, Any], verdict: tuple[str, bool],
     limits: dict[str, float],
 ) -> None:  # fmt: skip
-    """Writes the run's page.
-
-    Args:
-        folder: the run's folder.
-        options: the run's options.
-        command: the command as it was typed.
-        found: the environment.
-        label: the name of the run's curve where a step does not say its size.
-        entries, reference: metrics of the run, and of one rank or None.
-        data: the numbers of the run, with `layers` and `samples`.
-        verdict: the text, and True if it is good news.
-        limits: the largest differences that `--compare` allows, by name; empty without it.
-    """
+    """Writes the run's page; the verdict is its text, and True if it is good news."""
     curves = [("loss", "loss, nats per token"), ("grad_norm", "gradient norm"), ("tokens_per_second", "tokens/s")]
     report = {
         "title": f"Training run {folder.name}",

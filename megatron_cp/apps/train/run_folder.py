@@ -37,12 +37,8 @@ def is_locked(folder: Path) -> bool:
 def locked(folder: Path, argument: str) -> Iterator[None]:
     """Keeps every other run out of the folder until the block or this process ends, in whichever way.
 
-    Args:
-        folder: the run's folder, which exists.
-        argument: the option that named it, for the error.
-
     Raises:
-        ArgumentError: a run uses it, also one on another machine that shares the folder.
+        ArgumentError: a run uses it, also one on another machine that shares the folder; `argument` named it.
     """
     with (folder / LOCK).open("a+") as file:
         try:
@@ -61,15 +57,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: Path, what: str) -> Iterator[None]:
-    """Turns a failure to write into an error of one line, with the free space that is left.
-
-    Args:
-        folder: the block writes below it.
-        what: name of the file, for the error.
-
-    Raises:
-        ArgumentError: the block could not write.
-    """
+    """Turns a failure to write into an error of one line, with the free space that is left."""
     try:
         yield
     except OSError as error:
@@ -80,11 +68,7 @@ def writing(folder: Path, what: str) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file completely or not at all, even if the power fails.
-
-    Raises:
-        OSError: it cannot be written; the file is unchanged.
-    """
+    """Writes a file completely or not at all, even if the power fails."""
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w") as file:

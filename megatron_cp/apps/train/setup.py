@@ -48,9 +48,6 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
 
     Returns:
         this rank's context-parallel group, able to compare plans on the host.
-
-    Raises:
-        ArgumentError: the number of the job's ranks is no multiple of tp * cp.
     """
     size = dist.get_world_size()
     if size % options.model_parallel_size:
@@ -68,11 +65,7 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
 
 
 def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGroup, device: torch.device) -> Training:
-    """Builds the model from its spec, with Megatron's data parallelism, optimizer and learning rate.
-
-    Raises:
-        ArgumentError: a spec or a pattern that does not exist, or a model that cannot be built.
-    """
+    """Builds the model from its spec, with Megatron's data parallelism, optimizer and learning rate."""
     config = transformer_config(options, device)
     model = _model(options, config, vocab_size).to(device)
     if options.bf16:
@@ -107,11 +100,7 @@ def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGrou
 
 
 def transformer_config(options: TrainingOptions, device: torch.device) -> TransformerConfig:
-    """Returns Megatron's configuration of the model.
-
-    Raises:
-        ArgumentError: a spec or a pattern that does not exist, or options that do not fit it or the device.
-    """
+    """Returns Megatron's configuration of the model."""
     _, is_hybrid = resolve_spec(options.spec)
     num_layers, schemes = len(layers_of(options)), options.cp_comm_type
     if len(schemes) not in (1, num_layers):
@@ -144,9 +133,10 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
             "experimental_attention_variant": options.experimental_attention_variant,
             "linear_attention_freq": options.linear_attention_freq,
         }
+    sizes = options.hierarchical_context_parallel_sizes
     return TransformerConfig(
         num_layers=num_layers,
-        hierarchical_context_parallel_sizes=_as_list(options.hierarchical_context_parallel_sizes),
+        hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
         cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
         normalization="RMSNorm",
         layernorm_epsilon=options.norm_epsilon,
@@ -162,17 +152,10 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
     )
 
 
-def _as_list(values: tuple[int, ...] | None) -> list[int] | None:
-    return None if values is None else list(values)
-
-
 def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
     """Returns the object that `--spec MODULE NAME` names, and True if it is a `ModuleSpec` of HybridModel.
 
     Otherwise it is a function for GPTModel.
-
-    Raises:
-        ArgumentError: no such module or name, or neither kind of spec.
     """
     module_name, name = spec
     allowed = "a module that can be imported and the name of a layer spec in it, such as megatron_cp.megatron.specs "
@@ -197,9 +180,6 @@ def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
     """Returns the `ModuleSpec` that `spec` names, or the layer spec that its function makes for GPTModel.
 
     Only ranks may call it: Megatron's functions need its process groups.
-
-    Raises:
-        ArgumentError: as `resolve_spec`, or the function makes no spec.
     """
     found, is_hybrid = resolve_spec(spec)
     if is_hybrid:
@@ -219,11 +199,7 @@ def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
 
 
 def layers_of(options: TrainingOptions) -> list[str]:
-    """Returns each layer's letters as in `--hybrid-layer-pattern`: one for HybridModel, mixer and MLP for GPTModel.
-
-    Raises:
-        ArgumentError: a spec or a pattern that does not exist.
-    """
+    """Returns each layer's letters as in `--hybrid-layer-pattern`: one for HybridModel, mixer and MLP for GPTModel."""
     if not resolve_spec(options.spec)[1]:
         every = 1 if options.experimental_attention_variant is None else options.linear_attention_freq
         return ["G-" if number % every else "*-" for number in range(1, options.num_layers + 1)]

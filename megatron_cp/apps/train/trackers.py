@@ -11,11 +11,7 @@ from megatron_cp.errors import ArgumentError
 
 
 def check_trackers(tensorboard: str | None, wandb: str | None) -> None:
-    """Refuses a tracker whose package is not installed, without importing it.
-
-    Raises:
-        ArgumentError: naming the option.
-    """
+    """Refuses a tracker whose package is not installed, without importing it."""
     for name, given in (("tensorboard", tensorboard), ("wandb", wandb)):
         if given is not None and not given.strip():
             raise ArgumentError(name, given, "a folder" if name == "tensorboard" else "a project's name")

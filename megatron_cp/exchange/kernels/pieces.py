@@ -78,13 +78,8 @@ class Pieces:
     Attributes:
         table: `[columns, entries]` int32: units, `UNITS` of one kind together; then others, `FEW` of one kind
             together; then heads, `HEADS` of one kind together; then the further terms of sums.
-        unit_blocks: the number of blocks of `UNITS` units.
-        few_blocks: the number of blocks of `FEW` units after them.
-        head_blocks: the number of blocks of `HEADS` heads.
         head_dim: the most elements of a coded head.
         most: the most terms of a sum after its first.
-        kinds: kinds of units.
-        head_kinds: kinds of heads.
         alignment: alignment of the tensors, then of the messages.
         types: types of the tensors.
         tensor_bytes: for each tensor, the end of the furthest piece in its rows.
@@ -150,9 +145,6 @@ def copy_table(
 
     Args:
         pieces: in any order, except for the terms of a sum.
-        types: types of the tensors.
-        alignment: the result of `alignment_of`.
-        device: the device of the table.
         to_tensors: True for writing to the tensors: bytes of several pieces are then a sum, of elements, in the order
             of the pieces. In the other direction they are copied to each place.
     """

@@ -43,7 +43,6 @@ class Launch:
             rows from `rows` on become zero, where there are pieces.
         messages: `[bytes]` each.
         rows: rows of each block of the messages.
-        pieces: a table for these tensors and messages.
         index: `[rows]` int32 or int64: for each row that is written, the row that is read; the same one if left out.
         coding: the format of coded pieces. Coding in FP8 needs a GPU of compute capability 8.9 or higher: for others
             Triton has no E4M3, and rounds twice to E5M2.
@@ -83,11 +82,7 @@ class Launch:
         self._variant = (self.kernel, None if index is None else index.dtype, tuple(map(str, constants)))
 
     def __call__(self, addresses: Sequence[int]) -> None:
-        """Queues the kernel on the current stream.
-
-        Args:
-            addresses: addresses of the tensors, then of the messages.
-        """
+        """Queues the kernel on the current stream."""
         if not self._programs:
             return
         if self._device.type == "cuda" and current_device() != self._device.index:

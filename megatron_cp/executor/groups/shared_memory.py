@@ -108,9 +108,7 @@ class Waits(NamedTuple):
     """Arguments of a transfer's waits.
 
     Attributes:
-        activity: description of the operation, for errors.
         patience: seconds to wait for one rank.
-        has_failed: returns True once the group knows that another rank has failed.
     """
 
     activity: str
@@ -184,11 +182,7 @@ class SharedHeap:
         return bool(_READ.unpack_from(self._boards[peer].map, at)[0] > number)
 
     def read(self, into: Tensor, peer: int, number: int, activity: str) -> None:
-        """Copies the bytes of a note that has arrived.
-
-        Raises:
-            PeerError: the other rank sent something else; it fails too.
-        """
+        """Copies the bytes of a note that has arrived."""
         self._fence()
         at = self._note(peer, number)
         _, nbytes, file, serial, size, offset, checksum, text = _NOTE.unpack_from(self._board.map, at)
@@ -202,11 +196,7 @@ class SharedHeap:
         self._ring(peer)
 
     def wait_until(self, condition: Callable[[], bool], peer: int, waits: Waits) -> None:
-        """Waits for another rank.
-
-        Raises:
-            PeerError: it does not answer in time, has ended, or it or a third rank has failed.
-        """
+        """Waits for another rank."""
         activity = waits.activity
         since = time.monotonic()
         while not condition():

@@ -20,16 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-from weakref import ref
-
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 from megatron_cp.executor.groups.base import differences
-from megatron_cp.torch_private import store_of
 
-PATIENCE = 3.0  # seconds of waiting before a wait is published
-_PAUSE = 1.0  # seconds between two checks
 _EXCHANGE_TIME = 2.0  # seconds for the exchange of exit reports by the board, which may be gone
 _READING_TIME = 1.0  # seconds of these for the other ranks to read
 _OPPOSITE = {"send": "recv", "recv": "send"}
@@ -50,9 +44,7 @@ class Stall:
 
     Attributes:
         wait: number of the wait on this rank.
-        direction: "send" or "recv".
         peer: the rank that is waited for.
-        message: the message that is waited for.
         details: the lines that are being compared, if the wait is in a comparison.
         since: time at which it began, by this rank's monotonic clock.
     """
@@ -85,8 +77,6 @@ def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> 
     """Returns why the wait of `rank` can never end, or None if it may still end.
 
     Args:
-        rank: this rank.
-        report: its current report.
         look: returns another rank's report if it has waited long. The report may be old, but holds if that rank still
             waits, which it does if the message that it waits for was never sent. So only a cycle that leads back to
             `rank` counts.
@@ -151,10 +141,6 @@ class Board:
     def _count_generation(self) -> None:
         self._generation = self._store.add(f"megatron_cp/generation/{self._rank}", 1)
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, rank: int, size: int) -> Board:
-        return cls(store_of(group), rank, size)
-
     def publish(self, report: Report) -> None:
         self._set("stall", report)
 
@@ -213,58 +199,3 @@ class Board:
             action()
         except Exception:
             self._store = None
-
-
-class Messages(Protocol):
-    """The part of `TaggedMessages` that its watch uses."""
-
-    rank: int
-    board: Board
-    stall: Stall | None
-    verdict: str | None
-    published: int
-
-    def report(self, stall: Stall) -> Report:
-        """Returns the report of a wait for the other ranks."""
-
-    def abort_waits(self, peer: int) -> None:
-        """Fails all waits of this group."""
-
-
-class Watch:
-    """A thread that checks every second whether this rank has waited long, and if so whether the wait can end."""
-
-    def __init__(self, messages: Messages) -> None:
-        self._messages = ref(messages)
-        self._thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Starts the thread if it does not run."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_watch, args=(self._messages,), name="stalls", daemon=True)
-            self._thread.start()
-
-
-def _watch(reference: ref[Messages]) -> None:
-    while True:
-        time.sleep(_PAUSE)
-        messages = reference()
-        if messages is None or messages.verdict is not None:
-            return
-        _look(messages)
-        del messages
-
-
-def _look(messages: Messages) -> None:
-    stall = messages.stall
-    if stall is None or time.monotonic() - stall.since < PATIENCE:
-        return
-    report = messages.report(stall)
-    if messages.published != stall.wait:  # a report does not change during a wait
-        messages.board.publish(report)
-        messages.published = stall.wait
-    found = verdict(messages.rank, report, messages.board.report)
-    if found is not None and messages.stall is stall:
-        messages.verdict = found
-        messages.board.publish_exit(ExitReport(f"rank {messages.rank} was {stall.describe()}", found))
-        messages.abort_waits(stall.peer)

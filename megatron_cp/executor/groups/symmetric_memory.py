@@ -38,7 +38,6 @@ class Window:
 
     Args:
         handle: torch's handle of symmetric memory of `SLOT * 2` bytes.
-        device: the rank's device.
         keep: what must live as long as the window.
     """
 

@@ -8,6 +8,7 @@ are never matched, both ranks wait, and `stalls` tells them why.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections import deque
@@ -24,10 +25,13 @@ from torch import Tensor
 from megatron_cp.errors import PeerError
 from megatron_cp.executor.groups.base import Agreed, Message, Pending
 from megatron_cp.executor.groups.gloo_exit import wait_for_gloo_at_exit
-from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, Watch
+from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, verdict
+from megatron_cp.torch_private import store_of
 
 _REMEMBERED = 16  # latest messages of each pair and direction, for the description of a stall
 _UNUSED_TAG = 2**31 - 1  # no message has this tag
+PATIENCE = 3.0  # seconds of waiting before a wait is published
+_PAUSE = 1.0  # seconds between two checks
 
 
 def is_peer_failure(error: RuntimeError) -> bool:
@@ -39,12 +43,7 @@ def is_peer_failure(error: RuntimeError) -> bool:
 
 @dataclass
 class _MessageQueue:
-    """The messages of this rank with one peer in one direction.
-
-    Attributes:
-        count: number of messages that were started.
-        latest: the latest of them.
-    """
+    """The messages started by this rank with one peer in one direction: how many, and the latest of them."""
 
     count: int = 0
     latest: deque[Started] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -59,13 +58,8 @@ class _MessageQueue:
 class TaggedMessages:
     """The messages of one rank over a gloo group.
 
-    Args:
-        group: the process group.
-        agreed: the calls and plans that its ranks have compared.
-
     Attributes:
         timeout: seconds to wait for one message; the group's own limit if None.
-        stall: the current wait, if any.
         verdict: the reason why a wait can never end, once it is known.
         published: number of the latest wait that was published to the other ranks.
     """
@@ -81,10 +75,10 @@ class TaggedMessages:
         places = dist.get_process_group_ranks(group)
         is_whole_job = places == list(range(self.size))
         self._places = "" if is_whole_job else f" (Ranks 0, 1, ... of this group are ranks {places} of the job.)"
-        self.board = Board.of(group, self.rank, self.size)
+        self.board = Board(store_of(group), self.rank, self.size)
         self._queues = {direction: [_MessageQueue() for _ in range(self.size)] for direction in ("send", "recv")}
         self._number = 0
-        self._watch = Watch(self)
+        self._watch: threading.Thread | None = None
         wait_for_gloo_at_exit()
 
     def start(
@@ -119,7 +113,9 @@ class TaggedMessages:
         self._number += 1
         since = time.monotonic()
         self.stall = Stall(self._number, direction, peer, started, details, since)
-        self._watch.begin()
+        if self._watch is None:
+            self._watch = threading.Thread(target=_watch, args=(ref(self),), name="stalls", daemon=True)
+            self._watch.start()
         try:
             if self.timeout is None:
                 work.wait()
@@ -156,22 +152,22 @@ class TaggedMessages:
     def _failure(self, stall: Stall, error: RuntimeError) -> PeerError:
         seconds = time.monotonic() - stall.since
         said = str(error)
-        verdict = self.verdict  # read once, since the watch may set it meanwhile
-        if verdict is not None:
-            why = verdict
+        reason = self.verdict  # read once, since the watch may set it meanwhile
+        if reason is not None:
+            why = reason
         elif "Timed out waiting" in said or "timeout" in said:
             why = f"rank {stall.peer} did not answer in {seconds:.0f} s"
         else:
             why = f"rank {stall.peer} ended, or broke the connection off, after {seconds:.0f} s"
-        doing = stall.describe(() if verdict else stall.details)
+        doing = stall.describe(() if reason else stall.details)
         self.abort_waits(stall.peer)  # so that ranks that wait for this one need not wait until its process has ended
-        others = self.board.exchange_exit_reports(ExitReport(f"rank {self.rank} was {doing}", verdict))
+        others = self.board.exchange_exit_reports(ExitReport(f"rank {self.rank} was {doing}", reason))
         text = f"rank {self.rank} of {self.size}, {stall.describe()}: {why}."
-        if verdict is None:
+        if reason is None:
             known = [other.verdict for other in others if other.verdict is not None]
             lines = [f"  {other.waiting}" for other in others]
             text += f" It says: {known[0]}" if known else "".join(f"\n{line}" for line in lines)
-        if verdict is None and stall.details:  # the cause first: a plan has many lines
+        if reason is None and stall.details:  # the cause first: a plan has many lines
             text += f"\n  This rank's call: {'; '.join(stall.details)}"
         self._failed = (text + self._places, stall.peer)
         return PeerError(self._failed[0], rank=self.rank, peer=stall.peer)
@@ -190,3 +186,29 @@ class _TaggedPending(Pending):
         for direction, peer, started, work in self._works:
             self._messages.wait(direction, peer, started, self._details, work)
         self._works, self._tensors = [], ()
+
+
+def _watch(reference: ref[TaggedMessages]) -> None:
+    """Checks every second whether this rank has waited long, and if so whether the wait can end."""
+    while True:
+        time.sleep(_PAUSE)
+        messages = reference()
+        if messages is None or messages.verdict is not None:
+            return
+        _look(messages)
+        del messages
+
+
+def _look(messages: TaggedMessages) -> None:
+    stall = messages.stall
+    if stall is None or time.monotonic() - stall.since < PATIENCE:
+        return
+    report = messages.report(stall)
+    if messages.published != stall.wait:  # a report does not change during a wait
+        messages.board.publish(report)
+        messages.published = stall.wait
+    found = verdict(messages.rank, report, messages.board.report)
+    if found is not None and messages.stall is stall:
+        messages.verdict = found
+        messages.board.publish_exit(ExitReport(f"rank {messages.rank} was {stall.describe()}", found))
+        messages.abort_waits(stall.peer)

@@ -74,9 +74,7 @@ class Hosts:
         return self._senders[proxy_rank]
 
 
-@lru_cache(maxsize=1024)  # large enough for ranks that are threads, which have an entry each
-def _hosts_of(rank: int, hosts: tuple[int, ...]) -> Hosts:
-    return Hosts(rank, hosts)
+_hosts_of = lru_cache(maxsize=1024)(Hosts)  # large enough for ranks that are threads, which have an entry each
 
 
 class _TwoHopAllToAll(Pending):

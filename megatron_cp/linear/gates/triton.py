@@ -94,15 +94,7 @@ def norm_gradients(inputs: Tensors, gradients: Tensors, unit: int) -> tuple[Tens
 def delta(
     inputs: Tensors, first: int, lower_bound: float | None, units: tuple[int, int], g_shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns normalised q and k, g, and `sigmoid(beta)`.
-
-    Args:
-        inputs: q, k, beta, x, rates and bias, as in `delta_gates`.
-        first: number of this rank's first head.
-        lower_bound: limit of g, or None.
-        units: the unit of q and k, and that of x.
-        g_shape: shape of g.
-    """
+    """Returns normalised q and k, g, and `sigmoid(beta)`."""
     (q, k, beta, x, rates, bias), (unit, x_unit) = inputs, units
     launch = _delta_launch(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)

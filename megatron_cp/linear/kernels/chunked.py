@@ -242,19 +242,20 @@ class _ChunkScan(LocalScan):
         return out, [all_states, updates]
 
     def _walk(
-        self, terms: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor, updates: Tensor
+        self, terms: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor | None, updates: Tensor
     ) -> Tensor:
-        """Writes the state before each chunk to `states` and, in a rule with a delta, U to `updates`.
+        """Writes the state before each chunk to `states`, unless None, and in a rule with a delta U to `updates`.
 
         Returns:
             The state after each piece.
         """
-        _, heads, dk, dv = states.shape
-        state = states.new_zeros(len(pieces.pieces), heads, dk, dv) if given is None else given.clone()
+        shape = len(pieces.pieces), *terms.keys.shape[1:3], terms.updates.shape[-1]
+        state = terms.updates.new_zeros(shape) if given is None else given.clone()
         for start, active in pieces.steps:
             now, here = slice(start, start + active), state[:active]
             self._begin(start, here)
-            states[now] = here
+            if states is not None:
+                states[now] = here
             if terms.has_delta:
                 torch.sub(terms.updates[now], terms.reads[now] @ here, out=updates[now])
             torch.add(terms.carry[now] * here, terms.keys[now] @ updates[now], out=here)
@@ -264,7 +265,10 @@ class _ChunkScan(LocalScan):
         """Returns E and M of each piece."""
         heads, dk, dv = terms.keys.shape[1], terms.keys.shape[2], terms.updates.shape[-1]
         if not terms.has_delta:
-            return self._walk_ends(terms, pieces), self._carried(terms, pieces)
+            kept = terms.carry.new_ones(len(pieces.pieces), *terms.carry.shape[1:])
+            for start, active in pieces.steps:
+                kept[:active] *= terms.carry[start : start + active]
+            return self._walk(terms, pieces, None, None, terms.updates), kept
         # One recurrence computes both E, from a state of zero, and M, from the unit matrix without updates.
         padded = terms.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
         padded[..., dv:] = torch.eye(dk, dtype=padded.dtype, device=padded.device)
@@ -274,21 +278,6 @@ class _ChunkScan(LocalScan):
             update.neg_()[..., :dv] += terms.updates[now]
             torch.add(terms.carry[now] * here, terms.keys[now] @ update, out=here)
         return padded[..., :dv], padded[..., dv:]
-
-    def _walk_ends(self, terms: _Prepared, pieces: PieceClass) -> Tensor:
-        state = terms.updates.new_zeros(
-            len(pieces.pieces), terms.keys.shape[1], terms.keys.shape[2], terms.updates.shape[-1]
-        )
-        for start, active in pieces.steps:
-            now, here = slice(start, start + active), state[:active]
-            torch.add(terms.carry[now] * here, terms.keys[now] @ terms.updates[now], out=here)
-        return state
-
-    def _carried(self, terms: _Prepared, pieces: PieceClass) -> Tensor:
-        kept = terms.carry.new_ones(len(pieces.pieces), *terms.carry.shape[1:])
-        for start, active in pieces.steps:
-            kept[:active] *= terms.carry[start : start + active]
-        return kept
 
     def _outputs(self, terms: _Prepared, chunks: slice, states: Tensor, updates: Tensor, out: Tensor) -> None:
         """Writes the outputs of chunks whose states are known."""
@@ -335,8 +324,6 @@ class _ChunkScan(LocalScan):
         """Writes the gradients of the states to `after`.
 
         Args:
-            terms: the terms of the recurrence.
-            pieces: the pieces of one class.
             given: the gradients of the states after the pieces; None for zero.
             wanted: the gradients of the states before the chunks, by the chunks' own outputs.
             after: the gradients of the states after the chunks; None to write none.

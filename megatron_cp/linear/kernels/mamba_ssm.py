@@ -101,7 +101,6 @@ class _Contributions(LocalScan):
 
     Args:
         spans: the rows of the segments with a past.
-        call: the kernel call.
     """
 
     def __init__(self, spans: list[tuple[int, int]], call: LinearCall) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
@@ -142,7 +143,7 @@ class _Replay(LocalScan):
 
 
 def _no_state(inputs: Inputs, groups: list[int]) -> Tensor:
-    acc_dtype = torch.promote_types(inputs.values.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(inputs.values.dtype)
     return inputs.values.new_zeros(len(groups), inputs.keys.shape[-1], inputs.values.shape[-1], dtype=acc_dtype)
 
 
@@ -159,7 +160,7 @@ class ReferenceConv(ConvKernel):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        acc_dtype, width = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
+        acc_dtype, width = accumulation_dtype(x.dtype), weight.shape[1]
         before = None if history is None else history().to(acc_dtype)
         past = [False] * call.packing.num_documents if call.segments is None else call.segments.past.tolist()
         offsets = call.packing.cu_seqlens.tolist()

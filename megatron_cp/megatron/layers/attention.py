@@ -30,9 +30,9 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_unsupported,
     unsupported_attention,
 )
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 from megatron_cp.plan.schemes import may_assign_tiles, scheme_named
-from megatron_cp.planner.batch import AttentionSpec, BatchPlan
+from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.latent import latent_attention
@@ -82,6 +82,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}")
         if not scheme_named(scheme).takes_chunks:
             options["head_chunks"] = None
+        sizes = config.hierarchical_context_parallel_sizes
         self.slot = AttentionSpec(
             heads=config.num_attention_heads // tp_size,
             kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
@@ -89,7 +90,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             value_head_dim=config.kv_channels if v_channels is None else v_channels,
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
-            ulysses_degree=_ulysses_degree(config, scheme),
+            ulysses_degree=sizes[0] if sizes and scheme_named(scheme).is_product else None,
             **_latents(config, k_channels),
             **options,
             **_search(config, scheme),
@@ -98,7 +99,6 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self._add_sinks(config)
         sinks = config.softmax_type
         self.agree(softmax_scale=softmax_scale, dropout=self.dropout, sinks=sinks, mask=attn_mask_type)
-        self._unpacked: BatchPlan | None = None  # for the latest length of unpacked batches, which rarely changes
 
     def forward(
         self,
@@ -132,17 +132,11 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
         if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != _CAUSAL[self.attn_mask_type]:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
-        dropout, seed, ranks = self.dropout if self.training else 0.0, None, self.ranks
-        if not is_packed(packed_seq_params, query.shape[1] if query.dim() == 4 else 1):
-            plans = self._sequence_plans(query.shape[0])
-        else:
-            assert packed_seq_params is not None
-            packed = self.planned(packed_seq_params)
-            assert packed.plans is not None
-            plans, seed, ranks = packed.plans, packed.seed, self.ranks_of(packed)
-            self.check_rows(query.shape[0], plans.layout, ranks)
-            if isinstance(packed_seq_params, _RotaryParams):
-                query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
+        dropout = self.dropout if self.training else 0.0
+        plans, ranks, packed = self.plans_of(packed_seq_params, query)
+        seed = None if packed is None else packed.seed
+        if isinstance(packed, _RotaryParams):
+            query, key = packed.rotate(query, key, self.config, self.cp_group)
         refuse_other_means(self.config, packed_seq_params, plans.layout.cp_size)
         plan = plans.plan(self.slot)
         tensors = (query, key, value) if up is None else (query, value.squeeze(-2), key.squeeze(-2), up)
@@ -186,13 +180,6 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             seed = int(torch.randint(2**31, ()))
         return ((seed * 1_000_003 + self.layer_number) * 1_000_003 + self.tp_group.rank()) % 2**62
 
-    def _sequence_plans(self, rows: int) -> BatchPlan:
-        """Returns the plans for Megatron's zigzag of one sequence, which all sequences of an unpacked batch share."""
-        packing = Packing([rows * self.ranks.size])
-        if self._unpacked is None or self._unpacked.layout.packing != packing:
-            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
-        return self._unpacked
-
 
 class _RotaryParams(PlannedSeqParams):
     """`PlannedSeqParams` with the rotary phases of one attention layer's queries and keys."""
@@ -205,8 +192,8 @@ class _RotaryParams(PlannedSeqParams):
         one = cls.__new__(cls)
         one.__dict__.update(params.__dict__)
         pair = tables if isinstance(tables, tuple) else (tables, tables)
-        gather = _identity if params.has_axes else params.rotary_phases
-        one.phases = tuple(None if table is None else gather(table) for table in pair)  # type: ignore
+        # For positions of several axes Megatron makes a table for every batch, with a row for each row.
+        one.phases = tuple(x if x is None or params.has_axes else params.rotary_phases(x) for x in pair)  # type: ignore
         one.mscale = mscale
         return one
 
@@ -220,11 +207,6 @@ class _RotaryParams(PlannedSeqParams):
             for x, phases in zip((query, key), self.phases, strict=True)
         ]
         return turned[0], turned[1]
-
-
-def _identity(table: Tensor) -> Tensor:
-    """Returns a table for positions of several axes, which Megatron makes for every batch with a row for each row."""
-    return table
 
 
 class SelfAttention(megatron_attention.SelfAttention):
@@ -305,12 +287,6 @@ def refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
         slot.plan(Layout.contiguous(Packing([1]), cp_size))
     except ArgumentError as error:
         refuse(flags.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
-
-
-def _ulysses_degree(config: Any, scheme: str) -> int | None:
-    """Returns the number of ranks of a head exchange, the first hierarchical size; None if the scheme fixes it."""
-    sizes = config.hierarchical_context_parallel_sizes
-    return sizes[0] if sizes and scheme_named(scheme).is_product else None
 
 
 def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:

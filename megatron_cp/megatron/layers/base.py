@@ -6,18 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.megatron.layers.communication import no_heads, spec_options
 from megatron_cp.megatron.layers.refusals import refuse, refuse_other_means, refuse_unaligned
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.batch import BatchPlan, LinearSpec, Slot
+from megatron_cp.planner.capabilities import require
 
 
 class ContextParallelModule:
@@ -25,24 +28,19 @@ class ContextParallelModule:
 
     Attributes:
         config: Megatron's configuration, with or without our options.
-        slot: the module's kind of layer.
-        ranks: the module's context-parallel group.
     """
 
     config: Any
     slot: Slot
     ranks: RankGroup
+    _unpacked: BatchPlan | None = None  # for the latest shape of unpacked batches, which rarely changes
 
     def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
         """Returns the packed batch with its plans; the configuration has the order of Megatron's own batches."""
         return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
 
     def agree(self, **settings: Any) -> None:
-        """Compares the module's settings between ranks while it is built, so that no step has to.
-
-        Raises:
-            CallMismatchError: another rank builds it with other settings.
-        """
+        """Compares the module's settings between ranks while it is built, so that no step has to."""
         name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
         agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
 
@@ -62,12 +60,28 @@ class ContextParallelModule:
             refuse("calculate_per_token_loss", False, "True with groups for each batch", remedy)
         return packed_seq_params.ranks
 
-    def check_rows(self, rows: int, layout: Layout, ranks: RankGroup) -> None:
-        """Refuses tensors whose number of rows is not that of this rank's share of the batch.
+    def plans_of(
+        self, packed_seq_params: PackedSeqParams | None, rows: Tensor
+    ) -> tuple[BatchPlan, RankGroup, PlannedSeqParams | None]:
+        """Returns the plans and ranks of an attention's rows, and the packed batch's parameters with its plans."""
+        if not is_packed(packed_seq_params, rows.shape[1] if rows.dim() == 4 else 1):
+            return self.sequence_plans(self.slot, rows.shape[0]), self.ranks, None
+        assert packed_seq_params is not None
+        packed = self.planned(packed_seq_params)
+        assert packed.plans is not None
+        ranks = self.ranks_of(packed)
+        self.check_rows(rows.shape[0], packed.plans.layout, ranks)
+        return packed.plans, ranks, packed
 
-        Raises:
-            ArgumentError: the numbers differ, or quantized matrix products do not support them.
-        """
+    def sequence_plans(self, slot: Slot, rows: int, batch: int = 1) -> BatchPlan:
+        """Returns the plans for Megatron's zigzag of `batch` sequences side by side, of `rows` rows on each rank."""
+        packing = Packing([rows * self.ranks.size] * batch)
+        if self._unpacked is None or self._unpacked.layout.packing != packing:
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])
+        return self._unpacked
+
+    def check_rows(self, rows: int, layout: Layout, ranks: RankGroup) -> None:
+        """Refuses tensors whose number of rows is not that of this rank's share of the batch."""
         local = int(layout.row_counts[ranks.rank])
         if rows != local:
             raise ArgumentError(
@@ -88,7 +102,13 @@ class LinearModule(ContextParallelModule):
 
     slot: LinearSpec
     kernel: str | LinearKernel = "auto"
-    _unpacked: BatchPlan | None = None  # for the latest shape of unpacked batches, which rarely changes
+
+    def set_slot(self, kind: str, name: str, **sizes: Any) -> None:
+        """Sets the spec by the configuration, and compares it between ranks; `name` is the layer's, for warnings."""
+        mode = require("mode", getattr(self.config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
+        options = spec_options(self.config, self.ranks, f"{name}, {mode}", uncoded=no_heads(mode))
+        self.slot = LinearSpec(kind, mode=mode, **sizes, **options)
+        self.agree()
 
     def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:
         """Returns the plan for packed documents, or None for `batch` sequences side by side."""
@@ -115,7 +135,4 @@ class LinearModule(ContextParallelModule):
         if self.slot.mode == REDISTRIBUTE.name:
             refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")
         slot = replace(self.slot, hidden_size=None, run=())  # no run: only packed batches are redistributed
-        packing = Packing([rows * self.ranks.size] * batch)
-        if self._unpacked is None or self._unpacked.layout.packing != packing:
-            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])
-        return self._unpacked.plan(slot)
+        return self.sequence_plans(slot, rows, batch).plan(slot)

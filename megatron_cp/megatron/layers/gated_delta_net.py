@@ -12,11 +12,9 @@ from torch import Tensor
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import cp_ranks, no_heads, spec_options
+from megatron_cp.megatron.layers.communication import cp_ranks
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
 from megatron_cp.megatron.patches import gated_delta_net_without_fla
-from megatron_cp.planner.batch import LinearSpec
-from megatron_cp.planner.capabilities import require
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
@@ -40,18 +38,15 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         if not self.use_qk_l2norm:
             refuse("use_qk_l2norm", False, "True", "Queries and keys are normalised.")
         self.ranks = cp_ranks(self.pg_collection.cp)
-        mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
-        self.slot = LinearSpec(
+        self.set_slot(
             "gdn",
+            "Gated DeltaNet",
             heads=self.num_v_heads_local_tp,
             key_heads=self.num_k_heads_local_tp,
             head_dim=self.key_head_dim,
             value_head_dim=self.value_head_dim,
             conv_width=self.conv_kernel_dim,
-            mode=mode,
-            **spec_options(config, self.ranks, f"Gated DeltaNet, {mode}", uncoded=no_heads(mode)),
         )
-        self.agree()
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()
 

@@ -14,12 +14,10 @@ from megatron_cp.extras import install
 from megatron_cp.linear.gated_norm import silu_gated
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import cp_ranks, no_heads, spec_options
+from megatron_cp.megatron.layers.communication import cp_ranks
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
 from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
-from megatron_cp.planner.batch import LinearSpec
-from megatron_cp.planner.capabilities import require
 
 
 class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
@@ -37,7 +35,9 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         self, config: Any, *args: Any, layer_number: int | None = None, pg_collection: Any = None, **kwargs: Any
     ) -> None:
         refuse_unsupported(config)
-        check_comm_type(config, _scheme(config, layer_number), "Mamba")
+        schemes = config.cp_comm_type  # chosen from a list as in Megatron's transformer layers
+        scheme = schemes[(layer_number or 1) - 1] if isinstance(schemes, list) else schemes
+        check_comm_type(config, scheme, "Mamba")
         for error in unsupported_mamba(config):
             raise error
         # Megatron's own exchange, which is not used here, asserts that sizes are multiples of the number of ranks.
@@ -47,18 +47,15 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
-        mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
-        self.slot = LinearSpec(
+        self.set_slot(
             "mamba",
+            "Mamba",
             heads=self.nheads_local_tp,
             key_heads=self.ngroups_local_tp,
             head_dim=self.d_state,
             value_head_dim=self.headdim,
             conv_width=self.d_conv,
-            mode=mode,
-            **spec_options(config, self.ranks, f"Mamba, {mode}", uncoded=no_heads(mode)),
         )
-        self.agree()
 
     def forward(
         self,
@@ -98,10 +95,3 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             hidden_states, context, inference_params=params, packed_seq_params=packed_seq_params
         )
         return found
-
-
-def _scheme(config: Any, layer_number: int | None) -> str | None:
-    """Returns the layer's `--cp-comm-type`, chosen as in Megatron's transformer layers."""
-    given: Any = config.cp_comm_type
-    chosen: str | None = given[(layer_number or 1) - 1] if isinstance(given, list) else given
-    return chosen

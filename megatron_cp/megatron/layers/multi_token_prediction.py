@@ -53,11 +53,7 @@ class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
 
 
 def _has_stream(params: Any, cp_group: Any) -> bool:
-    """True if the batch has the tokens ahead.
-
-    Raises:
-        ArgumentError: it does not, and there are several ranks.
-    """
+    """True if the batch has the tokens ahead."""
     if isinstance(params, PlannedSeqParams) and params.stream is not None:
         return True
     if cp_group is not None and cp_group.size() > 1:
@@ -134,11 +130,7 @@ def _log(loss: Tensor, guessed: tuple[Tensor, Tensor], depth: int, depths: int) 
 def roll_tensor_checked(
     tensor: Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
 ) -> Any:
-    """Calls Megatron's `roll_tensor`, which on several ranks supports its own order of tokens only.
-
-    Raises:
-        ArgumentError: the batch has plans for several ranks.
-    """
+    """Calls Megatron's `roll_tensor`, which on several ranks supports its own order of tokens only."""
     plans = packed_seq_params.plans if isinstance(packed_seq_params, PlannedSeqParams) else None
     if plans is not None and plans.layout.cp_size > 1:
         remedy = "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec."

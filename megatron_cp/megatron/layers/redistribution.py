@@ -45,11 +45,7 @@ def arrange_run(
 ) -> None:
     """Arranges one run, or the part of it that is built so far.
 
-    Args:
-        first, last: the run's first and last layer; None for a layer that is built elsewhere.
-        linear: the linear layers' modules.
-        slots: the specs of all linear layers of the run.
-        config: the model's configuration.
+    `first` and `last` are the run's, None for a layer that is built elsewhere; `slots` are those of all its layers.
     """
     if config.context_parallel_size == 1:
         return

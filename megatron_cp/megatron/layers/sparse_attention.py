@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import layer_operation
-from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.layers.attention import comm_scheme, refuse_attention, refuse_unplannable
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
@@ -35,7 +34,7 @@ from megatron_cp.megatron.layers.refusals import (
     unsupported_sparse_attention,
     uses_transformer_engine,
 )
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.sparse import SparseOutput, sparse_attention
 
@@ -86,7 +85,6 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         if self.indexer is not None:
             self.indexer.rotary_pos_emb = _IndexerRotary(self.indexer.rotary_pos_emb, config)
         self.agree(softmax_scale=softmax_scale, loss=config.dsa_indexer_loss_coeff)
-        self._unpacked: BatchPlan | None = None  # for the latest length of unpacked batches, which rarely changes
 
     def _refuse_a_choice_of_another_stage(self) -> None:
         built: set[int] = vars(self.config).setdefault("_layers_that_choose_keys", set())
@@ -126,15 +124,9 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
             `[t, h * v]` or `[s, b, h * v]`.
         """
         assert value is None
-        if not is_packed(packed_seq_params, query.shape[1] if query.dim() == 4 else 1):
-            plans, ranks, carrier = self._sequence_plans(query.shape[0]), self.ranks, packed_seq_params
-        else:
-            assert packed_seq_params is not None
-            packed = self.planned(packed_seq_params)
-            assert packed.plans is not None
-            plans, ranks, carrier = packed.plans, self.ranks_of(packed), packed_seq_params
-            self.check_rows(query.shape[0], plans.layout, ranks)
-            packed_seq_params = _unpacked_form(packed)
+        plans, ranks, packed = self.plans_of(packed_seq_params, query)
+        carrier = packed_seq_params
+        packed_seq_params = packed_seq_params if packed is None else _unpacked_form(packed)
         refuse_other_means(self.config, carrier, plans.layout.cp_size)
         coefficient = self.config.dsa_indexer_loss_coeff or 0.0
         learns = self.training and torch.is_grad_enabled() and coefficient > 0 and not self.skip_topk
@@ -191,13 +183,6 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
             loss = loss * ranks  # since gradients are means over ranks; with dsa Megatron's schedule does it
         attached: Tensor = dsa.DSAIndexerLossAutoScaler.apply(out, loss)
         return attached
-
-    def _sequence_plans(self, rows: int) -> BatchPlan:
-        """Returns the plans for Megatron's zigzag of one sequence, which all sequences of an unpacked batch share."""
-        packing = Packing([rows * self.ranks.size])
-        if self._unpacked is None or self._unpacked.layout.packing != packing:
-            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
-        return self._unpacked
 
 
 class _IndexerRotary(PlannedRotary):

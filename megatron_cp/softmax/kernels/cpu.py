@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.sections import ROW_ALIGNMENT
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum, acc_dtype_of
+from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum
 from megatron_cp.torch_private import cpu_flash, cpu_flash_backward
 
 # `cpu_flash` accepts grouped key/value heads. It must not be given an empty tensor, since it divides by the sizes and
@@ -60,7 +61,7 @@ class CpuFlashAttention(AttentionKernel):
         first_head: int,
     ) -> None:  # fmt: skip
         work = _work(tiles)
-        dtype = acc_dtype_of(out) if work.queries.adds or out.dtype != q.dtype else q.dtype
+        dtype = accumulation_dtype(out.dtype) if work.queries.adds or out.dtype != q.dtype else q.dtype
         size = max(call.head_dim, call.value_head_dim)
         queries, keys, values = (_heads_first(x, dtype, size) for x in (q, k, v))
         result = OutputSum(out, lse, work.queries)
@@ -78,10 +79,10 @@ class CpuFlashAttention(AttentionKernel):
     ) -> None:  # fmt: skip
         work = _work(tiles)
         adds = work.queries.adds or work.keys.adds
-        dtype = acc_dtype_of(dq) if adds or dq.dtype != q.dtype else q.dtype
+        dtype = accumulation_dtype(dq.dtype) if adds or dq.dtype != q.dtype else q.dtype
         size = max(call.head_dim, call.value_head_dim)
         dout, queries, keys, values, out = (_heads_first(x, dtype, size) for x in (dout, q, k, v, out))
-        lse = lse[None].to(torch.promote_types(dtype, torch.float32))
+        lse = lse[None].to(accumulation_dtype(dtype))
         sets = _head_sets(queries, keys)
         query_sums = [GradientSum(dq[:, heads], work.queries) for heads in sets]
         covered = work.keys.repeated(len(sets))
@@ -111,7 +112,7 @@ def _head_sets(queries: Tensor, keys: Tensor) -> list[slice]:
     them in bfloat16 has twice the error of each. With one head of each group a call, the sum is made here, in fp32.
     """
     ratio = queries.shape[1] // keys.shape[1]
-    is_acc_dtype = acc_dtype_of(queries) == queries.dtype
+    is_acc_dtype = accumulation_dtype(queries.dtype) == queries.dtype
     return [slice(None)] if is_acc_dtype or ratio == 1 else [slice(first, None, ratio) for first in range(ratio)]
 
 

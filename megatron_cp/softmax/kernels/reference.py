@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
@@ -177,4 +178,4 @@ def _acc_rows(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torc
 
 
 def _acc_dtype_of(x: Tensor, target: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, target.dtype), torch.float32)
+    return accumulation_dtype(torch.promote_types(x.dtype, target.dtype))

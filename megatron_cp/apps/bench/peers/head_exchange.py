@@ -29,9 +29,7 @@ class StockExchange:
     Args:
         packing: documents whose lengths are multiples of `2 * cp`, all at least that long.
         widths: features of each section, in Megatron's order.
-        size: number of ranks.
         group: the ranks; None for the local passes alone.
-        device: the device of the tensors.
     """
 
     def __init__(

@@ -22,8 +22,6 @@ def hybrid_step(
     between groups (`hybrid_context_parallel_forward_backward`).
 
     Args:
-        lengths: tokens of each sample of the global batch.
-        ranks: number of all data- and context-parallel ranks.
         tokens_per_rank: the most tokens of a sample that one rank takes.
         cost: cost of a document on `cp_size` ranks; other numbers of ranks share its work as evenly.
         pack: cost of running a sample, whatever its length.

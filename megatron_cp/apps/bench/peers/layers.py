@@ -54,7 +54,6 @@ class Layer:
 
     Attributes:
         forward: `[t, 1, hidden]` to the same, without the bias that it leaves to others.
-        module: the module with the parameters.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -63,12 +62,9 @@ class Layer:
 
 @dataclass
 class Layers:
-    """Our layer and Megatron's, with the same parameters.
+    """Our layer and Megatron's, with the same parameters; Megatron's is None if it cannot be built.
 
-    Attributes:
-        ours: our layer.
-        stock: Megatron's layer; None if it cannot be built.
-        words: the functions that replace others, or why Megatron's layer is missing.
+    `words` name the functions that replace others, or say why Megatron's layer is missing.
     """
 
     ours: Layer
@@ -88,13 +84,8 @@ def layers(case: Case, hidden_size: int, watched: Callable[[Function], Function]
     """Builds both layers over the batch of a case, in Megatron's zigzag order.
 
     If kernels that Megatron's layer calls are missing or for other devices, it is given ours under their names.
-
-    Args:
-        case: a case of "gdn" or "mamba", headwise.
-        hidden_size: features of the model's hidden states.
-        watched: wraps functions that both sides compute alike: projections, and the kernels that Megatron's layer
-            calls.
-        kernel: the kernel that computes our layer.
+    `watched` wraps what both sides compute alike: projections, and the kernels that Megatron's layer calls; `kernel`
+    computes our layer.
     """
     config = _configured(case, hidden_size)
     module = _built(case.layer, _spec_of(case.layer), config, case.device)

@@ -44,7 +44,6 @@ class Chunks:
     """The chunks of one rank's tokens, class after class.
 
     Attributes:
-        num_chunks: number of chunks of all classes.
         num_known: number of chunks of the classes single and first, whose pieces begin with a state of zero.
         slots, sources: the slot of each token, and the token of each slot.
         begins: where pieces follow each other in one recurrence, `[num_chunks]` bools, True for the first chunk of a

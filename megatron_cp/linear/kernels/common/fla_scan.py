@@ -45,7 +45,6 @@ class _Pieces:
     """A selection of n of a rank's segments, end to end in the order of the rows, for fla's internal functions.
 
     Attributes:
-        count: n.
         places: `[n]`, the numbers of the segments among all.
         runs: the ranges of rows to put end to end.
         tables: `cu_seqlens` `[n + 1]`, and `chunk_indices` `[chunks, 2]`, the segment of each chunk and its number

@@ -13,12 +13,7 @@ def package_refusal(
 ) -> str | None:
     """Returns why no kernel of a package on CUDA computes a call; None if it may.
 
-    Args:
-        call: the kernel call.
-        package, extra: name of the package, and the extra that installs it.
-        oldest: the first version that will do.
-        modules: the package's modules that must be importable.
-        only: True if other versions than `oldest` will not do either.
+    `extra` installs the package, whose `modules` must be importable; with `only`, no version but `oldest` will do.
     """
     installed = installed_version(package)
     if installed is None or (installed != oldest if only else installed < oldest):

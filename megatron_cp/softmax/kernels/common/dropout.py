@@ -22,8 +22,6 @@ def kept(q_tokens: Tensor, k_tokens: Tensor, *, head: int, seed: int, dropout: f
     Args:
         q_tokens, k_tokens: int64 `[T]` and `[S]`: the position of each row in its packed stream.
         head: number of the query head in the whole layer.
-        seed: any integer.
-        dropout: in [0, 1).
     """
     stream = torch.tensor(_signed(seed))  # a number on the host needs no copy that the device waits for
     for counter in (torch.tensor(head), q_tokens[:, None], k_tokens):

@@ -50,11 +50,7 @@ class Pattern:
 
     @classmethod
     def from_bands(cls, bands: IntArray, num_queries: int, num_keys: int) -> Pattern:
-        """Returns the pattern of a pack of one document.
-
-        Raises:
-            ArgumentError: a mask with a band that one window cannot express.
-        """
+        """Returns the pattern of a pack of one document."""
         left, right = limits_of(bands)
         if (is_tall(bands) & ((left >= 0) | (right >= 0))).any():
             raise ArgumentError("mask", "one whose queries see fewer keys than there are", _REFUSED, _REMEDY)
@@ -73,17 +69,9 @@ class Pattern:
 
 
 class FixedCalls:
-    """The calls of one pack.
+    """The calls of one pack, whose bands follow the pattern; those of the padding document are last.
 
-    Args:
-        bands: the bands of the pack; those of the padding document are last.
-        pattern: the pattern of its documents.
-        num_documents: number of documents that have tokens, without the padding document.
-        capacity: the largest number of documents in any pack.
-        num_queries, num_keys: numbers of rows.
-
-    Raises:
-        ArgumentError: the bands do not follow the pattern.
+    `num_documents` have tokens, without the padding document; `capacity` is the most that any pack has.
     """
 
     def __init__(
@@ -114,11 +102,7 @@ class FixedCalls:
         self, bands: IntArray, documents: IntArray, documents_of: Callable[[IntArray], IntArray], q_tokens: IntArray,
         k_tokens: IntArray,
     ) -> None:  # fmt: skip
-        """Refuses bands that reach over the edges of their document.
-
-        Raises:
-            ArgumentError: the mask is not the same in every document.
-        """
+        """Refuses bands that reach over the edges of their document."""
         owners = np.repeat(documents, len(self._pattern.windows))
         own = bands[: len(owners)]
         edges = (q_tokens[own[:, 0]], q_tokens[own[:, 1] - 1], k_tokens[own[:, 2]], k_tokens[own[:, 3] - 1])
@@ -156,14 +140,9 @@ class FixedCalls:
 
 
 class _FixedAxis:
-    """An `Axis` of a call with `capacity` segments.
+    """An `Axis` of a call with `capacity` segments, of which the padding document's are not filled.
 
-    Args:
-        starts, ends: rows at which the segments start and end, document after document.
-        rounds: the rounds of the segments of one document.
-        num_segments: number of segments without those of the last document.
-        capacity: the largest number of segments in any pack.
-        num_rows: number of rows of the axis.
+    `rounds` are those of the segments of one document.
     """
 
     def __init__(

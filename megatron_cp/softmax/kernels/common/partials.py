@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.partials import merge
 from megatron_cp.layout.packing import IntArray
 
@@ -49,17 +50,12 @@ class Cover:
         return not all(self.is_first)
 
 
-def acc_dtype_of(x: Tensor) -> torch.dtype:
-    """Returns the type in which partial results for `x` are added: at least fp32."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class OutputSum:
     """Merges `out` and `lse` of parts of the keys, in at least fp32, and rounds once."""
 
     def __init__(self, out: Tensor, lse: Tensor, cover: Cover) -> None:
         self.out, self.lse = out, lse
-        self.sum = torch.empty_like(out, dtype=acc_dtype_of(out)) if cover.adds else out
+        self.sum = torch.empty_like(out, dtype=accumulation_dtype(out.dtype)) if cover.adds else out
         if not cover.is_whole:
             self.sum.zero_()
             lse.fill_(-torch.inf)
@@ -86,7 +82,7 @@ class GradientSum:
 
     def __init__(self, target: Tensor, cover: Cover) -> None:
         self.target = target
-        self.sum = torch.empty_like(target, dtype=acc_dtype_of(target)) if cover.adds else target
+        self.sum = torch.empty_like(target, dtype=accumulation_dtype(target.dtype)) if cover.adds else target
         if not cover.is_whole:
             self.sum.zero_()
 
