@@ -1,7 +1,6 @@
-"""`megatron-cp` commands and modules of tests in processes of their own, and the JSON that they end with."""
+"""`megatron-cp` commands in processes of their own, and the JSON that they end with."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +33,3 @@ def reported(arguments, status=0):
     report = args.run(args)
     assert report.status == status, report.text
     return report.text, json.loads(json.dumps(report.data))
-
-
-def run_module(module, *arguments, **environment):
-    """Runs a module of the tests and returns what it prints; pytest shows its standard error if it fails."""
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        stdout=subprocess.PIPE, text=True, timeout=240, cwd=ROOT, env={**os.environ, **environment}, check=True,
-    ).stdout  # fmt: skip

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import re
 from collections.abc import Hashable
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 from megatron_cp.executor import launch
 from megatron_cp.testing.case import LayerCase
 from tests.covering import few_of
-from tests.forked_ranks import forking_context
+from tests.forked_ranks import forking_context, use_server
 from tests.shared import plan_once
 
 torch.set_num_threads(1)
@@ -36,34 +37,21 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Files whose ranks are forks of one process that has imported trainers go to one worker, as one file would."""
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
+def pytest_xdist_setupnodes(config, specs):
+    """Forks the workers from this process; see `tests.forked_workers`."""
+    from tests.forked_workers import fork_workers
 
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "trainers" if any(name in file for name in _TRAINERS) else file
-
-    return Scheduling(config, log)
-
-
-_TRAINERS = (
-    "functional_tests/test_transformers_preference", "functional_tests/test_transformers_evaluation",
-    "functional_tests/test_transformers_generation", "functional_tests/test_transformers_compile",
-    "functional_tests/test_transformers_training",
-)  # fmt: skip
+    fork_workers(config, len(specs))
 
 
 # These take half of the time: the dearest first, so that at the end no process is left alone with one of them.
 _DEAR = (
-    *_TRAINERS, "megatron_models", "test_schemes", "megatron_stock", "tiles/test_search", "test_train", "test_cli",
-    "megatron_matrix", "wire_options", "test_tiled", "test_compile", "test_parity", "softmax/test_kernels",
-    "emulated_device", "triton_compiled", "flex_compiled", "test_memory", "test_launch", "fla_kernels", "tiny_layouts",
-    "test_fuzz", "megatron_batch", "triton_kernels", "bench_exchange", "gates_compiled", "message_buffers",
-    "test_gather", "kernel_copies", "layout_choice",
+    "transformers_generation", "transformers_preference", "transformers_evaluation", "megatron_models",
+    "transformers_compile", "transformers_training", "test_schemes", "megatron_stock", "tiles/test_search",
+    "test_train", "test_cli", "megatron_matrix", "wire_options", "test_tiled", "test_compile", "test_parity",
+    "softmax/test_kernels", "emulated_device", "triton_compiled", "flex_compiled", "test_memory", "test_launch",
+    "fla_kernels", "tiny_layouts", "test_fuzz", "megatron_batch", "triton_kernels", "bench_exchange", "gates_compiled",
+    "message_buffers", "test_gather", "kernel_copies", "layout_choice",
 )  # fmt: skip
 
 
@@ -99,16 +87,25 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"CUDA: {ran}{of_all} tests ran on an emulated device; make test-cuda runs all")
 
 
+# By what modules name, the imports of the process whose forks are their ranks.
+_IMPORTS = {
+    "megatron": r"(from |import |skip\(.)megatron\.(core|training)|(tiny|whole)_megatron|train_runs|apps\.train",
+    "trainers": r"\btests\.(compile|transformers)_cases\b",  # which import torch's compiler too
+    "torch": "",
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def forked_ranks():
-    """Processes of `run_ranks` are forks of one that has imported torch and Megatron; see `tests.forked_ranks`.
+def forked_ranks(request, tmp_path_factory):
+    """Processes of `run_ranks` are forks of one that has imported torch, and Megatron or trainers if the module does.
 
     A module whose subject is how ranks start has a fixture of this name that does nothing, or `spawned` for some tests.
     """
     forking = SimpleNamespace(
         get_context=lambda method: forking_context(), parent_process=multiprocessing.parent_process
     )
-    with pytest.MonkeyPatch.context() as patch:
+    kind = next(kind for kind, names in _IMPORTS.items() if re.search(names, request.path.read_text()))
+    with use_server(tmp_path_factory, kind), pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "multiprocessing", forking)
         yield
     assert torch.get_num_threads() == 1, "tests after these would compute with as many threads, which wait for others"

@@ -1,4 +1,4 @@
-"""`megatron-cp` commands in forks of a process that has imported torch and Megatron, whose ranks are forks of theirs.
+"""`megatron-cp` commands, and modules of tests, in forks of a process that has imported what they need.
 
 A new process as users have it, and each of its ranks, imports for seconds. A fork differs in how it starts alone: its
 output, its process group, its exit code and what it does with signals are those of a command in a shell.
@@ -7,11 +7,14 @@ output, its process group, its exit code and what it does with signals are those
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +25,9 @@ from typing import Any
 
 import torch
 
+from tests.commands import ROOT
 from tests.forked_ranks import forking_context
+from tests.limits import limit
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,37 @@ def run_forked(arguments: Sequence[str], prints: Path, *, timeout: float, **more
         process.join(timeout)
         assert process.exitcode is not None, f"not ended after {timeout} s: {err.read_text()}"
         return Done(process.exitcode, out.read_text(), err.read_text())
+
+
+def run_module(module: str, *arguments: str, **environment: str) -> str:
+    """Runs a module of the tests as the main one of a fork, without Triton so far, and returns what it prints."""
+    return _printed_by(functools.partial(runpy.run_module, module, run_name="__main__"), arguments, environment)
+
+
+def run_script(path: Path, *arguments: str, **environment: str) -> str:
+    """Runs a script in a fork and returns what it prints."""
+    return _printed_by(functools.partial(runpy.run_path, str(path), run_name="__main__"), arguments, environment)
+
+
+def run_code(code: str) -> str:
+    """Runs code in a fork, which has imported torch and no other framework, and returns what it prints."""
+    return _printed_by(functools.partial(exec, code, {}), (), {})
+
+
+def _printed_by(main: Callable[[], Any], arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_forked(
+            arguments, Path(folder), timeout=limit(240), environment=environment, folder=ROOT,
+            before=functools.partial(_run_alone, main, arguments),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _run_alone(main: Callable[[], Any], arguments: Sequence[str]) -> None:
+    sys.argv = ["", *arguments]
+    main()
+    sys.exit()
 
 
 def _command(

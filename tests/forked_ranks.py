@@ -3,11 +3,12 @@
 CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
 
+import contextlib
 import functools
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
@@ -18,51 +19,82 @@ import pytest
 import torch
 
 from megatron_cp.executor import launch
+from tests.shared import once
 
 _ROOT = Path(__file__).parents[1]
-_PRELOADED = (
-    "hypothesis", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
-    "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",
-    "megatron.core.ssm.gated_delta_net.common", "megatron.training", "megatron_cp.cli.main",
-    "megatron_cp.executor.launch", "megatron_cp.megatron.specs", "megatron_cp.apps.train.loop",
-    "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed", "tests.frozen",
+_ALWAYS = (
+    "hypothesis", "megatron_cp.executor.launch", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
 )  # fmt: skip
-# Tests of the emulated device need no Megatron, whose import takes its time there.
-_PRELOADED_FOR_CUDA = (
-    "hypothesis", "megatron_cp.executor.launch", "megatron_cp.exchange.kernels.triton",
-    "megatron_cp.linear.gates.triton_kernels", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
-    "tests.frozen",
-)  # fmt: skip
+# By kind of server. A fork copies the tables of its server's pages: one that has Megatron takes half as long again.
+_PRELOADED = {
+    "torch": (*_ALWAYS, "megatron_cp.cli.main"),
+    "megatron": (
+        *_ALWAYS, "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
+        "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",
+        "megatron.core.ssm.gated_delta_net.common", "megatron.training", "megatron_cp.cli.main",
+        "megatron_cp.megatron.specs", "megatron_cp.apps.train.loop",
+    ),
+    "trainers": (*_ALWAYS, "tests.trainers_imported"),
+    "emulated device": (
+        *_ALWAYS, "megatron_cp.exchange.kernels.triton", "megatron_cp.linear.gates.triton_kernels",
+    ),
+}  # fmt: skip
 
 
-def forking_context():
-    """The context of multiprocessing in which a process is a fork; one server of forks lives as long as this process.
+def start_server(kind: str, folder: Path) -> dict[str, Any]:
+    """Starts a server of forks, which lives as long as a process that holds its pipe, and returns how others reach it.
 
-    A fork has the environment of when the first one was made.
+    A fork has the environment of when its server was started.
     """
-    if torch.cuda.is_available() and "NULLGPU" not in os.environ:
-        return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(list(_PRELOADED_FOR_CUDA if "NULLGPU" in os.environ else _PRELOADED))
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_PRELOADED[kind], "tests.frozen"])
     with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
         patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
-        forkserver.ensure_running()
+        # The socket is not in a folder that goes when this process ends.
+        patch.setitem(multiprocessing.process.current_process()._config, "tempdir", str(folder))
+        server.ensure_running()
+    named = ("_forkserver_address", "_forkserver_authkey")
+    found = {name: value for name, value in vars(server).items() if name in named}
+    return found | {"pipe": f"/proc/{os.getpid()}/fd/{server._forkserver_alive_fd}"}
+
+
+def forking_context() -> Any:
+    """Returns the context of multiprocessing in which a process is a fork of the server that `use_server` chose."""
+    if torch.cuda.is_available() and "NULLGPU" not in os.environ:
+        return multiprocessing.get_context("spawn")
+    used = forkserver._forkserver  # the contexts' own, which would start another server
+    used.ensure_running = lambda: None
+    vars(used).update(_reach())
     return multiprocessing.get_context("forkserver")
 
 
-def import_trainers() -> None:
-    """Imports transformers, its trainers and TRL's: the files whose ranks need them share a process that has."""
-    torch.set_num_threads(1)
-    import datasets  # noqa: F401
-    import trl
-    from peft import LoraConfig  # noqa: F401
+@contextlib.contextmanager
+def use_server(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Iterator[None]:
+    """Lets `forking_context` fork from a kind of server, started when first needed, one for all workers of a run."""
+    kind = "emulated device" if "NULLGPU" in os.environ else kind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.forked_ranks._reach", functools.partial(_reach_kind, tmp_path_factory, kind))
+        yield
 
-    import megatron_cp.transformers.generation
-    import megatron_cp.transformers.preference
-    import megatron_cp.transformers.trainer  # noqa: F401
-    from tests.transformers_cases import class_of
 
-    class_of("Llama"), class_of("Qwen3Next")
-    trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.SFTTrainer  # noqa: B018
+def _reach_kind(tmp_path_factory: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
+    if kind in _reached:
+        return _reached[kind]
+    start = functools.partial(start_server, kind, tmp_path_factory.getbasetemp())
+    found = once(tmp_path_factory, f"server of forks, {kind}", start)
+    try:
+        pipe = os.open(found["pipe"], os.O_WRONLY)
+    except FileNotFoundError:  # the worker that started it has ended, as they do when no more files are left
+        found = start()
+        pipe = os.open(found["pipe"], os.O_WRONLY)
+    return _reached.setdefault(kind, found | {"_forkserver_alive_fd": pipe})
+
+
+_reached: dict[str, dict[str, Any]] = {}  # by this process
+
+
+def _reach() -> dict[str, Any]:
+    raise AssertionError("no server of forks was chosen")
 
 
 def as_launched(world: Any, port: int, **others: str) -> None:
@@ -76,21 +108,8 @@ def as_launched(world: Any, port: int, **others: str) -> None:
 
 def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
     """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
-    return run_worlds_after(prepare, function, (size,), timeout=timeout)[size]
-
-
-def run_worlds_after(
-    prepare: Callable[[], None], function: Callable[..., Any], sizes: Iterable[int], *, timeout: float
-) -> dict[int, Any]:
-    """`run_ranks_after` for several numbers of ranks, all of them forks of one process, which imports once."""
-    process = _process_after(prepare)
-    return {size: process.submit(_run_forks, prepare, function, size, timeout).result() for size in sizes}
-
-
-@functools.lru_cache(maxsize=1)
-def _process_after(prepare: Callable[[], None]) -> ProcessPoolExecutor:
-    """The process that has called `prepare`; it serves until another is asked for."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_run_forks, prepare, function, size, timeout).result()
 
 
 def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:

@@ -201,6 +201,8 @@ def seen_by(mutation: Mutation, tests: Map, seconds: float, others: list[str] | 
         root, only = Path(folder) / "copy", Path(folder) / "tests"
         shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(".git", ".venv", ".mypy_cache", "__pycache__"))
         mutation.apply(root)
+        for arguments in (["init", "-q"], ["add", "-A"]):  # what git knows is a subject of tests
+            subprocess.run(["git", *arguments], cwd=root, check=True)
         names = tests.tests_of(mutation, seconds)
         only.write_text("\n".join(names))
         runs = [["--only", str(only), *sorted({name.partition("::")[0] for name in names})]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
-from tests.commands import run_module
+from tests.forked_commands import run_module
 from tests.linear_oracle import conv_errors, rule_errors
 from tests.shared import once, selected
 

@@ -12,11 +12,12 @@ from tests.limits import limit
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from megatron_cp.executor.groups import as_rank_group
-dist.init_process_group("gloo")
+end, store, rank, size = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
 kept = as_rank_group(dist.group.WORLD, dist.get_world_size())
 for _ in range(50):
     dist.all_gather([torch.empty(1000) for _ in range(dist.get_world_size())], torch.ones(1000))
-if sys.argv[1] == "leaves":
+if end == "leaves":
     dist.destroy_process_group()
 """
 
@@ -26,10 +27,13 @@ if sys.argv[1] == "leaves":
     [("leaves", 2), *(pytest.param(end, 4, marks=pytest.mark.thorough) for end in ("leaves", "stays"))],
 )
 def test_processes_end_without_an_abort(end, ranks, tmp_path):
-    (tmp_path / "ends.py").write_text(SCRIPT)
-    found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "ends.py", end],
-        cwd=tmp_path, capture_output=True, text=True, timeout=limit(120), check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-3000:]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, "-c", SCRIPT, end, tmp_path / "store", str(n), str(ranks)] for n in range(ranks)]
+    started = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True, env=environment) for each in commands]
+    try:
+        for process in started:
+            _, said = process.communicate(timeout=limit(120))
+            assert process.returncode == 0, said[-3000:]
+    finally:
+        for process in started:
+            process.kill()

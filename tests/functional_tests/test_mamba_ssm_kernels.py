@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
-from tests.commands import run_module
+from tests.forked_commands import run_module
 from tests.linear_oracle import rule_errors
 
 CHUNK = 16  # tokens, so that a few dozen make several chunks

@@ -26,7 +26,6 @@ from torch._dynamo.utils import counters
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.transformers import enable_context_parallel
 from megatron_cp.transformers.attention import SLOT
-from tests.forked_ranks import import_trainers, run_ranks_after
 from tests.transformers_cases import MODELS, build
 
 PACKS = ((37, 1, 60, 22), (5, 90, 9, 40), (64, 33), (70, 2, 3, 3, 51))
@@ -94,7 +93,7 @@ def compared(group, name, backend, changed, nested=False, compiling=(0, 1)):
 def test_a_compiled_model_has_the_same_losses(name, changed, more):
     """A hybrid, and a class whose layers are made to hand the batch down; one rank compiles, which takes long."""
     run = partial(compared, name=name, backend="eager", changed=changed, compiling=(1,))
-    compiled, other = run_ranks_after(import_trainers, run, 2, timeout=240)[::-1]
+    compiled, other = run_ranks(run, 2, kind="processes", timeout=240)[::-1]
     assert max(compiled.worst, other.worst) < TOLERANCE
     assert compiled.graphs[-1] == compiled.graphs[1] > 0  # the second pack has other sizes; later ones find their code
     assert compiled.reasons == [*more, SAID]

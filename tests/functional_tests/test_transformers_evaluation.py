@@ -10,8 +10,9 @@ from functools import partial
 
 import pytest
 
-# Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
+# Nothing of transformers is imported here: a process does once, and all ranks are forks of it.
+from megatron_cp.executor.launch import run_ranks
+from tests.forked_ranks import as_launched
 from tests.functional_tests.test_transformers_launch import (
     LOSS_PRINTED,
     PAGE,
@@ -155,7 +156,7 @@ def found(request, tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("trainer"), kinds=kinds)
 
     def run():
-        worlds = run_worlds_after(import_trainers, numbers, sizes, timeout=limit(240))
+        worlds = {n: run_ranks(numbers, n, kind="processes", timeout=limit(240)) for n in sizes}
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "trainers", run)

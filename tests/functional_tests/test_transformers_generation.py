@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-# Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
+# Nothing of transformers is imported here: a process does once, and all ranks are forks of it.
+from megatron_cp.executor.launch import run_ranks
+from tests.forked_ranks import as_launched
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, rewarded_alike
 from tests.limits import limit
 from tests.shared import once
@@ -159,7 +160,7 @@ def found(tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("generation"))
 
     def run():
-        worlds = run_worlds_after(import_trainers, numbers, [1, 2], timeout=limit(300))
+        worlds = {n: run_ranks(numbers, n, kind="processes", timeout=limit(300)) for n in (1, 2)}
         assert worlds[2][0]["dropout"] == worlds[2][1]["dropout"]
         rewarded_alike("".join(rank["the page's script"] for rank in worlds[2]))
         return {size: ranks[0] for size, ranks in worlds.items()}
@@ -194,8 +195,7 @@ def replicas(world, folder):
 
 @pytest.mark.thorough
 def test_two_groups_train_as_the_stock_trainer_on_two_ranks(tmp_path):
-    worlds = run_worlds_after(import_trainers, partial(replicas, folder=tmp_path), [2, 4], timeout=limit(300))
-    ours, stock = worlds[4][0], worlds[2][0]
+    ours, stock = (run_ranks(replicas, ranks, tmp_path, kind="processes", timeout=limit(300))[0] for ranks in (4, 2))
     assert set(ours) == set(stock)
     assert stock["grad_norm 0"] > 1e-3
     assert_near(ours, stock)

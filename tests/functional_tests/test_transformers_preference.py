@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 
-# Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
-from tests.forked_ranks import as_launched, import_trainers, run_worlds_after
+# Nothing of transformers is imported here: a process does once, and all ranks are forks of it.
+from megatron_cp.executor.launch import run_ranks
+from tests.forked_ranks import as_launched
 from tests.functional_tests.test_transformers_launch import TRAINED, printed_by_the_page, trained_like_the_page
 from tests.limits import limit
 from tests.shared import once
@@ -126,7 +127,7 @@ def found(tmp_path_factory):
     numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("preference"))
 
     def run():
-        worlds = run_worlds_after(import_trainers, numbers, [1, 2], timeout=limit(300))
+        worlds = {n: run_ranks(numbers, n, kind="processes", timeout=limit(300)) for n in (1, 2)}
         return {size: ranks[0] for size, ranks in worlds.items()}
 
     return once(tmp_path_factory, "preference trainers", run)

@@ -26,7 +26,7 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
-from tests.forked_ranks import as_launched, import_trainers, run_ranks_after
+from tests.forked_ranks import as_launched
 from tests.refusals import rejects
 from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
@@ -249,7 +249,7 @@ def on_rank(world, kind, name, folder):
 )
 def test_trainers_train_as_one_rank(kind, name, tmp_path):
     run = partial(on_rank, kind=kind, name=name, folder=tmp_path)
-    logged, expected, steps, evaluated = run_ranks_after(import_trainers, run, 2, timeout=200)[0]
+    logged, expected, steps, evaluated = run_ranks(run, 2, kind="processes", timeout=200)[0]
     assert evaluated is None or evaluated[0] == pytest.approx(evaluated[1], abs=FLOAT64)
     assert steps == STEPS
     assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=LOGGED)

@@ -11,7 +11,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras, lazy
-from tests.forked_ranks import forking_context
+from tests.forked_commands import run_code
 
 HOUSE = Path(megatron_cp.__file__).parent
 PACKAGES = sorted(
@@ -87,13 +87,10 @@ def test_rejects_a_former_name_with_that_of_today(old, new):
         ("megatron_cp.transformers", "ContextParallelTrainer", "accelerate"),
     ],
 )
-def test_rejects_a_name_whose_extra_is_not_installed(package, name, missing, tmp_path):
+def test_rejects_a_name_whose_extra_is_not_installed(package, name, missing):
     """In a process that cannot find one package of the extra, as if it had not been installed."""
-    note = tmp_path / "note"
     code = f"""
 import sys
-for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron_cp", {missing!r})]:
-    del sys.modules[name]
 class Without:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == {missing!r}:
@@ -103,13 +100,9 @@ import {package} as package
 try:
     package.{name}
 except ModuleNotFoundError as error:
-    open({str(note)!r}, "w").write(error.name.split(".")[0] + " " + str(error))
+    print(error.name.split(".")[0], str(error))
 """
-    fork = forking_context().Process(target=exec, args=(code, {"__name__": "fork"}))
-    fork.start()
-    fork.join(120)
-    assert fork.exitcode == 0
-    said = note.read_text()
+    said = run_code(code)
     assert said.startswith(f"{missing} No module named '{missing}")
     assert f"; {package} needs it: {extras.install(package.rpartition('.')[2])}" in said
 

@@ -23,8 +23,8 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
-from tests.commands import run_module
 from tests.covering import covering
+from tests.forked_commands import run_module
 
 PACKING = Packing([7, 1, 13, 0, 2])
 LAYOUTS = {

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
-from tests.commands import run_module
+from tests.forked_commands import run_module
 from tests.shared import once
 from tests.unit_tests.exchange.test_copies import geometry
 

@@ -6,7 +6,6 @@ a kernel should write is 0xFF before, and so is every one that it should not.
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
-from tests.commands import run_module
+from tests.forked_commands import run_code, run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -37,13 +36,16 @@ def test_interpreted(checks: list[str]):
     run_module("tests.unit_tests.exchange.test_triton_kernels", *checks, TRITON_INTERPRET="1")
 
 
-def test_tables_need_no_triton(monkeypatch: pytest.MonkeyPatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_cp"]:
-        monkeypatch.delitem(sys.modules, name)  # which are imported anew
-    monkeypatch.setitem(sys.modules, "triton", None)
-    again = importlib.import_module("megatron_cp.exchange.kernels.pieces")
-    kind = {"types": [FP32], "alignment": (16, 16), "device": CPU, "to_tensors": True}
-    assert again.copy_table([again.Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
+def test_tables_need_no_triton():
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import megatron_cp, torch
+        from megatron_cp.exchange.kernels.pieces import Piece, copy_table
+        kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
+        assert copy_table([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
+    """
+    run_code(program)
 
 
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:

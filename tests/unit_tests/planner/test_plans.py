@@ -18,8 +18,10 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.degrees import degrees_to_try
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.price import priced
@@ -358,6 +360,13 @@ def test_auto_tries_head_chunks_for_every_scheme():
     times = {name: priced(plan, hardware, topology, item_size=2).total for name, plan in fixed.items()}
     assert (chosen.scheme, chosen.attend.head_chunks) == min(times, key=times.get) == ("exact", 4)
     assert chosen.prices[0].total == pytest.approx(times["exact", 4])
+
+
+def test_of_two_level_schemes_only_the_ranks_of_a_host_are_tried_for_very_many_fragments(monkeypatch):
+    monkeypatch.setattr("megatron_cp.planner.degrees.VERY_MANY", 0)
+    layout = Layout.contiguous(Packing([64]), 8)
+    for hosts, tried in ((2, [4]), (4, [2]), (8, [2])):
+        assert degrees_to_try(SCHEMES["a2a+p2p"], layout, None, machine("h100").topology(8, hosts)) == tried
 
 
 def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):

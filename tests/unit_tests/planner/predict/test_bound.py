@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import megatron_cp as cp
+from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import tiled
 from megatron_cp.planner.predict import machine, presets
-from megatron_cp.planner.predict.bound import bounds_of_directions, longest_path
+from megatron_cp.planner.predict.bound import _remote_tiles, bounds_of_directions, longest_path
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiled import bound_of_tiles
@@ -165,3 +166,18 @@ def test_auto_finds_the_fastest_of_all_ways():
             chosen = cp.plan_attention(packing, layout, heads=16, kv_heads=4, head_dim=64, hardware=on)
             assert chosen.prices[0].total <= best * 1.04 + 0.1
             assert chosen.prices[0].total == pytest.approx(priced(chosen, on).total)
+
+
+def test_remote_tiles_are_known_with_who_owns_their_rows_and_keys(monkeypatch):
+    assign_at_random(monkeypatch, 3)
+    layout = cp.Layout.zigzag(cp.Packing([70, 9, 41]), 4)
+    plan = cp.plan_attention(layout.packing, layout, heads=4, kv_heads=2, head_dim=64, scheme="tiled")
+    step = next(step for step in plan.steps if isinstance(step, Attend))
+    tiles, owners, readers, moves_queries = _remote_tiles(step.assigned_tiles(forward=True), step, 4)
+    assert moves_queries.any()
+    assert not moves_queries.all()
+    assert ((owners[:, 0] != readers) == moves_queries).all()
+    rows, keys = tiles[moves_queries, :2], tiles[:, 2:4]  # a rank's own queries are numbered by local row
+    for edges, whose in ((rows, owners[moves_queries, 0]), (keys, owners[:, 1])):
+        assert (layout.located(edges[:, 0])[0] == whose).all()
+        assert (layout.located(edges[:, 1] - 1)[0] == whose).all()
