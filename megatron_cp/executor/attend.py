@@ -170,7 +170,7 @@ class _Forward(RowTransfers):
 
     def compute_remote(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
-        (q,), keys = self.queries(do.queries, chunk), self.keys(do.keys, chunk)
+        (q,), keys = self.queries(do.queries, chunk), self.keys(do.keys, chunk, again=True)
         message, heads, size = self.buffers[do.results], q.shape[-2], self.step.value_head_dim
         out, sent_lse = message.narrow(-1, 0, heads * size), message.narrow(-1, heads * size, heads)
         out = out.view(*q.shape[:-1], size)
@@ -237,7 +237,8 @@ class _Backward(RowTransfers):
         The keys' gradients from both are summed in at least fp32.
         """
         do, chunk = bound.do, bound.chunk
-        stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.uncoded_keys(do.gradients, chunk)
+        stage, keys = do.part.stage, self.keys(do.keys, chunk, again=True)
+        gradients = self.uncoded_keys(do.gradients, chunk)
         tiles, own_tiles = self.step.remote_tiles(self.kv_rank, stage), self.tiles(self.kv_rank, stage)
         if len(tiles.bands) and not _is_empty(own_tiles, self.rows.heads(chunk).q):
             dk, dv = (x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients)

@@ -168,6 +168,7 @@ class RowTransfers(ABC):
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._own_block: int | None = None  # the buffer of own keys that a ring passes on
+        self._decoded: tuple[int, Keys] | None = None  # of the buffer whose keys meet own queries next
         self._batch = k.shape[1:-2]
         coded = 0 if codes is None else codes.shape[-1]
         self._program = bound_program(step, kv_rank, head_rank, k.device, coded, forward=forward)
@@ -271,16 +272,26 @@ class RowTransfers(ABC):
 
     # -- the layout of rows in a message ------------------------------------------------------------------------------
 
-    def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
-        """Returns the keys and values in a buffer, decoded if they are coded; or the own ones."""
+    def keys(self, number: int | None, chunk: HeadChunk, *, again: bool = False) -> Keys:
+        """Returns the keys and values in a buffer, decoded if they are coded; or the own ones.
+
+        Args:
+            number: the buffer, or None for own keys.
+            chunk: the heads.
+            again: True if the next call is for the same keys, which are then decoded once.
+        """
         if number is None or (self.codes is not None and number == self._own_block):
             return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
         if self.codes is None:
             return self.uncoded_keys(number, chunk)
+        before, self._decoded = self._decoded, None
+        if before is not None and before[0] == number:
+            return before[1]
         message = self.buffers[number]
-        return decoded_keys(
-            self.step, message.view(*message.shape[:-1], chunk.num_groups, self.codes.shape[-1]), self.k.dtype
-        )
+        codes = message.view(*message.shape[:-1], chunk.num_groups, self.codes.shape[-1])
+        found = decoded_keys(self.step, codes, self.k.dtype)
+        self._decoded = (number, found) if again else None
+        return found
 
     def uncoded_keys(self, number: int, chunk: HeadChunk) -> Keys:
         """Returns the keys and values, or their gradients, in a buffer."""

@@ -151,6 +151,8 @@ class SelectionWork:
                 keys, values = (x[picks.keys].to(dtype) for x in (rows.keys, rows.values))
                 weights = _exp(scores, lse[:, picks.rows].T.unflatten(1, (groups, -1)).to(dtype))
                 row_sums = (dhead * out[picks.rows].unflatten(1, (groups, -1)).to(dtype)).sum(-1, keepdim=True)
+                if dlse is not None:
+                    row_sums -= dlse[:, picks.rows].T.unflatten(1, (groups, -1)).unsqueeze(-1)
                 dscores = torch.einsum("ngrv,nkgv->ngrk", dhead, values).sub_(row_sums).mul_(weights)
                 dscores *= self.call.scale
                 dq[picks.rows] = torch.einsum("ngrk,nkgd->ngrd", dscores, keys).flatten(1, 2).to(dq.dtype)
@@ -303,7 +305,7 @@ class SelectionWork:
 
 @dataclass(frozen=True)
 class _Block:
-    """At most `ROWS` queries that see the same bands.
+    """At most `ROWS` queries that follow one another.
 
     Attributes:
         rows: rows of q.
@@ -330,13 +332,14 @@ def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterato
     places = tiles.memo(("places", device), lambda: on_device(tiles.k_tokens, device, torch.int64))
     rises = tiles.memo("keys rise", lambda: bool((np.diff(tiles.k_tokens) > 0).all()))
     for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles.bands, of_one_path=of_one_path)):
-        first, last = bands[0, :2].tolist()
+        first, last = int(bands[:, 0].min()), int(bands[:, 1].max())
         ranges = zip(*(edges.tolist() for edges in ranges_seen(bands)), strict=True)
         columns = torch.cat([torch.arange(*each, device=device) for each in ranges])
         ahead = columns - torch.arange(first, last, device=device).unsqueeze(1)
         visible = torch.zeros_like(ahead, dtype=torch.bool)
-        for k_start, k_end, lo, hi in bands[:, 2:].tolist():
-            visible |= (columns >= k_start) & (columns < k_end) & (ahead >= lo) & (ahead <= hi)
+        for q_start, q_end, k_start, k_end, lo, hi in bands.tolist():
+            rows = slice(q_start - first, q_end - first)
+            visible[rows] |= (columns >= k_start) & (columns < k_end) & (ahead[rows] >= lo) & (ahead[rows] <= hi)
         own = places[columns]
         if not rises:
             own, order = own.sort()
@@ -350,7 +353,20 @@ def _cut(bands: IntArray, *, of_one_path: bool) -> list[IntArray]:
         several = bands[:, 4] > -UNBOUNDED
         starts = np.concatenate([np.arange(0), *(np.arange(*span) for span in bands[several, :2])])
         bands = np.concatenate([bands[~several], cut(bands[several], starts, starts + 1, queries=True)[0]])
-    return cut_to_blocks(bands, ROWS)
+        return cut_to_blocks(bands, ROWS)
+    # Keys that stand for several tokens are seen by a few queries more for each: a band of its own.
+    joined: list[list[IntArray]] = []
+    start = end = k_start = k_end = -1
+    for block in cut_to_blocks(bands, ROWS):
+        (first, last), (k_first, k_last) = block[0, :2].tolist(), (int(block[:, 2].min()), int(block[:, 3].max()))
+        if first == end and last - start <= ROWS and k_first < k_end and k_start < k_last:
+            joined[-1].append(block)
+            k_start, k_end = min(k_start, k_first), max(k_end, k_last)
+        else:
+            joined.append([block])
+            start, k_start, k_end = first, k_first, k_last
+        end = last
+    return [np.concatenate(blocks) for blocks in joined]
 
 
 def _exp(scores: Tensor, lse: Tensor) -> Tensor:

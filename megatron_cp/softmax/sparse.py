@@ -35,11 +35,14 @@ class SparseOutput(NamedTuple):
             for layers that share a choice. With blocks `[t, heads, topk]`, the places of their first keys. It is the
             same for every layout and number of ranks.
         index_loss: `[t]` in at least fp32, the divergence of each query, zero in pad rows; None unless asked for.
+        lse: `[t, heads]` in at least fp32, the natural logarithm of each softmax's denominator over the chosen keys:
+            -inf in pad rows and for queries that attend to no key. It is differentiable; `merge` takes it.
     """
 
     out: Tensor
     chosen: Tensor
     index_loss: Tensor | None
+    lse: Tensor
 
 
 @no_compile
@@ -136,12 +139,12 @@ def sparse_attention(
         own = step.head_dim - step.latent.shared
         q = q[:tokens]  # pad rows, and their gradients, may hold anything
         q = _fill_up(torch.cat([torch.einsum("thn,hnr->thr", q[..., :own], up[:, :own]), q[..., own:]], -1), rows)
-    out, found, loss = _Sparse.apply(
+    out, found, loss, lse = _Sparse.apply(
         call, comm, ranks.rank, q, k.unsqueeze(1), v.unsqueeze(1), index_q, index_weights, chosen
     )
     if up is not None:
         out = _fill_up(torch.einsum("thr,hvr->thv", out[:tokens], up[:, own:]), rows)
-    return SparseOutput(out, found, loss if index_loss else None)
+    return SparseOutput(out, found, loss if index_loss else None, lse.T)
 
 
 def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) -> None:
@@ -206,7 +209,7 @@ class _Sparse(torch.autograd.Function):
     def forward(
         ctx: Any, call: SelectionCall, comm: Communicator, rank: int, q: Tensor, k: Tensor, v: Tensor,
         index_q: Tensor | None, weights: Tensor | None, chosen: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.call = call, comm, rank
         assert call.step.selection is not None
         loss = q.new_zeros(len(q), dtype=accumulation_dtype(q.dtype))
@@ -217,16 +220,17 @@ class _Sparse(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, index_q, weights, found, out, lse)
         ctx.mark_non_differentiable(found)
         ctx.set_materialize_grads(False)
-        return out, found, loss
+        return out, found, loss, lse
 
     @staticmethod
     @no_compile_backward
-    def backward(ctx: Any, dout: Tensor | None, _: None, dloss: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, _: None, dloss: Tensor | None, dlse: Tensor | None) -> Any:
         call, comm, rank = ctx.call
         q, k, v, index_q, weights, chosen, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = dlse if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
         work = SelectionWork(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
-        dq, dk, dv = attend_backward(call.step, rank, 0, comm, work, dout, q, k, v, out, lse)
+        dq, dk, dv = attend_backward(call.step, rank, 0, comm, work, dout, q, k, v, out, lse, dlse)
         found = work.index_gradients
         if found is None and call.loss:  # no query of this rank sees a key, or its loss was not used
             assert index_q is not None

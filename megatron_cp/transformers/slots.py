@@ -18,6 +18,8 @@ _CAUSAL_TYPES = ("full_attention", "attention", "hybrid")
 _WINDOWED, _CHUNKED = "sliding_attention", "chunked_attention"
 # Attention that selects keys by their content.
 _MASKS_BY_CONTENT = ("DogeAttention",)
+# DeepSeek-V4's, which are `sliding_attention` beside compressed keys.
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _TYPES = (*_CAUSAL_TYPES, _WINDOWED, _CHUNKED)
 
 
@@ -75,6 +77,8 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     found: str = types[module.layer_idx]
     if found not in _TYPES:
         remedy = "Its mask is not known here; open an issue with the model's name."
+        if found in _COMPRESSED:
+            remedy = "Keys made of several tokens are not made over ranks here. docs/more-layers.md has it as a recipe."
         raise ArgumentError("model", f"a layer of type {found!r}", " or ".join(_TYPES), remedy)
     return found
 

@@ -1,46 +1,16 @@
 """Native sparse attention (NSA) as docs/more-layers.md has it, of operations of the library: exact over ranks."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from tests.token_blocks import Blocks
 
 LENGTHS = (37, 1, 130, 22)
 HEADS, GROUPS, WIDTH, VALUE = 6, 2, 8, 5
 BLOCK, TOP, WINDOW = 8, 4, 12
-
-
-class Blocks:
-    """Blocks of tokens, counted from the start of each document, and layouts in which a rank holds whole ones.
-
-    Attributes:
-        starts, ends: `[blocks]` places in the stream; the last block of a document may be short.
-        layout: each block's token on one rank, as many on each as blocks allow.
-        means: the same of a stream that has one row for each block.
-    """
-
-    def __init__(self, packing, ranks, size):
-        spans = list(packing.spans())
-        self.starts = np.concatenate([np.arange(first, last, size) for first, last in spans])
-        self.ends = np.concatenate([np.minimum(np.arange(first, last, size) + size, last) for first, last in spans])
-        cuts = np.searchsorted(self.starts, np.arange(1, ranks) * packing.total // ranks)
-        cuts = [0, *cuts.tolist(), len(self.starts)]
-        edges = [*self.starts.tolist(), packing.total]
-        held = list(itertools.pairwise(cuts))
-        of_means = cp.Packing([-(-(last - first) // size) for first, last in spans])
-        self.layout = cp.Layout.from_fragments(packing, [[(edges[a], edges[b])] if b > a else [] for a, b in held])
-        self.means = cp.Layout.from_fragments(of_means, [[block] if block[1] > block[0] else [] for block in held])
-
-    def means_of(self, x, layout, group, size):
-        """Returns the means of this rank's blocks; of short ones, which nobody sees, anything."""
-        x = cp.relayout(x, layout, self.layout, group)
-        own = self.means.shard(torch.from_numpy(self.starts), group.rank)
-        rows = own[:, None] - own[:1] + torch.arange(size)
-        return x[rows.clamp(max=max(len(x) - 1, 0))].mean(1)
 
 
 def native_sparse_attention(q, k, v, gates, layout, group):
@@ -49,27 +19,20 @@ def native_sparse_attention(q, k, v, gates, layout, group):
     q `[t, heads, d]`, k and v `[t, groups, d]`, gates `[t, 3, heads]`.
     """
     packing, sizes = layout.packing, {"heads": HEADS, "kv_heads": GROUPS, "head_dim": WIDTH, "value_head_dim": VALUE}
-    blocks = Blocks(packing, group.size, BLOCK)
-    keys, values = (blocks.means_of(x, layout, group, BLOCK) for x in (k, v))
-    ends = np.array([last for _, last in packing.spans()])[packing.documents_of(blocks.starts)]
-    whole = blocks.ends - blocks.starts == BLOCK  # seen from its last token on
-    slices = [
-        (end - 1, document_end, number, number + 1, "full")
-        for number, (end, document_end) in enumerate(zip(blocks.ends.tolist(), ends.tolist(), strict=True))
-        if whole[number]
-    ]
-    mask = cp.Mask.from_slices(packing, slices, blocks.means.packing)
+    blocks = Blocks(layout, BLOCK)
+    keys, values = (blocks.rows(x, group).mean(1) for x in (k, v))
     to_means = cp.plan_attention(
-        packing, layout, mask=mask, kv_packing=blocks.means.packing, kv_layout=blocks.means, **sizes
+        packing, layout, mask=blocks.mask, kv_packing=blocks.entries.packing, kv_layout=blocks.entries, **sizes
     )
     compressed = cp.attention(q, keys, values, to_means, group)
 
     # Weights of means, of which every rank has all, choose blocks for all heads of a key head; the own block is first.
     places = layout.shard(torch.arange(packing.total), group.rank)[:, None]
-    begins, final, shown = (torch.from_numpy(x) for x in (blocks.starts, ends, whole))
+    ends = np.array([last for _, last in packing.spans()])[packing.documents_of(blocks.starts)]
+    begins, final, shown = (torch.from_numpy(x) for x in (blocks.starts, ends, blocks.whole))
     seen = (places >= begins + BLOCK - 1) & (places < final) & shown
     own = (places >= begins) & (places < torch.from_numpy(blocks.ends))
-    means = cp.gather(keys.detach(), blocks.means, group).repeat_interleave(HEADS // GROUPS, 1)
+    means = cp.gather(keys.detach(), blocks.entries, group).repeat_interleave(HEADS // GROUPS, 1)
     scores = torch.einsum("qhd,bhd->qhb", q.detach(), means).mul_(WIDTH**-0.5).masked_fill_(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1).nan_to_num_(0.0).masked_fill_(own[:, None], 1.0)
     weights = weights.unflatten(1, (GROUPS, -1)).sum(2).masked_fill_(~(seen | own)[:, None], -1.0)

@@ -90,9 +90,46 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     assert found["best"]["flags"] in found["take_this"]
     assert all(row["gpus"] == 4 and row["tp"] == 2 and row["fits"] for row in found["rows"])
     search = found["search"]
-    assert f"searched: {search['counted']} jobs, of which {search['too_large']} have" in out
+    assert f"searched: {search['counted']} jobs; the weights and optimizer of {search['too_large']} exceed" in out
     assert search["bound_ms"] >= found["best"]["milliseconds"]["step"]
-    assert "\na tenth of the step: products " in out
+    assert "\nsensitive to: the step would be a tenth shorter if products of weights took " in out
+    lines = dict(line.split(": ", 1) for line in out.splitlines()[:7] if ": " in line)
+    best, others = found["best"], [row for row in found["rows"] if row["flags"] != found["best"]["flags"]]
+    replicas, batches = best["replicas"], best["microbatches"]
+    words = f"4 GPUs = {replicas} data-parallel replica{'s' * (replicas > 1)} of 2 tensor-parallel ranks"
+    assert lines["job"].startswith(words)
+    assert f"a step is {batches} microbatch" in lines["job"]
+    gain = best["tokens_per_second_per_gpu"] / max(row["tokens_per_second_per_gpu"] for row in others) - 1
+    assert "; next is tp 2, " in lines["why"]
+    assert f", {gain:.1%} slower: " in lines["why"]
+
+
+def test_a_search_says_how_far_it_is(capsys, monkeypatch):
+    """Progress is on standard error, so that standard output is what it was."""
+    monkeypatch.setattr("megatron_cp.cli.terminal._EVERY_SECONDS", 0.0)
+    printed("--whole", "--model", "tiny", "--lengths", "8192", "--gpus", "2", "--global-batch", "2", "--pp", "1")
+    out, err = capsys.readouterr()
+    assert out == ""
+    bounded, priced = ([line for line in err.splitlines() if f" jobs {what}" in line] for what in ("bounded", "priced"))
+    assert bounded[-1].split()[0].split("/")[0] == bounded[-1].split()[0].split("/")[1]
+    assert len(priced) >= 1
+    assert err.splitlines() == bounded + priced
+
+
+def test_layers_that_are_left_out_are_said(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4,
+        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "intermediate_size": 512, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 1000, "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1,
+    }))  # fmt: skip
+    shape = ["--whole", "--model", str(path), "--lengths", "4096", "--cp", "1", "--pp", "2", "--microbatches", "4"]
+    out, found = printed(*shape)
+    assert "\nleft out: layers of multi-token prediction (1), which the model has\n" in out
+    assert "; 3 of 7 layers in the last stage; " in out
+    assert " --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3 " in found["take_this"]
 
 
 @pytest.mark.parametrize("seconds", ["9", "2"])
@@ -107,7 +144,7 @@ def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
 
 
 @pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
-@pytest.mark.parametrize("fit", ["14GiB", "30GiB", "70GiB"])
+@pytest.mark.parametrize("fit", ["17GiB", "30GiB", "70GiB"])
 def test_the_length_that_is_said_to_fit_does(fit, batch):
     """Asked again, with the documents scaled to it; and a tenth more does not."""
     shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit, "--sharding", "zero3"]
@@ -178,6 +215,16 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
             "--gpus: got 7; allowed: a number",
         ),
         (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
+        (
+            ["--whole", "--gpus", "8", "--recompute", "ops"],
+            "--recompute: got 'ops'; allowed: none or selective or full",
+        ),
+        (
+            ["--whole", "--gpus", "8", "--recompute", "ops", "--sharding", "zero3"],
+            "with these layers. ops is known for",
+        ),
+        (["--whole", "--gpus", "8", "--precision", "fp8", "--gpu", "a100"], "--precision: got 'fp8'; allowed: bf16"),
+        (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),

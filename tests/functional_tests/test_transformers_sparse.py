@@ -1,6 +1,7 @@
 """Models of transformers whose attention chooses keys: in float64 equal to the stock class on each document alone."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron_cp import AttentionSpec, Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import attention, enable_context_parallel
+from megatron_cp.transformers.slots import mask_of
 from tests.stable_topk import first_of_equal
 from tests.transformers_cases import build, stock, wide, worst_gradient
 
@@ -62,3 +64,11 @@ def test_rejects_what_layers_that_choose_keys_lack():
         enable_context_parallel(build("DeepseekV32"), None, codec="fp8")
     with pytest.raises(ArgumentError, match=r"attention_dropout: got 0\.1"):
         enable_context_parallel(build("DeepseekV32", attention_dropout=0.1), None)
+
+
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_rejects_layers_whose_keys_are_made_of_several_tokens(kind):
+    """DeepSeek-V4's; its layers of a window alone are taken."""
+    layer, config = SimpleNamespace(layer_idx=1), SimpleNamespace(layer_types=["sliding_attention", kind])
+    with pytest.raises(ArgumentError, match=rf"a layer of type '{kind}'.*more-layers\.md"):
+        mask_of(layer, config)

@@ -15,9 +15,11 @@ from megatron_cp.exchange import messages
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode, decode_together, encode, encode_together
+from megatron_cp.executor import transfers
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.program import Compute, ComputeRemote
 from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.softmax.kernels import cpu
@@ -525,6 +527,21 @@ def test_every_rank_computes_with_keys_that_their_owner_coded_once(scheme, codec
             for mine, theirs in zip(coded, run_ranks(run_layer, size, case, decoded), strict=True):
                 assert all((mine[name] - x).abs().max() < 1e-12 for name, x in theirs.items() if x.numel())
         assert not torch.equal(coded[0]["out"], run_ranks(run_layer, size, case, problem)[0]["out"])
+
+
+def test_keys_of_a_message_are_decoded_once_for_own_and_remote_queries(monkeypatch):
+    case = Case("attention", 3, LENGTHS, "zigzag", scheme="tiled", head_dim=32, codec="fp8", dtype=torch.bfloat16)
+    assign_at_random(monkeypatch)
+    step, decoded = case.plan().attend, []
+    computed = [
+        Counter(do.keys for do in step.program(forward=forward) if isinstance(do, Compute | ComputeRemote))
+        for forward in (True, False)
+    ]
+    assert max(max(each.values()) for each in computed) == 2
+    decode = transfers.decoded_keys
+    monkeypatch.setattr(transfers, "decoded_keys", lambda *args: decoded.append(args) or decode(*args))
+    run_ranks(run_layer, 3, case)
+    assert len(decoded) == 3 * sum(key is not None for each in computed for key in each)
 
 
 def test_gradients_of_fp8_e5m2_are_coarser_than_its_activations():

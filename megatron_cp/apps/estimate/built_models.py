@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block
+from megatron_cp.apps.estimate.mixers import AttentionMixer
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError
 

@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.apps.estimate.job import PRECISIONS, SHARDINGS, Job
+from megatron_cp.apps.estimate.answer import answer_lines, verdict_lines
+from megatron_cp.apps.estimate.job import GRADIENTS, PRECISIONS, SHARDINGS, Job
 from megatron_cp.apps.estimate.launch import launch_of
+from megatron_cp.apps.estimate.mixers import LinearMixer
 from megatron_cp.apps.estimate.model_files import read_model
-from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION, LinearMixer
+from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.report import bytes_of, labelled, named, plan_names, report_of
+from megatron_cp.apps.estimate.report import bytes_of, labelled, report_of
 from megatron_cp.apps.estimate.search import Found, best_jobs
-from megatron_cp.apps.estimate.step import RUNTIME_BYTES, StepPrice, predict_step, scheme_of
-from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, positive
+from megatron_cp.apps.estimate.step import StepPrice, predict_step, scheme_of
+from megatron_cp.apps.estimate.step_memory import RUNTIME_BYTES
+from megatron_cp.cli import MAX_TOKENS, Progress, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.page import check_page, save_page
-from megatron_cp.plan import AUTO, MODES, counted, describe_ties, size, tied
+from megatron_cp.plan import AUTO, MODES
 from megatron_cp.planner import (
     CHOICES,
     Machine,
@@ -47,7 +50,8 @@ _DEGREES = {
     "packs": "times the pack is joined in a microbatch (default: 1)",
     "global-batch": "with --gpus: packs of a step (default: about 4M tokens)",
 }
-WHOLE = ("fit", "sharding", "recompute", "report", "precision", *(name.replace("-", "_") for name in _DEGREES))
+_CHOICES = "fit", "sharding", "recompute", "report", "precision", "gradients", "tp_comm_overlap"
+WHOLE = (*_CHOICES, *(name.replace("-", "_") for name in _DEGREES))
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout",
@@ -73,9 +77,19 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--precision", choices=PRECISIONS, help="with --whole: precision of products of weights (default: bf16)"
     )
     group.add_argument(
+        "--gradients", choices=GRADIENTS, help="with --whole: sums of gradients, bf16 as --grad-reduce-in-bf16 "
+        "(default: fp32)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tp-comm-overlap",
+        action="store_const",
+        const=True,
+        help="with --whole: overlap transfers of --tp with products",
+    )
+    group.add_argument(
         "--recompute",
         choices=RECOMPUTATION,
-        help="with --whole: recomputation (default: selective, or full if that does not fit)",
+        help="with --whole: recomputation (default: selective, or full if that does not fit; ops is torchtitan's)",
     )
     group.add_argument("--report", metavar="FILE.html", help="with --whole: save a page that shows the step")
 
@@ -122,7 +136,8 @@ def run_whole(args: argparse.Namespace) -> Report:
     topology = chosen.job.topology(on, args.hosts)
     given = args.model if args.model and args.model.strip().startswith("--") else None
     data = {
-        "model": model.name, "parameters": model.parameters, "active_parameters": model.active_parameters,
+        "model": model.name, "source": model.source,
+        "parameters": model.parameters, "active_parameters": model.active_parameters,
         "tokens": int(sum(lengths)), "documents": len(lengths), "machine": described(on, topology),
         "memory_limit": limit, "fits": best is not None,
         "take_this": launch_of(best, model, on, given) if best else None,
@@ -132,8 +147,8 @@ def run_whole(args: argparse.Namespace) -> Report:
     if searched is not None:
         data["search"] = {"counted": searched.counted, "tried": searched.tried, "too_large": searched.too_large,
                           "bound_ms": searched.bound}  # fmt: skip
-    verdict = _verdict(args, rows, best, limit, data)
-    text = [*verdict, "", *_text(args, model, lengths, on, rows, best, data)]
+    verdict = verdict_lines(args, rows, best, limit, data)
+    text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]
     if args.report is not None:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, verdict[0])
         save_page(page, args.report)
@@ -154,10 +169,23 @@ def _searched(args: argparse.Namespace, model: ModelSpec, on: Machine, limit: fl
     lengths = document_lengths(args, args.cp[0])
     batch = args.global_batch or max(1, 1 << round(np.log2(max(_STEP_TOKENS / sum(lengths), 1))))
     layout = None if args.layout in (None, AUTO) else require("layout", args.layout)
-    return lengths, best_jobs(
-        model, Packing(lengths), on, limit, _base(args, 1, layout or CHOICES[0]), gpus=args.gpus, batch=batch,
-        given=given, recompute=args.recompute, layout=layout,
-    )  # fmt: skip
+    shown: dict[str, Progress] = {}
+
+    def tell(what: str, done: int, total: int) -> None:
+        if what not in shown:
+            for other in shown.values():
+                other.clear()
+            shown[what] = Progress(f"jobs {what}", total)
+        shown[what].step(total=max(total, done))
+
+    try:
+        return lengths, best_jobs(
+            model, Packing(lengths), on, limit, _base(args, 1, layout or CHOICES[0]), gpus=args.gpus, batch=batch,
+            given=given, recompute=args.recompute, layout=layout, tell=tell,
+        )  # fmt: skip
+    finally:
+        for progress in shown.values():
+            progress.clear()
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
@@ -178,11 +206,14 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
 def _base(args: argparse.Namespace, cp: int, layout: str) -> Job:
     """Returns the job that the options name, with its defaults."""
     scheme, mode = _asked(args)
-    degrees = {name: getattr(args, name) or 1 for name in ("tp", "pp", "interleave", "ep", "microbatches", "packs")}
+    degrees: dict[str, Any] = {
+        name: getattr(args, name) or 1 for name in ("tp", "pp", "interleave", "ep", "microbatches", "packs")
+    }
     return Job(
         cp, layout, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
         args.transport, args.codec, args.sharding or "zero1", args.replicas or 1, args.gpu,
-        args.search, args.search_cache, precision=args.precision or "bf16", **degrees,
+        args.search, args.search_cache, precision=args.precision or "bf16",
+        gradients=args.gradients or "fp32", tp_overlap=bool(args.tp_comm_overlap), **degrees,
     )  # fmt: skip
 
 
@@ -250,143 +281,3 @@ def _longest(
         if found.memory.total <= limit:
             return tokens
     return 0
-
-
-def _text(
-    args: argparse.Namespace, model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[StepPrice],
-    best: StepPrice | None, data: dict[str, Any],
-) -> list[str]:  # fmt: skip
-    choice, middle = rows[0].job, sorted(lengths)[len(lengths) // 2]
-    drawn = "given" if args.lengths is not None else f"drawn from the corpus {args.corpus}"
-    drawn += " and scaled" if args.lengths is None and args.tokens_per_rank is not None else ""
-    return [
-        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
-        f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
-        f"a pack: {counted(sum(lengths), 'token')} in "
-        f"{counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
-        f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
-        f"{counted(choice.gpus, 'GPU')}; sharding {choice.sharding}; {choice.precision}",
-        "",
-        *_table(rows, best, on),
-        "",
-        "Times are milliseconds of a step on the busiest stage's slowest rank. attention, linear: kernels of the mean "
-        "rank; products: of weights; experts: grouped products; dispatch: experts' all-to-alls and permutations; "
-        "tensor: gathers and sums of tensor parallelism; exposed: transfers of context parallelism that no kernel "
-        "overlaps; imbalance: kernels of the busiest rank beyond the mean; traffic: norms, activations and sums of "
-        "gradients; pipeline: waits for other stages; shards: gathers and sums of sharded weights and gradients that "
-        "nothing overlaps. Memory counts parameters, gradients, optimizer, activations, buffers, and 2.8 GiB for CUDA "
-        "and its libraries.",
-    ]
-
-
-def _verdict(
-    args: argparse.Namespace, rows: list[StepPrice], best: StepPrice | None, limit: float, data: dict[str, Any]
-) -> list[str]:
-    """Returns what to take, its predicted time and memory, and the tokens that would fit."""
-    if best is None:
-        return [_nearest(args, rows, limit, data)]
-    faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
-    gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
-    why = "the smallest size that fits" if args.fit is not None else "the most tokens/s a GPU of those that fit"
-    if args.fit is not None and gain > 1.005:
-        why += f"; cp {faster.job.cp} has {gain:.2f} times its throughput a GPU"
-    sizes = [best.job.cp] if args.fit is not None else [row.job.cp for row in rows]
-    others = {
-        named(row): row.tokens_per_second_per_gpu
-        for row in rows
-        if row is not best and row.memory.total <= limit and row.job.cp in sizes
-    }
-    why += describe_ties(tied(others, best.tokens_per_second_per_gpu))
-    about, longest = "about " if args.search else "", counted(data["longest"], "token")
-    return [
-        f"take this: {data['take_this']}",
-        f"step: {best.step:,.1f} ms predicted, {best.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
-        f"{size(int(best.memory.total))} of {size(int(limit))} a rank; up to {about}{longest} "
-        "fit this way",
-        f"why: {why}",
-        _tenths(best),
-        *([_ZERO3] if best.job.sharding == "zero3" else []),
-        *([_searched_text(data["search"], rows)] if "search" in data else []),
-    ]
-
-
-_ZERO3 = (
-    "launch: these flags alone, without Megatron, whose sharding of weights `doctor --megatron` refuses: shard with "
-    "PyTorch's fully_shard (docs/training-in-plain-pytorch.md)"
-)
-
-
-def _searched_text(search: dict[str, Any], rows: list[StepPrice]) -> str:
-    """Says what the search left out, and why."""
-    left = search["counted"] - search["tried"] - search["too_large"]
-    text = f"searched: {search['counted']:,} jobs, of which {search['too_large']:,} have weights and optimizer that "
-    text += f"exceed the memory; {search['tried']:,} were priced"
-    if search["bound_ms"] < float("inf"):
-        is_proof = len(rows) > 0 and search["bound_ms"] >= rows[-1].step
-        text += f", and the other {left:,} take {search['bound_ms']:,.1f} ms or more"
-        text += "" if is_proof else "; a faster one may be among those"
-    return text
-
-
-def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
-    """Names the candidate that is nearest to fitting, and the options that are left to try."""
-    near = min(rows, key=lambda row: row.memory.total)
-    fixed = near.memory.parameters + near.memory.optimizer
-    text = (
-        f"nothing fits {size(int(limit))}: the nearest is cp {near.job.cp}, {near.job.layout}, which takes "
-        f"{size(int(near.memory.total))}"
-    )
-    remedies = ["more ranks or replicas"] + ["--sharding zero3"] * (near.job.sharding != "zero3")
-    remedies += ["--recompute full"] * (near.job.recompute != FULL)
-    if fixed >= limit:
-        text += f", {size(int(fixed))} of it weights, gradients and optimizer"
-    else:
-        about = "about " if args.search else ""
-        text += f"; {about}{counted(data['longest'], 'token')} would fit"
-    return f"{text}. Use {' or '.join(remedies)}."
-
-
-def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
-    """Returns a line for each job, with the parts that any of them has."""
-    names = [name for name in rows[0].parts if any(row.parts[name] >= 0.05 for row in rows)]
-    degrees = [name for name in _SHOWN if name == "cp" or any(getattr(row.job, name) != 1 for row in rows)]
-    left = ["layout", "attention by", "linear by", "recompute"]
-    cells = [[*(_SHOWN[name] for name in degrees), *left, *(_SHORT.get(name, name) for name in names)]]
-    cells[0] += ["step ms", "tokens/s/GPU", "MFU", "GiB a rank", ""]
-    for row in rows:
-        attention, linear = (
-            [plan for plan, _ in row.plans if (plan.attend is None) == is_linear] for is_linear in (False, True)
-        )
-        cells.append(
-            [
-                *(str(getattr(row.job, name)) for name in degrees), row.job.layout, plan_names(attention),
-                plan_names(linear), row.job.recompute, *(f"{row.parts[name]:,.1f}" for name in names),
-                f"{row.step:,.1f}", f"{row.tokens_per_second_per_gpu:,.0f}",
-                f"{row.mfu(on.hardware.matrix_peak):.0%}", f"{row.memory.total / 2**30:.1f}",
-                "<-" if row is best else "",
-            ]
-        )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    first = len(degrees)
-    return [
-        "  ".join(
-            cell.ljust(width) if first <= number < first + len(left) else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-
-
-_SHOWN = {
-    "tp": "tp", "pp": "pp", "interleave": "chunks", "ep": "ep", "cp": "cp", "replicas": "dp", "packs": "packs",
-    "microbatches": "batches",
-}  # fmt: skip
-_SHORT = {"others": "traffic"}
-
-
-def _tenths(row: StepPrice) -> str:
-    """Returns by how much each large part would have to change to change the step by a tenth."""
-    shares = sorted(((value / row.step, name) for name, value in row.parts.items()), reverse=True)
-    return "a tenth of the step: " + " or ".join(
-        f"{_SHORT.get(name, name)} {0.1 / share:.0%}" for share, name in shares if share >= 0.05
-    )

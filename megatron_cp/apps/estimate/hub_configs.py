@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
-from megatron_cp.apps.estimate.model_layers import (
-    MLP,
+from megatron_cp.apps.estimate.mixers import (
     AttentionMixer,
-    Block,
     LinearMixer,
     Mixer,
     gated_delta_net,
     kimi_delta_attention,
     mamba2,
 )
+from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.errors import ArgumentError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -5,15 +5,17 @@ The order of ranks is Megatron's: tensor, context, expert within data, data, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.model_layers import FULL, MLP, NONE, OPS
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.planner import Machine, Topology
 
 SHARDINGS = ("none", "zero1", "zero3")
 PRECISIONS = ("bf16", "fp8")
+GRADIENTS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Job:
         microbatches: packs that a replica computes one after the other in a step.
         packs: times that the pack is joined in one microbatch.
         precision: "bf16" or "fp8", that of products of weights.
+        gradients: "fp32" or "bf16", in which gradients are summed over microbatches and ranks.
+        tp_overlap: True if tensor parallelism's transfers overlap with the products beside them.
+        recompute_layers: number of layers, the first of each chunk, that full recomputation computes again; 0 for all.
     """
 
     cp: int
@@ -62,6 +67,18 @@ class Job:
     microbatches: int = 1
     packs: int = 1
     precision: str = "bf16"
+    gradients: str = "fp32"
+    tp_overlap: bool = False
+    recompute_layers: int = 0
+
+    def of_layer(self, place: int) -> Job:
+        """Returns the job for the layer at that place of its chunk, which may not be computed again."""
+        return replace(self, recompute=NONE) if 0 < self.recompute_layers <= place else self
+
+    def layer_ranges(self, layers: int) -> list[tuple[int, int]]:
+        """Returns the range of layers of each chunk, in the model's order; the last has fewer if they do not divide."""
+        each = -(-layers // (self.pp * self.interleave))
+        return [(each * number, min(each * (number + 1), layers)) for number in range(self.pp * self.interleave)]
 
     @property
     def gpus(self) -> int:
@@ -91,21 +108,27 @@ class Job:
         Raises:
             ArgumentError: such a degree, or a precision that the machine has no measured rate for.
         """
-        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS)):
+        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS), ("gradients", GRADIENTS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
         for name in ("replicas", "tp", "pp", "interleave", "ep", "microbatches", "packs"):
             checked_integer(name, getattr(self, name), 1)
+        checked_flag("tp_overlap", self.tp_overlap)
+        checked_integer("recompute_layers", self.recompute_layers, 0)
+        if self.recompute_layers and self.recompute != FULL:
+            raise ArgumentError("recompute_layers", self.recompute_layers, "0 without full recomputation")
+        if self.recompute == OPS and self.sharding != "zero3":
+            remedy = "ops are PyTorch's checkpoints, beside its sharding."
+            raise ArgumentError("recompute", OPS, "none or selective or full without sharding zero3", remedy)
         if self.tp > 1 and on.ranks_per_host % self.tp:
             raise ArgumentError("tp", self.tp, f"a divisor of the {on.ranks_per_host} ranks of a host")
         for mixer, name, count in _counts(model):
             if count % self.tp:
                 raise ArgumentError("tp", self.tp, f"a divisor of {count}, the {name} of {mixer}")
         chunks, layers = self.pp * self.interleave, len(model.blocks)
-        if layers % chunks:
-            raise ArgumentError(
-                "pp", self.pp, f"stages that, times interleave {self.interleave}, divide {layers} layers"
-            )
+        if layers % chunks and (self.interleave > 1 or self.layer_ranges(layers)[-1][0] >= layers):
+            wanted = f"stages that, times interleave {self.interleave}, divide {layers} layers"
+            raise ArgumentError("pp", self.pp, f"{wanted}, or leave some for the last without interleave")
         if self.interleave > 1 and (self.pp == 1 or self.microbatches % self.pp):
             wanted = f"1, or pp above 1 that divides the {self.microbatches} microbatches"
             raise ArgumentError("interleave", self.interleave, wanted)
@@ -113,7 +136,8 @@ class Job:
             raise ArgumentError(
                 "sharding", "zero3", "zero1 with pp above 1", "Every microbatch would gather all again."
             )
-        experts = [block.mlp.experts for block in model.blocks if block.mlp is not None and block.mlp.experts]
+        mlps = [model.blocks[kind].mlp for kind in dict.fromkeys(model.kinds)]
+        experts = [mlp.experts for mlp in mlps if mlp is not None and mlp.experts]
         if self.ep > 1 and (not experts or self.stage_ranks % self.ep or any(count % self.ep for count in experts)):
             wanted = f"a divisor of {self.stage_ranks} ranks of a stage and of {max(experts, default=0)} experts"
             raise ArgumentError("ep", self.ep, wanted if experts else "1 without experts")
@@ -125,7 +149,7 @@ class Job:
 def _counts(model: ModelSpec) -> list[tuple[str, str, int]]:
     """Returns the numbers that tensor parallelism divides: what has them, their name, and the number."""
     found: dict[tuple[str, str, int], None] = {}
-    for part in dict.fromkeys(part for block in model.blocks for part in block.parts):
+    for part in (part for kind in dict.fromkeys(model.kinds) for part in model.blocks[kind].parts):
         if isinstance(part, AttentionMixer):
             found["attention", "key/value heads", part.kv_heads] = None
         elif isinstance(part, LinearMixer):

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 from megatron_cp.apps.estimate.megatron_flags import read_flags
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block, LinearMixer
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.step import StepPrice
 from megatron_cp.errors import ArgumentError
@@ -40,6 +41,7 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         f"{batch} --max-position-embeddings {tokens}", row.flags,
     ]  # fmt: skip
     if job.cp > 1:
+        words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
         words.append(_SPEC.format("hybrid_stack" if is_hybrid else "gpt_layer"))
     return " ".join(words)
 

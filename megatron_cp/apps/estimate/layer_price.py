@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.apps.estimate.job import Job
-from megatron_cp.apps.estimate.model_layers import BF16, FULL, NONE, SELECTIVE, AttentionMixer, Block, Gemm
+from megatron_cp.apps.estimate.mixers import BF16, Gemm
+from megatron_cp.apps.estimate.model_layers import FULL, OPS, SELECTIVE, Block
 from megatron_cp.planner import Machine
 
 Seconds = NDArray[np.float64]
@@ -15,6 +16,9 @@ LAYER_PARTS = (
 )  # fmt: skip
 AT = {name: number for number, name in enumerate(LAYER_PARTS)}
 _EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
+# Bytes of an operand's element that is cast to FP8 with a scale of its tensor: read for the largest, read again, and
+# written along rows and along columns.
+_CAST = 2 + 2 + 1 + 1
 
 
 def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens: int, job: Job, on: Machine) -> Seconds:
@@ -28,35 +32,54 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
         job, on: the job and the machine.
     """
     found = np.zeros((2, len(LAYER_PARTS))) if mixer is None else mixer.copy()
-    rate, fp8 = on.hardware.copy, job.precision == "fp8"
+    rate, fp8 = 2 * on.hardware.copy, job.precision == "fp8"  # a copy reads what it writes
     shared = block.mlp.dense_gemms(hidden_size) if block.mlp is not None else ()
     dense = [*(block.mixer.gemms(hidden_size) if block.mixer is not None else ()), *shared]
     for gemm in dense:
         found[:, AT["products"]] += product_seconds(gemm, hidden_size, tokens, job, on)
-    # What is saved is written in forward, and read and written again in backward.
-    moved: Seconds = np.array([1.0, 2.0]) * block.saved(hidden_size, NONE)
-    moved += BF16 * hidden_size * len(block.parts)  # sums with the residual
-    if isinstance(block.mixer, AttentionMixer):  # rotary positions
-        moved += BF16 * (block.mixer.heads + block.mixer.kv_heads) * block.mixer.head_dim
-    if fp8:  # each operand of a product is written along its rows and along its columns
+    features = block.moved(hidden_size)
+    moved: Seconds = BF16 * np.array([features.forward, features.backward], dtype=np.float64)
+    if fp8:
         gemms = block.gemms(hidden_size)
-        moved += 2 * np.array([sum(each.count * each.in_features for each in gemms),
-                               sum(each.count * each.out_features for each in gemms)])  # fmt: skip
+        moved += _CAST * np.array([sum(each.count * each.in_features for each in gemms),
+                                   sum(each.count * each.out_features for each in gemms)])  # fmt: skip
     found[:, AT["others"]] += moved * tokens / job.tp / rate
     routed = block.mlp is not None and bool(block.mlp.experts)
     if routed:
         found += _expert_seconds(block, hidden_size, tokens, job, on)
     if job.tp > 1:  # a gather before each part and a sum after it; routed experts have theirs in the dispatch
-        gathered = block.mlp is not None and (not routed or block.mlp.shared_size > 0)
-        parts = (block.mixer is not None) + gathered
-        nbytes = BF16 * hidden_size * tokens
-        found[:, AT["tensor"]] += 2 * parts * ring_seconds(nbytes, job.tp, 1, on)
+        transfer = ring_seconds(BF16 * hidden_size * tokens, job.tp, 1, on)
+        for gemm in _beside_transfers(block, hidden_size):
+            product = product_seconds(gemm, hidden_size, tokens, job, on) / (1, 2)  # of backward's two, one waits
+            found[:, AT["tensor"]] += _exposed(transfer, product, job) if job.tp_overlap else transfer
     if job.recompute == FULL:
         found[1] += found[0]
     elif job.recompute == SELECTIVE:
-        again = block.saved(hidden_size, NONE) - block.saved(hidden_size, SELECTIVE)
-        found[1, AT["others"]] += again * tokens / job.tp / rate
+        found[1, AT["others"]] += BF16 * features.again * tokens / job.tp / rate
+    elif job.recompute == OPS:
+        found[1, AT["others"]] += found[0, AT["others"]]
+        for gemm in block.repeated(hidden_size):
+            found[1, AT["products"]] += product_seconds(gemm, hidden_size, tokens, job, on)[0]
     return found
+
+
+def _beside_transfers(block: Block, hidden_size: int) -> list[Gemm]:
+    """Returns the products behind a gather, or before a sum, of tensor parallelism."""
+    found = list(block.mixer.gemms(hidden_size)) if block.mixer is not None else []
+    found = [found[0], found[-1]] if found else []
+    if block.mlp is not None and (not block.mlp.experts or block.mlp.shared_size):
+        dense = block.mlp.dense_gemms(hidden_size)
+        found += dense[1:3] if block.mlp.experts else dense
+    return found
+
+
+def _exposed(transfer: float, product: Seconds, job: Job) -> Seconds:
+    """Returns the time that a transfer adds to a product with which it overlaps in `tp` pieces.
+
+    The longer one is hidden behind nothing, and of the shorter one a piece.
+    """
+    longer, shorter = np.maximum(product, transfer), np.minimum(product, transfer)
+    return longer + shorter / job.tp - product
 
 
 def product_seconds(gemm: Gemm, hidden_size: int, tokens: int, job: Job, on: Machine) -> Seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_cp.apps.estimate.model_layers import AttentionMixer, LinearMixer
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli import LayerShape

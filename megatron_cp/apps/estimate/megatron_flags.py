@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_delta_net, mamba2
 from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
-from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block, LinearMixer, gated_delta_net, mamba2
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import MAX_LAYERS, ModelSpec
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import did_you_mean

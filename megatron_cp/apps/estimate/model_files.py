@@ -89,7 +89,10 @@ def _built(text: str, values: dict[str, Any], model_type: object, name: str) -> 
     remedy = near or "Or describe it by Megatron's flags."
     try:
         if isinstance(model_type, str) and not near and can_build():
-            return read_built(values, name, f"{text}, built by transformers without memory")
+            source = f"{text}, built by transformers without memory"
+            predicted = values.get("num_nextn_predict_layers")
+            source += f", without layers of multi-token prediction ({predicted})" if predicted else ""
+            return read_built(values, name, source)
     except ArgumentError as error:
         if error.given != model_type:
             raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None

@@ -6,14 +6,8 @@ counted, and no others.
 
 from __future__ import annotations
 
-from megatron_cp.apps.estimate.model_layers import (
-    MLP,
-    AttentionMixer,
-    Block,
-    gated_delta_net,
-    kimi_delta_attention,
-    mamba2,
-)
+from megatron_cp.apps.estimate.mixers import AttentionMixer, gated_delta_net, kimi_delta_attention, mamba2
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 
 

@@ -12,16 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_cp.apps.estimate.model_layers import (
-    BF16,
-    FP32,
-    NONE,
-    AttentionMixer,
-    Block,
-    Gemm,
-    LinearMixer,
-    check_recompute,
-)
+from megatron_cp.apps.estimate.mixers import BF16, FP32, AttentionMixer, Gemm, LinearMixer
+from megatron_cp.apps.estimate.model_layers import NONE, Block, check_recompute
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import COLLECTIVE, Transport
 from megatron_cp.planner import Slot, checked_search
@@ -33,23 +25,24 @@ MAX_LAYERS = 10_000  # a mistyped number must not take all memory
 class ModelSpec:
     """A language model: an embedding, blocks, a norm and an output head.
 
-    Attributes:
-        name: the model's name in reports.
-        hidden_size: features of a hidden state.
-        vocab_size: rows of the embedding and of the output head, padding included.
-        tied_embeddings: True if the output head has the embedding's weights.
-        blocks: the layers, in order.
-        source: the source of the numbers, and the parts of it that were not read.
+        Attributes:
+            name: the model's name in reports.
+            hidden_size: features of a hidden state.
+            vocab_size: rows of the embedding and of the output head, padding included.
+            tied_embeddings: True if the output head has the embedding's weights.
+            blocks: the layers, in order.
+            source: the source of the numbers, and the parts of it that were not read.
 
-    Raises:
-        ArgumentError: impossible sizes, or blocks that are none.
+        Raises:
+            ArgumentError: impossible sizes, or blocks that are none.
 
-    Example:
-        >>> from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer
-        >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
-        >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
-        >>> model.parameters, len(model.slots())
-        (686208, 4)
+        Example:
+            >>> from megatron_cp.apps.estimate.mixers import AttentionMixer
+    from megatron_cp.apps.estimate.model_layers import MLP
+            >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
+            >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
+            >>> model.parameters, len(model.slots())
+            (686208, 4)
     """
 
     name: str
@@ -164,6 +157,12 @@ class ModelSpec:
         return self.active_parameters + resting + embedding
 
     @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The number of the first block that equals each block, which is cheaper to compare than blocks are."""
+        first = dict(zip(reversed(self.blocks), reversed(range(len(self.blocks))), strict=True))
+        return tuple(first[block] for block in self.blocks)
+
+    @cached_property
     def block_parameters(self) -> tuple[tuple[int, int], ...]:
         """The number of parameters of each block: outside of routed experts, and of all its experts."""
         known = {block: block.parameters(self.hidden_size) for block in dict.fromkeys(self.blocks)}
@@ -195,6 +194,9 @@ class ModelSpec:
             mixture of experts   e (h + 3 i) + 3 s, gated; e (h + 2 i) + 2 s otherwise; and a score of 4 bytes an expert
             output head          2 h, and a probability of 4 bytes a word
 
+        With "ops" (torchtitan's selective checkpoints: attention's output and every second product's are saved)
+        a dense block saves 2 h + q + v + i.
+
         Residual sums, rotary embeddings and dropout of probability 0 save nothing. A mixture is that of Megatron, which
         scales an expert's activation and not its output.
 
@@ -202,7 +204,8 @@ class ModelSpec:
             recompute: "none"; "selective" recomputes in backward what costs no product, as Megatron does with
                 `--recompute-granularity selective --recompute-modules core_attn layernorm moe_act gdn_norm_out`:
                 outputs of norms before projections (h each), activations of routed experts (e i), gated norms of gdn
-                and kda (o); "full" recomputes all of a block but its input: h a block.
+                and kda (o); "full" recomputes all of a block but its input: h a block;
+                "ops" recomputes keys, output projection and up projection, and all that is no product.
             output_head: True counts the final norm and the loss over the vocabulary.
 
         Raises:

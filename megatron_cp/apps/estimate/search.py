@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_cp.apps.estimate.job import Job
@@ -15,12 +16,12 @@ from megatron_cp.apps.estimate.step import (
     Planned,
     StepPrice,
     divided,
-    least_bytes,
     mixer_seconds,
     plan_layers,
     price_step,
     step_parts,
 )
+from megatron_cp.apps.estimate.step_memory import least_bytes
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner import CHOICES, Machine, layout_by_name
@@ -49,6 +50,7 @@ class Found:
 def best_jobs(
     model: ModelSpec, packing: Packing, on: Machine, limit: float, base: Job, *, gpus: int, batch: int,
     given: Mapping[str, int], recompute: str | None, layout: str | None, count: int = 5, most: int = 400,
+    tell: Callable[[str, int, int], object] = "{} {} {}".format,
 ) -> Found:  # fmt: skip
     """Returns the fastest jobs: prices them in the order of their lower bounds, until the next bound exceeds the worst.
 
@@ -64,6 +66,8 @@ def best_jobs(
         recompute, layout: choices that are not searched; None to search them.
         count: number of jobs to return.
         most: the most jobs to price.
+        tell: called after each job with what is done to jobs ("bounded" or "priced"), the number of them for which it
+            is done, and of all, as far as that is known.
 
     Raises:
         ArgumentError: no job has such degrees.
@@ -87,7 +91,11 @@ def best_jobs(
         parts, _ = step_parts(model, [shared.get(id(mixer)) for mixer in mixers], -(-tokens // job.cp), job, on)
         return sum(parts.values())
 
-    ordered = sorted((bound(job), number) for number, job in enumerate(fitting))
+    ordered = []
+    for number, job in enumerate(fitting):
+        ordered.append((bound(job), number))
+        tell("bounded", number + 1, len(fitting))
+    ordered.sort()
     prices, found = _Priced(model, packing, on, layout), list[StepPrice]()
     tried, left = 0, float("inf")
     for low, number in ordered:
@@ -97,6 +105,8 @@ def best_jobs(
             break
         tried += 1
         found += [row] if (row := prices.row(fitting[number])) else []
+        last = best[count - 1].step if len(best) >= count else float("inf")
+        tell("priced", tried, min(most, bisect.bisect_right(ordered, (last, len(fitting)))))
     rows = _distinct(found, limit)[:count]
     if not rows:
         smallest = min(jobs, key=lambda job: least_bytes(model, job))
@@ -144,7 +154,9 @@ def _jobs(
             )  # fmt: skip
             try:
                 job.check(model, on)
-            except ArgumentError:
+            except ArgumentError as error:
+                if error.argument in ("recompute", "precision"):  # which no degree changes
+                    raise
                 continue
             yield from (replace(job, recompute=kind) for kind in kinds)
 

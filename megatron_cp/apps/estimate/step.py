@@ -6,7 +6,6 @@ and sums of gradients, gathers of weights and the optimizer come on top. `docs/p
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import warnings
 from collections import Counter
@@ -25,45 +24,21 @@ from megatron_cp.apps.estimate.layer_price import (
     product_seconds,
     ring_seconds,
 )
-from megatron_cp.apps.estimate.model_layers import BF16, FULL, NONE, SELECTIVE, AttentionMixer, Block, Gemm, LinearMixer
+from megatron_cp.apps.estimate.mixers import BF16, AttentionMixer, Gemm, LinearMixer
+from megatron_cp.apps.estimate.model_layers import FULL, SELECTIVE
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.pipeline import walk_pipeline
+from megatron_cp.apps.estimate.step_memory import GRADIENT, PARAMETER, StepMemory, memory_of, on_rank, stage_parameters
 from megatron_cp.apps.estimate.together import plan_together
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.plan import DEFAULT, KINDS, SCHEMES, Plan, Transport
-from megatron_cp.planner import Machine, Slot, Topology, buffer_bytes, peak_bytes, priced, stage_shapes, timelines
+from megatron_cp.planner import Machine, Slot, Topology, priced, stage_shapes, timelines
 
-_PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
-_LOGITS = 6  # bytes of a word's logit and gradient while the loss is computed, beside the probability that is saved
-RUNTIME_BYTES = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
+_LOSS = 18, 14  # bytes of a word's logit that the loss reads and writes: to fp32, largest, exponential; gradient, bf16
 # Bytes of a parameter that the optimizer reads and writes: the gradient's norm and scale 4 + 8; Adam reads gradient,
 # weight and two moments in fp32, and writes the latter three and the weight in bf16: 16 + 14.
 _OPTIMIZER_TRAFFIC = 42
-_ACCUMULATED = 4  # bytes of a parameter that a microbatch adds to the sums of gradients: as many read as written
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes of the rank that holds most.
-
-    Attributes:
-        parameters: weights in bf16, and their copies in FP8.
-        optimizer: gradients in fp32, and the optimizer's states.
-        activations: bytes that the forwards of all layers and microbatches in flight save, and the largest working set
-            of one layer or the loss.
-        buffers: message buffers, and the memory that CUDA and its libraries keep.
-    """
-
-    parameters: float
-    optimizer: float
-    activations: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all four."""
-        return self.parameters + self.optimizer + self.activations + self.buffers
 
 
 @dataclass(frozen=True)
@@ -126,13 +101,21 @@ class StepPrice:
         found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
         found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
         found += [f"--tensor-model-parallel-size {job.tp} --sequence-parallel"] * (job.tp > 1)
+        found += ["--tp-comm-overlap"] * (job.tp > 1 and job.tp_overlap)
         found += [f"--pipeline-model-parallel-size {job.pp}"] * (job.pp > 1)
+        *_, (first, end) = job.layer_ranges(len(self.schemes))
+        if self.schemes and len(self.schemes) % job.pp:
+            found.append(f"--decoder-last-pipeline-num-layers {end - first}")
         found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
         found += [f"--expert-model-parallel-size {job.ep}"] * (job.ep > 1)
-        found += ["--fp8-format hybrid"] * (job.precision == "fp8")
+        found += ["--fp8-format hybrid --fp8-recipe tensorwise"] * (job.precision == "fp8")
+        found += ["--fp8-param-gather"] * (job.precision == "fp8" and job.sharding == "zero1")
+        found += ["--grad-reduce-in-bf16"] * (job.gradients == "bf16")
         found += [_SHARDING_FLAGS[job.sharding]] if job.sharding in _SHARDING_FLAGS else []
         if job.recompute == FULL:
-            found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+            how = f"block --recompute-num-layers {job.recompute_layers}"
+            how = how if job.recompute_layers else "uniform --recompute-num-layers 1"
+            found.append(f"--recompute-granularity full --recompute-method {how}")
         elif job.recompute == SELECTIVE:
             found.append(f"--recompute-granularity selective --recompute-modules {' '.join(self.modules)}")
         return " ".join(found)
@@ -224,7 +207,7 @@ def price_step(model: ModelSpec, layout: Layout, job: Job, on: Machine, planned:
     operations += sum(job.tp * count * _attention_operations(plan) for plan, count in plans if plan.attend is not None)
     times_a_step = job.replicas * job.microbatches
     return StepPrice(
-        job, parts, _memory(model, layout, job, plans, held), layout.packing.total * times_a_step,
+        job, parts, memory_of(model, layout, job, plans, held), layout.packing.total * times_a_step,
         operations * times_a_step, plans, _modules(model), _schemes(model, planned.slots, plans), planned.head_chunks,
     )  # fmt: skip
 
@@ -267,16 +250,21 @@ def step_parts(
         tokens: tokens of a microbatch on a rank.
         job, on: the job and the machine.
     """
-    one: dict[tuple[Block, int], Seconds] = {}
-    for block, mixer in zip(model.blocks, mixers, strict=True):
-        if (block, id(mixer)) not in one:
-            one[block, id(mixer)] = layer_seconds(block, mixer, model.hidden_size, tokens, job, on)
-    layers = [one[block, id(mixer)] for block, mixer in zip(model.blocks, mixers, strict=True)]
-    chunks = [np.sum(layers[lo:hi], axis=0) for lo, hi in _chunks(model, job)]
+    one: dict[tuple[int, int, str], Seconds] = {}
+    layers = []
+    ranges = job.layer_ranges(len(model.blocks))
+    for number, (block, mixer) in enumerate(zip(model.blocks, mixers, strict=True)):
+        own = job.of_layer(number % (ranges[0][1] - ranges[0][0]))
+        key = model.kinds[number], id(mixer), own.recompute
+        if key not in one:
+            one[key] = layer_seconds(block, mixer, model.hidden_size, tokens, own, on)
+        layers.append(one[key])
+    chunks = [np.sum(layers[lo:hi], axis=0) for lo, hi in ranges]
     chunks[-1] = chunks[-1] + _head_seconds(model, tokens, job, on)
     if job.sharding != "zero3":
-        for number, (lo, hi) in enumerate(_chunks(model, job)):
-            chunks[number][1, AT["others"]] += sum(_on_rank(model, job, lo, hi)) * _ACCUMULATED / on.hardware.copy
+        for number, (lo, hi) in enumerate(ranges):
+            added = sum(on_rank(model, job, lo, hi)) * GRADIENT[job.gradients]  # as many bytes read as written
+            chunks[number][1, AT["others"]] += added / on.hardware.copy
     seconds = np.stack([chunk.sum(axis=1) for chunk in chunks], axis=1)
     across = job.pp > 1 and job.stage_ranks >= on.ranks_per_host
     nbytes, link = BF16 * model.hidden_size * tokens / job.tp, on.between if across else on.within
@@ -290,42 +278,21 @@ def step_parts(
     return parts, walk.held
 
 
-def _chunks(model: ModelSpec, job: Job) -> list[tuple[int, int]]:
-    """Returns the range of blocks of each chunk of layers, in the model's order."""
-    each = len(model.blocks) // (job.pp * job.interleave)
-    return [(lo, lo + each) for lo in range(0, len(model.blocks), each)]
-
-
 def _head_seconds(model: ModelSpec, tokens: int, job: Job, on: Machine) -> Seconds:
     """Returns `[2, parts]` the seconds of the final norm, the output head in bf16, and the loss."""
     found, head = np.zeros((2, len(LAYER_PARTS))), Gemm(1, model.hidden_size, model.vocab_size)
     found[:, AT["products"]] = product_seconds(head, model.hidden_size, tokens, replace(job, precision="bf16"), on)
-    written = model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False)
-    found[:, AT["others"]] = np.array([1.0, 2.0]) * written * tokens / job.tp / on.hardware.copy
+    moved = BF16 * model.hidden_size * np.array([2.0, 3.0]) + model.vocab_size * np.array(_LOSS)
+    found[:, AT["others"]] = moved * tokens / job.tp / (2 * on.hardware.copy)
     if job.tp > 1:  # the embedding's sum, and the gather before the head
         found[:, AT["tensor"]] = 2 * ring_seconds(BF16 * model.hidden_size * tokens, job.tp, 1, on)
     return found
 
 
-def _on_rank(model: ModelSpec, job: Job, lo: int, hi: int) -> tuple[float, float]:
-    """Returns the parameters of blocks on a rank: outside of routed experts, and of its experts."""
-    sizes = model.block_parameters[lo:hi]
-    return sum(dense for dense, _ in sizes) / job.tp, sum(routed for _, routed in sizes) / job.ep
-
-
-def _stage_parameters(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
-    """Returns the parameters of a stage's rank, embedding and output head included."""
-    pairs = [_on_rank(model, job, lo, hi) for lo, hi in _chunks(model, job)[stage :: job.pp]]
-    words = model.vocab_size * model.hidden_size / job.tp
-    tables = (stage == 0) + (stage == job.pp - 1) * (not model.tied_embeddings or job.pp > 1)
-    norm = model.hidden_size if stage == job.pp - 1 else 0
-    return sum(dense for dense, _ in pairs) + tables * words + norm, sum(routed for _, routed in pairs)
-
-
 def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> tuple[float, float]:
     """Returns the seconds of gathers and sums that nothing overlaps, and of the optimizer, on the slowest rank.
 
-    Gradients are summed in fp32 behind the backward of the last microbatch, and weights gathered in bf16 behind the
+    Gradients are summed behind the backward of the last microbatch, and weights gathered in bf16 behind the
     first forward; with sharded weights both in every microbatch, and weights once more in backward. The last layer's
     share has nothing left to hide behind.
 
@@ -337,11 +304,13 @@ def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> 
     for stage in range(job.pp):
         gather = sums = held = 0.0
         groups = ((job.cp * job.replicas, job.tp), (job.stage_ranks // job.ep, job.ep))
-        for count, (ranks, apart) in zip(_stage_parameters(model, job, stage), groups, strict=True):
+        for count, (ranks, apart) in zip(stage_parameters(model, job, stage), groups, strict=True):
             if not count:
                 continue
-            sums += ring_seconds(count * _GRADIENT, ranks, apart, on) * (2 if job.sharding == "none" else 1)
-            gather += ring_seconds(count * _PARAMETER, ranks, apart, on) if job.sharding != "none" else 0.0
+            sums += ring_seconds(count * GRADIENT[job.gradients], ranks, apart, on) * (
+                2 if job.sharding == "none" else 1
+            )
+            gather += ring_seconds(count * PARAMETER, ranks, apart, on) if job.sharding != "none" else 0.0
             held += count / (ranks if job.sharding != "none" else 1)
         part = 1 / max(len(model.blocks) // job.pp, 1)
         is_full = job.sharding == "zero3"
@@ -350,55 +319,6 @@ def _sharded_seconds(model: ModelSpec, job: Job, on: Machine, once: Seconds) -> 
         found = exposed * (job.microbatches if is_full else 1), held * _OPTIMIZER_TRAFFIC / (2 * on.hardware.copy)
         worst = max(worst, found, key=sum)
     return worst
-
-
-def _memory(
-    model: ModelSpec, layout: Layout, job: Job, plans: Sequence[tuple[Plan, int]], held: tuple[int, ...]
-) -> StepMemory:
-    """Returns the bytes of the rank that holds most, of the stage that holds most."""
-    rank = int(layout.token_counts.argmax())
-    tokens = int(layout.token_counts[rank]) / job.tp
-    kept = [
-        (peak_bytes(plan, rank, 2, forward=True) if plan.attend else _linear_saved(plan, rank)) for plan, _ in plans
-    ]
-    worst = max([peak_bytes(plan, rank, 2, forward=False) for plan, _ in plans if plan.attend] + kept, default=0)
-    operation = sum(count * most for (_, count), most in zip(plans, kept, strict=True)) / len(model.blocks)
-    buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0) + RUNTIME_BYTES
-    found = []
-    for stage in range(job.pp):
-        saved = 0.0
-        ranges = _chunks(model, job)[stage :: job.pp]
-        blocks = list(itertools.chain.from_iterable(model.blocks[lo:hi] for lo, hi in ranges))
-        for block, count in Counter(blocks).items():
-            saved += count * tokens * block.saved(model.hidden_size, job.recompute)
-        saved += (max(kept, default=0) if job.recompute == FULL else operation * len(blocks)) if kept else 0.0
-        saved *= held[stage] / job.interleave
-        saved += tokens * model.recomputed_bytes(job.recompute)
-        most = float(worst)
-        if stage == job.pp - 1:
-            saved += tokens * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
-            most = max(most, tokens * model.vocab_size * _LOGITS)
-        found.append(StepMemory(*_state_bytes(model, job, stage), saved + most, float(buffers)))
-    return max(found, key=lambda memory: memory.total)
-
-
-def _state_bytes(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:
-    """Returns the bytes of weights, and of gradients and optimizer, of a rank of a stage."""
-    parameters = states = 0.0
-    groups = (job.cp * job.replicas, job.stage_ranks // job.ep)
-    for count, ranks in zip(_stage_parameters(model, job, stage), groups, strict=True):
-        over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[job.sharding]
-        parameters += _PARAMETER * count / over[0]
-        states += _GRADIENT * count / over[1] + _OPTIMIZER * count / over[2]
-    if job.sharding == "zero3" and job.gpus > 1:  # one block's weights and gradients are whole while it is computed
-        largest = max(dense / job.tp + routed / job.ep for dense, routed in model.block_parameters)
-        parameters, states = parameters + largest * _PARAMETER, states + largest * _GRADIENT
-    return parameters * (2 if job.precision == "fp8" and job.sharding != "zero3" else 1), states
-
-
-def least_bytes(model: ModelSpec, job: Job) -> float:
-    """Returns the bytes of weights, gradients and optimizer on the rank that holds most."""
-    return max(sum(_state_bytes(model, job, stage)) for stage in range(job.pp))
 
 
 def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan, int], ...]) -> tuple[str, ...]:
@@ -427,10 +347,3 @@ def _attention_operations(plan: Plan) -> float:
     pairs = float(stage_shapes(step, 1).pairs.sum())
     heads = sum(hi - lo for lo, hi in step.partition.heads)
     return pairs * heads * 6 * (step.head_dim + step.value_head_dim)
-
-
-def _linear_saved(plan: Plan, rank: int) -> int:
-    """Returns the bytes that a linear layer saves: the convolution's input and output, and the layer's output."""
-    tokens = int(plan.layout.token_counts[rank])
-    widths = sum(block.num_heads * block.head_dim for block in plan.sections.blocks)
-    return 2 * tokens * (2 * widths + plan.out.num_heads * plan.out.head_dim)

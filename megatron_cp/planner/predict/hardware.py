@@ -349,16 +349,31 @@ def _preset(name: str) -> Machine:
     return _read(_PRESETS / f"{name}.toml", "hardware")
 
 
-def _read(path: Path, argument: str) -> Machine:
+_TABLES = ("hardware", "topology", "sources")
+
+
+def _tables(path: Path, argument: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns what a file has, and its tables; the preset that it names as its `base` fills what they leave out."""
     try:
         given = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ArgumentError(argument, str(path), "a file in TOML, as the presets are", str(error)) from error
-    tables = [given.get(name, {}) for name in ("hardware", "topology", "sources")]
+    tables = [given.get(name, {}) for name in _TABLES]
     if not all(isinstance(table, dict) for table in tables):
         raise ArgumentError(
             argument, str(path), "tables [hardware], [topology] and [sources], as the presets have them"
         )
+    base = given.get("base")
+    if base is None:
+        return given, tables
+    if base not in presets() or _PRESETS / f"{base}.toml" == path:
+        raise ArgumentError(f"base of {path}", base, ", ".join(presets()))
+    _, below = _tables(_PRESETS / f"{base}.toml", argument)
+    return given, [under | over for under, over in zip(below, tables, strict=True)]
+
+
+def _read(path: Path, argument: str) -> Machine:
+    given, tables = _tables(path, argument)
     rates, links, sources = tables
     wanted = {x.name for x in fields(Hardware) if x.default is MISSING and x.default_factory is MISSING}
     wanted -= {"name", "about"}

@@ -35,7 +35,7 @@ def _rows_of_stage(step: Attend, hops: int) -> IntArray:
 
 
 class _CodedRows:
-    """Follows the buffers of coded keys of an attention, which are decoded wherever tiles of them are computed."""
+    """Follows the buffers of coded keys of an attention, each decoded where the first of its tiles are computed."""
 
     def __init__(self, step: Attend) -> None:
         self.step, self._rows = step, dict[int, IntArray]()
@@ -48,7 +48,7 @@ class _CodedRows:
             case Wait(payload=Payload.KEYS, flow=Fetch() as flow):
                 self._rows[do.buffer] = _message_rows(self.step, flow, "received")
             case Compute(keys=int() as keys) | ComputeRemote(keys=keys):
-                return self._rows.get(keys)  # none for the own block of a ring
+                return self._rows.pop(keys, None)  # none for the own block of a ring, and after remote queries
         return None
 
 

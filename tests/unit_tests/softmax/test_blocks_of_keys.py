@@ -37,7 +37,7 @@ def drawn(total, *, ties, latent=False, dtype=torch.float64):
     else:
         draw = integers if ties else normal
         tensors = {"q": draw(total, HEADS, 6), "k": draw(total, GROUPS, 6), "v": normal(total, GROUPS, 7)}
-    return tensors, normal(total, HEADS, 7)
+    return tensors, normal(total, HEADS, 7), normal(total, HEADS)
 
 
 def keys_and_values(inputs):
@@ -48,7 +48,7 @@ def keys_and_values(inputs):
 
 
 def one_document(inputs, tokens, block, top):
-    """Returns the output of one document, and the first keys of the blocks that each query head sees."""
+    """Returns one document's output, log-sum-exp, and first keys of the blocks that each query head sees."""
     own = {name: x if name == "up" else x[tokens] for name, x in inputs.items()}
     (keys, values), queries, size = keys_and_values(own), own["q"], len(tokens)
     block = min(block, size)
@@ -60,10 +60,11 @@ def one_document(inputs, tokens, block, top):
     chosen = torch.zeros_like(gates, dtype=torch.bool).scatter_(-1, best, value=True) & (past | current)
     visible = chosen.repeat_interleave(block, -1)[..., :size] & torch.ones(size, size, dtype=torch.bool).tril()[:, None]
     scores = torch.einsum("qhd,khd->qhk", queries, keys) * queries.shape[-1] ** -0.5
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
     firsts = torch.where(chosen, torch.tensor(tokens)[numbers * block], 2**40).sort(-1).values[..., :top]
     firsts = torch.nn.functional.pad(firsts, (0, top - firsts.shape[-1]), value=2**40)
-    return torch.einsum("qhk,khv->qhv", weights, values), firsts.where(firsts < 2**40, -1)
+    out = torch.einsum("qhk,khv->qhv", scores.softmax(-1), values)
+    return out, scores.logsumexp(-1), firsts.where(firsts < 2**40, -1)
 
 
 def alone(block=BLOCK, top=TOP, documents=None, **options):
@@ -71,12 +72,12 @@ def alone(block=BLOCK, top=TOP, documents=None, **options):
     documents = documents or [list(range(*span)) for span in cp.Packing(LENGTHS).spans()]
     held = [token for tokens in documents for token in tokens]
     rows = [held.index(token) for token in range(max(held) + 1)]
-    inputs, dout = drawn(len(rows), **options)
+    inputs, *gradients = drawn(len(rows), **options)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    outputs, firsts = zip(*(one_document(inputs, tokens, block, top) for tokens in documents), strict=True)
-    out = torch.cat(outputs)[rows]
-    out.backward(dout)
-    found = {"out": out.detach(), "chosen": torch.cat(firsts)[rows]}
+    documents = (one_document(inputs, tokens, block, top) for tokens in documents)
+    out, lse, firsts = (torch.cat(parts)[rows] for parts in zip(*documents, strict=True))
+    torch.autograd.backward([out, lse], gradients)
+    found = {"out": out.detach(), "lse": lse.detach(), "chosen": firsts}
     return found | {f"d_{name}": x.grad for name, x in inputs.items()}
 
 
@@ -85,7 +86,7 @@ def over_ranks(group, layout, *, block=BLOCK, top=TOP, scheme="exact", chosen=No
     layout = getattr(cp.Layout, layout)(packing, group.size) if isinstance(layout, str) else layout
     sizes = LATENT if options.get("latent") else SIZES
     plan = cp.plan_attention(layout.packing, layout, scheme=scheme, topk=top, block=block, **sizes)
-    inputs, dout = drawn(layout.packing.total, **options)
+    inputs, *gradients = drawn(layout.packing.total, **options)
     own = {
         name: x.clone() if name == "up" else layout.shard(x, group.rank, pad_value=torch.nan)
         for name, x in inputs.items()
@@ -93,9 +94,10 @@ def over_ranks(group, layout, *, block=BLOCK, top=TOP, scheme="exact", chosen=No
     own = {name: x.requires_grad_() for name, x in own.items()}
     given = None if chosen is None else layout.shard(chosen, group.rank)
     found = cp.sparse_attention(**own, plan=plan, group=group, chosen=given)
-    found.out.backward(layout.shard(dout, group.rank, pad_value=torch.nan))
+    dout, dlse = (layout.shard(x, group.rank, pad_value=torch.nan) for x in gradients)
+    torch.autograd.backward([found.out, found.lse], [dout, dlse.to(found.lse.dtype)])
     gradients = {f"d_{name}": x.grad for name, x in own.items()}
-    return {"out": found.out.detach(), "chosen": found.chosen} | gradients, layout
+    return {"out": found.out.detach(), "lse": found.lse.detach(), "chosen": found.chosen} | gradients, layout
 
 
 def check(size, layout, limit=1e-12, exact=None, **options):
@@ -208,7 +210,7 @@ def test_means_are_sums_of_pairs_rounded_to_the_type_of_keys(dtype):
 def test_a_document_does_not_change_others():
     packing = cp.Packing(LENGTHS)
     plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), topk=TOP, block=BLOCK, **SIZES)
-    inputs, _ = drawn(packing.total, ties=False)
+    inputs, *_ = drawn(packing.total, ties=False)
     before = cp.sparse_attention(**inputs, plan=plan).out
     for x in inputs.values():
         x[38:168] *= -3
@@ -232,9 +234,9 @@ def test_what_a_plan_says():
 def test_documents_that_end_in_pads():
     packing, own = cp.Packing([20, 5]), [17, 5]
     spec = cp.AttentionSpec(heads=HEADS, kv_heads=GROUPS, head_dim=6, value_head_dim=7, topk=2, block=4)
-    inputs, _ = drawn(packing.total, ties=False)
+    inputs, *_ = drawn(packing.total, ties=False)
     found = cp.sparse_attention(**inputs, plan=spec.plan(cp.Layout.contiguous(packing, 1), own)).out
-    expected, _ = one_document(inputs, list(range(17)), 4, 2)
+    expected, *_ = one_document(inputs, list(range(17)), 4, 2)
     assert (found[:17] - expected).abs().max() < 1e-12
     assert not found[17:20].any()
 
@@ -281,7 +283,7 @@ PLACES = torch.zeros(7, HEADS, 3, dtype=torch.int32)
 def test_rejects_calls_that_do_not_fit(argument, given):
     packing = cp.Packing([5, 2])
     plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), topk=3, block=2, **SIZES)
-    inputs, _ = drawn(packing.total, ties=False)
+    inputs, *_ = drawn(packing.total, ties=False)
     with pytest.raises(ArgumentError) as caught:
         cp.sparse_attention(**{**inputs, **given}, plan=plan)
     assert caught.value.argument == argument

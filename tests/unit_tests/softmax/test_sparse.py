@@ -2,13 +2,15 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.softmax.choices import first_of_largest
+from megatron_cp.softmax.choices import ROWS, first_of_largest
+from megatron_cp.softmax.selection import _cut
 from megatron_cp.testing.memory import PeakMemory
 
 LENGTHS = [37, 1, 130, 22]
@@ -36,7 +38,7 @@ def drawn(total, sizes, dtype=torch.float64):
     else:
         found = {"q": normal(total, HEADS, 6), "k": normal(total, 2, 6), "v": normal(total, 2, 7)}
     index = {"index_q": integers(total, *INDEXER), "index_k": integers(total, 5), "index_weights": integers(total, 3)}
-    return found | index, normal(total, HEADS, 7), normal(total)
+    return found | index, normal(total, HEADS, 7), normal(total), normal(total, HEADS)
 
 
 def keys_and_values(inputs):
@@ -49,7 +51,7 @@ def keys_and_values(inputs):
 
 
 def one_document(inputs, first, last, relu=True, window=None, top=TOP):
-    """Returns the output, the choice and both divergences of one document."""
+    """Returns the output, the choice, both divergences and the log-sum-exp of one document."""
     own = {name: x if name == "up" else x[first:last] for name, x in inputs.items()}
     (keys, values), size = keys_and_values(own), last - first
     visible = torch.ones(size, size, dtype=torch.bool).tril()
@@ -71,20 +73,23 @@ def one_document(inputs, first, last, relu=True, window=None, top=TOP):
     for row, found in enumerate(chosen):
         kept = found.nonzero().flatten() + first
         places[row, : len(kept)] = kept
-    return torch.einsum("hqk,khv->qhv", weights, values), places, losses
+    lse = scores.masked_fill(~chosen, -torch.inf).logsumexp(-1).T
+    return torch.einsum("hqk,khv->qhv", weights, values), places, losses, lse
 
 
 def alone(sizes, loss=None, **options):
     packing = cp.Packing(LENGTHS)
-    inputs, dout, dloss = drawn(packing.total, sizes)
+    inputs, dout, dloss, dlse = drawn(packing.total, sizes)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-    outputs, places, losses = zip(*(one_document(inputs, *span, **options) for span in packing.spans()), strict=True)
-    total = (torch.cat(outputs) * dout).sum()
+    documents = (one_document(inputs, *span, **options) for span in packing.spans())
+    outputs, places, losses, lses = zip(*documents, strict=True)
+    total = (torch.cat(outputs) * dout).sum() + (torch.cat(lses) * dlse).sum()
     divergence = torch.cat([each[loss == "dense"] for each in losses])
     if loss:
         total = total + (divergence * dloss).sum()
     total.backward()
     found = {"out": torch.cat(outputs).detach(), "chosen": torch.cat(places), "loss": divergence.detach()}
+    found["lse"] = torch.cat(lses).detach()
     return found | {f"d_{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
 
 
@@ -94,7 +99,7 @@ def over_ranks(group, sizes, layout, loss=None, dtype=torch.float64, scheme="exa
     mask = {"mask": f"window:{options.pop('window')},0"} if "window" in options else {}
     indexer = {} if chosen is not None else {"indexer": INDEXER}
     plan = cp.plan_attention(packing, layout, scheme=scheme, topk=options.pop("top", TOP), **sizes, **mask, **indexer)
-    inputs, dout, dloss = drawn(packing.total, sizes, dtype)
+    inputs, *gradients = drawn(packing.total, sizes, dtype)
     if chosen is not None:
         inputs = {name: x for name, x in inputs.items() if "index" not in name}
     own = {
@@ -106,10 +111,11 @@ def over_ranks(group, sizes, layout, loss=None, dtype=torch.float64, scheme="exa
     if "relu" in options:
         more["index_relu"] = options["relu"]
     found = cp.sparse_attention(**own, plan=plan, group=group, index_loss=loss, **more)
-    gradients = [layout.shard(dout, group.rank, pad_value=torch.nan)]
-    gradients += [layout.shard(dloss, group.rank, pad_value=torch.nan)] if loss else []
-    torch.autograd.backward([found.out, found.index_loss][: len(gradients)], gradients)
-    results = {"out": found.out.detach(), "chosen": found.chosen}
+    dout, dloss, dlse = (layout.shard(x, group.rank, pad_value=torch.nan) for x in gradients)
+    made = {found.out: dout, found.lse: dlse.to(found.lse.dtype)} | ({found.index_loss: dloss} if loss else {})
+    torch.autograd.backward(list(made), list(made.values()))
+    results = {"out": found.out.detach(), "chosen": found.chosen, "lse": found.lse.detach()}
+    assert (results["lse"][int(layout.token_counts[group.rank]) :] == -torch.inf).all()
     if loss:
         results["loss"] = found.index_loss.detach()
     gradients = {f"d_{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in own.items()}
@@ -227,6 +233,32 @@ def test_short_documents_take_no_memory_for_keys_that_they_lack():
     assert peaks[1] < 2 * peaks[0] + 4 * 64 * 4096 * 8  # the choice itself, sorted
 
 
+def test_queries_without_keys_have_no_weight():
+    """Their log-sum-exp is -inf, and whatever gradient it is given is left out."""
+    packing = cp.Packing([5, 2])
+    plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), topk=3, **SIZES)
+    inputs = {name: x.requires_grad_() for name, x in drawn(packing.total, SIZES)[0].items() if "index" not in name}
+    found = cp.sparse_attention(**inputs, plan=plan, chosen=torch.tensor([[0, 1, -1]] * 3 + [[-1] * 3] * 4))
+    assert found.lse.isfinite().all(1).tolist() == [True] * 3 + [False] * 4
+    assert (found.lse[3:] == -torch.inf).all()
+    found.lse.backward(torch.cat([torch.ones(3, HEADS), torch.full((4, HEADS), torch.nan)]).double())
+    assert inputs["q"].grad[:3].abs().min() > 0
+    assert not any(x.any() for x in (inputs["q"].grad[3:], inputs["k"].grad[2:], inputs["v"].grad))
+
+
+def test_queries_that_see_a_few_keys_more_are_computed_together():
+    """Keys that stand for four tokens each: a band for every four queries, and 64 queries in a block of them."""
+    packing, keys = cp.Packing([400, 3, 600]), cp.Packing([100, 1, 150])
+    firsts = ((0, 400, 0), (403, 1003, 101))
+    slices = [(at, at + 4, key, key + 1 + (at - q) // 4, "full") for q, end, key in firsts for at in range(q, end, 4)]
+    bands = cp.Mask.from_slices(packing, slices, keys).bands
+    blocks = _cut(bands, of_one_path=False)
+    rows = [[int(block[:, 0].min()), int(block[:, 1].max())] for block in blocks]
+    assert len(bands) > 200
+    assert rows == [[at, min(at + ROWS, end)] for q, end, _ in firsts for at in range(q, end, ROWS)]
+    assert sorted(map(tuple, np.concatenate(blocks))) == sorted(map(tuple, bands))
+
+
 def test_equal_scores_go_to_the_first():
     scores = torch.tensor([[0.0, 2.0, 0.0, 0.0, 1.0], [-torch.inf, 3.0, 3.0, 3.0, -torch.inf]])
     columns, valid = first_of_largest(scores, scores > -torch.inf, 4)
@@ -254,7 +286,7 @@ def call(**changed):
     plan = changed.pop("plan", None) or cp.plan_attention(
         packing, cp.Layout.contiguous(packing, 1), topk=3, **SIZES, **sizes
     )
-    inputs, _, _ = drawn(packing.total, SIZES)
+    inputs, *_ = drawn(packing.total, SIZES)
     return cp.sparse_attention(**{**inputs, **changed}, plan=plan)
 
 
@@ -307,7 +339,7 @@ def test_rejects_a_mode_of_latents_that_queries_choose():
 def test_errors_say_what_a_tensor_is_for():
     packing = cp.Packing([5, 2])
     plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), topk=3, **LATENT)
-    inputs, _, _ = drawn(packing.total, LATENT)
+    inputs, *_ = drawn(packing.total, LATENT)
     inputs |= {**NONE, "chosen": PLACES}
     for changed, says in (({"up": None}, "Without up, queries are in the space of latents"),
                           ({"index_q": torch.ones(7, 4, 4)}, "Plan with indexer=")):  # fmt: skip
@@ -342,7 +374,7 @@ def test_rejects_plans_of_other_operations():
 
 def other_loss(group):
     packing = cp.Packing(LENGTHS)
-    inputs, _, _ = drawn(packing.total, SIZES)
+    inputs, *_ = drawn(packing.total, SIZES)
     layout = cp.Layout.zigzag(packing, 2)
     plan = cp.plan_attention(packing, layout, topk=TOP, indexer=INDEXER, **SIZES)
     own = {name: layout.shard(x, group.rank) for name, x in inputs.items()}

@@ -42,6 +42,18 @@ def test_tensor_parallelism_divides_work_and_memory_and_takes_transfers():
     assert one.parts["tensor"] == 0
 
 
+def test_transfers_that_overlap_with_products_leave_a_piece():
+    slow = dataclasses.replace(H100, hardware=dataclasses.replace(H100.hardware, matrix=H100.hardware.matrix / 10))
+    for on, is_exact in ((slow, True), (H100, False)):
+        plain, hidden = step(on=on, tp=4), step(on=on, tp=4, tp_overlap=True)
+        ends = 4 / (32 * 4 * 2 + 4) * plain.parts["tensor"]  # of the embedding and the head, beside no product
+        piece, left = (plain.parts["tensor"] - ends) / 4, hidden.parts["tensor"] - ends
+        assert left == pytest.approx(piece) if is_exact else piece < left < 2 * piece  # some products are shorter
+    assert hidden.parts["products"] == plain.parts["products"]
+    assert "--tp-comm-overlap" in hidden.flags
+    assert "--tp-comm-overlap" not in plain.flags
+
+
 def test_pipelines_wait_and_hold_microbatches():
     flat, deep = step(replicas=4, microbatches=8), step(pp=4, microbatches=8)
     assert flat.parts["pipeline"] == 0
@@ -51,6 +63,20 @@ def test_pipelines_wait_and_hold_microbatches():
     assert spread.parts["pipeline"] < 0.5 * deep.parts["pipeline"]
     assert spread.memory.activations > deep.memory.activations
     assert "--num-virtual-stages-per-pipeline-rank 4" in spread.flags
+
+
+def test_a_last_stage_may_have_fewer_layers():
+    model = dataclasses.replace(LLAMA, blocks=LLAMA.blocks[:31])
+    assert Job(1, "contiguous", pp=4).layer_ranges(31) == [(0, 8), (8, 16), (16, 24), (24, 31)]
+    even, uneven = step(pp=4, microbatches=8), step(model, pp=4, microbatches=8)
+    assert "--decoder-last-pipeline-num-layers 7" in uneven.flags
+    assert "--decoder-last" not in even.flags
+    # The last stage has the head too: a layer less makes it, and so the step, shorter.
+    assert uneven.step < even.step
+    parts = step(model, microbatches=8, replicas=4).parts
+    assert parts["attention"] / 31 * 8 == pytest.approx(even.parts["attention"])
+    for how in ("none", "selective", "full"):
+        assert step(model, pp=4, recompute=how).memory.total <= step(pp=4, recompute=how).memory.total
 
 
 def test_expert_parallelism_fills_products_of_experts_and_takes_an_exchange():
@@ -67,7 +93,10 @@ def test_fp8_makes_products_faster_and_adds_casts():
     wide, narrow = step(precision="bf16"), step(precision="fp8")
     assert 0.4 < narrow.parts["products"] / wide.parts["products"] < 0.9
     assert narrow.parts["others"] > wide.parts["others"]
-    assert "--fp8-format hybrid" in narrow.flags
+    assert "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" in narrow.flags
+    # Weights in FP8, along rows and along columns, take as many bytes as in bf16; inputs of products half.
+    assert narrow.memory.parameters == wide.memory.parameters
+    assert narrow.memory.activations < wide.memory.activations
 
 
 def test_microbatches_repeat_all_but_the_optimizer():
@@ -86,7 +115,8 @@ def test_microbatches_repeat_all_but_the_optimizer():
         ("tp", LLAMA, {"tp": 3}),
         ("tp", LLAMA, {"tp": 16}),
         ("tp", NEXT, {"tp": 4}),  # two key/value heads
-        ("pp", LLAMA, {"pp": 3}),
+        ("pp", LLAMA, {"pp": 24}),  # two layers each leave none for the last ones
+        ("pp", LLAMA, {"pp": 3, "interleave": 2, "microbatches": 3}),
         ("pp", LLAMA, {"pp": 8, "interleave": 8, "microbatches": 8}),
         ("interleave", LLAMA, {"interleave": 2}),
         ("interleave", LLAMA, {"pp": 4, "interleave": 2, "microbatches": 6}),
@@ -95,6 +125,12 @@ def test_microbatches_repeat_all_but_the_optimizer():
         ("ep", NEXT, {"ep": 8, "replicas": 4}),
         ("sharding", LLAMA, {"sharding": "zero3", "pp": 2}),
         ("precision", LLAMA, {"precision": "fp4"}),
+        ("gradients", LLAMA, {"gradients": "fp8"}),
+        ("tp_overlap", LLAMA, {"tp": 2, "tp_overlap": 1}),
+        ("recompute_layers", LLAMA, {"recompute_layers": 2}),
+        ("recompute_layers", LLAMA, {"recompute": "full", "recompute_layers": -1}),
+        ("recompute", LLAMA, {"recompute": "ops"}),
+        ("recompute", NEXT, {"recompute": "ops", "sharding": "zero3"}),
         ("microbatches", LLAMA, {"microbatches": 0}),
     ],
 )
@@ -197,3 +233,11 @@ def test_a_launch_names_ranks_model_and_job():
     ):  # fmt: skip
         assert words[words.index(flag) + 1] == value
     assert launch_of(step(cp=2, sharding="zero3"), LLAMA, H100).startswith("--context-parallel-size 2")
+    assert "--no-rope-fusion" not in words
+
+
+def test_a_launch_of_latent_attention_has_positions_of_its_own(tmp_path):
+    """`doctor --megatron` refuses fused ones over several ranks."""
+    model = deepseek(tmp_path)
+    assert "--no-rope-fusion" in launch_of(step(model, cp=2), model, H100).split()
+    assert "--no-rope-fusion" not in launch_of(step(model), model, H100).split()

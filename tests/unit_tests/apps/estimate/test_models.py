@@ -9,16 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.apps.estimate import MODELS
-from megatron_cp.apps.estimate.model_layers import (
-    MLP,
-    RECOMPUTATION,
-    AttentionMixer,
-    Block,
-    LinearMixer,
-    gated_delta_net,
-    kimi_delta_attention,
-    mamba2,
-)
+from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_delta_net, kimi_delta_attention, mamba2
+from megatron_cp.apps.estimate.model_layers import MLP, RECOMPUTATION, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli.options import LayerShape
@@ -289,14 +281,37 @@ def test_saved_features_are_those_of_the_formula(block, none, selective):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_recomputation_saves_less_and_less(name):
-    none, selective, full = (PRESETS[name].activation_bytes(recompute) for recompute in RECOMPUTATION)
+    none, selective, full = (PRESETS[name].activation_bytes(recompute) for recompute in RECOMPUTATION[:3])
     assert none > selective > full > 0
+
+
+def test_checkpoints_of_operations_save_every_second_product():
+    """torchtitan's policy counts q, k, v, o, gate, up and down, and saves the first, the third and so on."""
+    block = Block(ATTENTION, MLP(32))
+    q, k, v, o, gate, up, down = (64, 64), (64, 32), (64, 32), (64, 64), (64, 32), (64, 32), (32, 64)
+    assert sum(n * m for n, m in (q, k, v, o, gate, up, down)) == sum(each.multiply_adds for each in block.gemms(64))
+    assert [tuple(each)[1:] for each in block.repeated(64)] == [k, o, up]
+    assert block.saved(64, "ops") == 2 * (64 + sum(m for _, m in (q, v, gate, down)))
+    for other in (Block(ATTENTION), Block(ATTENTION, MIXTURE), Block(LINEAR, MLP(32)), Block(ATTENTION, MLP(8, False))):
+        rejects("^recompute: got 'ops'", other.saved, 64, "ops")
+
+
+def test_products_in_fp8_save_inputs_of_one_byte():
+    """Inputs of one byte: two norms' outputs, the output projection's and the last product's, or the experts' own."""
+    dense, sparse = Block(ATTENTION, MLP(32)), Block(mlp=MIXTURE)
+    bytes_of = [
+        [block.saved(64, how, fp8=fp8) for fp8 in (False, True)]
+        for block in (dense, sparse)
+        for how in ("none", "selective", "full")
+    ]
+    less = [wide - narrow for wide, narrow in bytes_of]
+    assert less == [2 * 64 - 64 + 32, 32 - 64, 0, 64 + 2 * (64 + 32) + 48, 2 * 64 + 48, 0]
 
 
 def test_rejects_another_word_for_recomputation():
     for ask in (PRESETS["tiny"].activation_bytes, PRESETS["tiny"].recomputed_bytes):
         for word in ("all", None, ["full"]):
-            rejects(r"recompute: got .*; allowed: none or selective or full", ask, word)
+            rejects(r"recompute: got .*; allowed: none or selective or full or ops", ask, word)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,21 @@ def test_a_machine_has_a_source_of_every_number_and_a_file(name, tmp_path):
     assert again.hardware.sources == machine(name).hardware.sources
 
 
+def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nbase = "h100-fa2"\n[hardware]\nmemory = 9.6e10\n[sources]\nmemory = "data sheet"\n')
+    found, base, h100 = machine(path), machine("h100-fa2"), machine("h100")
+    assert found == dataclasses.replace(
+        base, hardware=dataclasses.replace(base.hardware, name="mine", about="", memory=9.6e10)
+    )
+    assert found.hardware.sources == {**base.hardware.sources, "memory": "data sheet"}
+    assert base.hardware.attention != h100.hardware.attention
+    assert base.hardware.products == h100.hardware.products
+    path.write_text('base = "h1000"')
+    with pytest.raises(ArgumentError, match=r"^base of .*mine.toml: got 'h1000'; allowed: a100, "):
+        machine(path)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [("h1000", r"Did you mean h100\?"), ("nothing like it", "--calibrate` writes such a file"), (5, "a100, b200, cpu")],
