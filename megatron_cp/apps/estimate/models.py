@@ -25,24 +25,24 @@ MAX_LAYERS = 10_000  # a mistyped number must not take all memory
 class ModelSpec:
     """A language model: an embedding, blocks, a norm and an output head.
 
-        Attributes:
-            name: the model's name in reports.
-            hidden_size: features of a hidden state.
-            vocab_size: rows of the embedding and of the output head, padding included.
-            tied_embeddings: True if the output head has the embedding's weights.
-            blocks: the layers, in order.
-            source: the source of the numbers, and the parts of it that were not read.
+    Attributes:
+        name: the model's name in reports.
+        hidden_size: features of a hidden state.
+        vocab_size: rows of the embedding and of the output head, padding included.
+        tied_embeddings: True if the output head has the embedding's weights.
+        blocks: the layers, in order.
+        source: the source of the numbers, and the parts of it that were not read.
 
-        Raises:
-            ArgumentError: impossible sizes, or blocks that are none.
+    Raises:
+        ArgumentError: impossible sizes, or blocks that are none.
 
-        Example:
-            >>> from megatron_cp.apps.estimate.mixers import AttentionMixer
-    from megatron_cp.apps.estimate.model_layers import MLP
-            >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
-            >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
-            >>> model.parameters, len(model.slots())
-            (686208, 4)
+    Example:
+        >>> from megatron_cp.apps.estimate.mixers import AttentionMixer
+        >>> from megatron_cp.apps.estimate.model_layers import MLP
+        >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
+        >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
+        >>> model.parameters, len(model.slots())
+        (686208, 4)
     """
 
     name: str
