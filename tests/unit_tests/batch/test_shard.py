@@ -198,7 +198,7 @@ def disagreement(group, arguments, agree):
 OTHERS = {
     "layers": {"slots": SLOTS[:1]}, "tokens": {"tokens": ids().flip(0)}, "a step": {"seed": 1},
     "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)}, "labels": {"labels": ids().flip(0)},
-    "weights": {"loss_mask": torch.arange(RAGGED.total) > 2},
+    "weights": {"loss_mask": torch.full((RAGGED.total,), 2.0)},
 }  # fmt: skip
 GIVEN = {"labels": ids(), "loss_mask": torch.ones(RAGGED.total)}
 
