@@ -55,7 +55,7 @@ class Memo:
 
 def remembered(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Makes a method of a `Memo`, or a function of one, keep its results there, by its other arguments."""
-    name = method.__qualname__
+    name = f"{method.__module__}.{method.__qualname__}"
 
     @wraps(method)
     def found(self: Memo, *args: P.args, **options: P.kwargs) -> T:
