@@ -96,14 +96,12 @@ def test_another_torch_is_named(monkeypatch):
 FILES = sorted(str(path) for path in Path(__file__).parent.glob("test_cuda*.py"))
 PARTS = {
     "streams and faults": ["test_cuda_streams.py", "test_cuda_faults.py"],
-    "host never waits, over NCCL": [
+    "host never waits, over NCCL, symmetric memory": [
         *(f"test_cuda.py::test_host_never_waits[{what}]" for what in ("exchange", "varlen")),
         *(f"test_cuda.py::test_host_never_waits[chunked of {of} chunkwise]" for of in ("gdn", "kda", "mamba")),
         "test_cuda.py::test_host_never_waits[chunked of gdn headwise]",
         *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "a2a+p2p")),
         *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba")),
-    ],
-    "symmetric memory": [
         "test_cuda_symmetric_memory.py::test_a_fault_of_order_is_seen",
         *(f"test_cuda_symmetric_memory.py::test_messages_arrive_and_the_host_waits_for_none[{n}]" for n in (2, 3, 5)),
         *(f"test_cuda_symmetric_memory.py::test_layers_equal_float64[{name}]" for name in ("p2p", "gdn chunkwise")),

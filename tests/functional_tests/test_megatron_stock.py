@@ -16,6 +16,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import LinearSpec
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
+from tests.shared import selected
 from tests.stable_topk import first_of_equal
 
 pytest.importorskip("megatron.core")
@@ -71,11 +72,13 @@ HIDDEN = 32
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(compare, 2, kind="processes", timeout=limit(200))
+def ranks(request):
+    chosen = selected(request, test_a_packed_batch_is_each_document_alone_through_megatrons_modules)
+    chosen = {(case["kind"], case["place"], case["layout"]) for case in chosen}
+    return run_ranks(compare, 2, chosen, kind="processes", timeout=limit(200))
 
 
-def compare(group):
+def compare(group, chosen):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         tiny.start()
@@ -94,10 +97,10 @@ def compare(group):
         tiny.start(cp=int(place[2:]))
         if place == "cp1" and group.rank > 0:  # which would do what the first does
             continue
-        for kind in MODELS:
-            found[kind, place, layout] = errors(packed(kind, layout), expected[kind])
-        for name in LAYERS:
-            found[name, place, layout] = errors(packed_layer(name, layout), expected[name])
+        for kind in (*MODELS, *LAYERS):
+            if (kind, place, layout) in chosen:
+                step = packed if kind in MODELS else packed_layer
+                found[kind, place, layout] = errors(step(kind, layout), expected[kind])
     for kind, faults in FAULTS.items():
         for fault in faults:
             found[kind, fault] = errors(packed(kind, "zigzag", fault), expected[kind])
@@ -349,7 +352,8 @@ def stored(module):
     return sorted((t.key, t.global_shape, t.global_offset, t.replica_id) for t in tensors)
 
 
-@pytest.mark.parametrize(("place", "layout"), PLACES)
+@pytest.mark.few
+@pytest.mark.parametrize(("place", "layout"), [pytest.param(*PLACES[0], marks=pytest.mark.thorough), *PLACES[1:]])
 @pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
 def test_a_packed_batch_is_each_document_alone_through_megatrons_modules(ranks, kind, place, layout):
     for found in ranks[: int(place[2:])]:
