@@ -39,8 +39,8 @@ def answer_lines(
         "tensor: gathers and sums of tensor parallelism; exposed: transfers of context parallelism that no kernel "
         "overlaps; imbalance: kernels of the busiest rank beyond the mean; traffic: norms, activations and sums of "
         "gradients; pipeline: waits for other stages; shards: gathers and sums of sharded weights and gradients that "
-        "nothing overlaps. Memory counts parameters, gradients, optimizer, activations, buffers, and 2.8 GiB for CUDA "
-        "and its libraries.",
+        "nothing overlaps. MFU is of the peak in bf16, in FP8 too. Memory counts parameters, gradients, optimizer, "
+        "activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
 
 
@@ -106,13 +106,13 @@ def _beside(rows: list[StepPrice], best: StepPrice, limit: float) -> str:
     if not apart:
         return ""
     other = max(apart, key=lambda row: row.tokens_per_second_per_gpu)
-    gain = rate / other.tokens_per_second_per_gpu - 1
-    if gain < 0:
-        return f"; {named(other)} is {-gain:.1%} faster a GPU"
+    longer = rate / other.tokens_per_second_per_gpu - 1
+    if longer < 0:  # the smallest size was asked for, and a larger one has more throughput
+        return ""
     scale = other.job.gpus * best.tokens / (other.tokens * best.job.gpus)  # of the same tokens and GPUs
     more = sorted(((other.parts[name] * scale - value, name) for name, value in best.parts.items()), reverse=True)
     slower = [f"{time:,.1f} ms more {_WORDS.get(name, name)}" for time, name in more[:2] if time > 0.05]
-    return f"; next is {named(other)}, {gain:.1%} slower" + f": {' and '.join(slower)}" * bool(slower)
+    return f"; next is {named(other)}, which takes {longer:.1%} longer" + f": {' and '.join(slower)}" * bool(slower)
 
 
 _ZERO3 = (
@@ -128,7 +128,7 @@ def _searched_text(search: dict[str, Any], rows: list[StepPrice]) -> str:
         f"searched: {search['counted']:,} jobs; the weights and optimizer of {search['too_large']:,} exceed the memory"
     )
     text += f", {search['tried']:,} were priced"
-    if search["bound_ms"] < float("inf"):
+    if search["bound_ms"] is not None:
         is_proof = len(rows) > 0 and search["bound_ms"] >= rows[0].step
         text += f", and the other {left:,} cannot take less than {search['bound_ms']:,.1f} ms"
         text += ", so none of them is faster" if is_proof else ": a faster one may be among those"

@@ -146,7 +146,7 @@ def run_whole(args: argparse.Namespace) -> Report:
     }  # fmt: skip
     if searched is not None:
         data["search"] = {"counted": searched.counted, "tried": searched.tried, "too_large": searched.too_large,
-                          "bound_ms": searched.bound}  # fmt: skip
+                          "bound_ms": searched.bound if np.isfinite(searched.bound) else None}  # fmt: skip
     verdict = verdict_lines(args, rows, best, limit, data)
     text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]
     if args.report is not None:
@@ -189,6 +189,8 @@ def _searched(args: argparse.Namespace, model: ModelSpec, on: Machine, limit: fl
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
+    if args.tp_comm_overlap and (args.tp or 1) == 1:
+        raise ArgumentError("--tp-comm-overlap", "the flag", "only with --tp above 1, whose transfers overlap")
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     rows = []
     packing = Packing(packing.lengths.tolist() * (args.packs or 1))
@@ -255,7 +257,7 @@ def _as_json(row: StepPrice, on: Machine, limit: float) -> dict[str, Any]:
 
 _NAMES = (
     "cp", "layout", "recompute", "tp", "pp", "interleave", "ep", "replicas", "microbatches", "packs", "sharding",
-    "precision",
+    "precision", "gradients", "tp_overlap",
 )  # fmt: skip
 
 

@@ -192,13 +192,17 @@ class Block:
         """Returns the products that "ops" computes again: every second one, as `ModelSpec.activation_bytes` says.
 
         Raises:
-            ArgumentError: a block that is not attention, without latents, and a gated dense MLP.
+            ArgumentError: a block that is not attention, without latents or an output gate, and a gated dense MLP.
         """
         mixer, mlp = self.mixer, self.mlp
-        if not isinstance(mixer, AttentionMixer) or mixer.kv_rank or mlp is None or mlp.experts or not mlp.gated:
-            remedy = "ops is known for attention without latents and a gated dense MLP."
+        is_dense = mlp is not None and mlp.gated and not mlp.experts
+        is_plain = isinstance(mixer, AttentionMixer) and not (mixer.kv_rank or mixer.query_rank or mixer.output_gate)
+        if not (is_dense and is_plain):
+            remedy = "ops is known for attention without latents or an output gate, and a gated dense MLP."
             raise ArgumentError("recompute", OPS, "none or selective or full with these layers", remedy)
-        query, *_, output = mixer.gemms(hidden_size)
+        assert isinstance(mixer, AttentionMixer)
+        assert mlp is not None
+        query, output = mixer.gemms(hidden_size)
         keys = mixer.kv_heads * mixer.head_dim
         return Gemm(1, query.in_features, keys), output, Gemm(1, hidden_size, mlp.intermediate_size)
 

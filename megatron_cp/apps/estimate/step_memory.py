@@ -26,8 +26,8 @@ class StepMemory:
     """Bytes of the rank that holds most.
 
     Attributes:
-        parameters: weights in bf16, and their copies in FP8.
-        optimizer: gradients in fp32, and the optimizer's states.
+        parameters: weights in bf16, or in FP8 along rows and along columns; both of them without sharding.
+        optimizer: gradients, in the type of their sums, and the optimizer's states.
         activations: bytes that the forwards of all layers and microbatches in flight save, and the largest working set
             of one layer or the loss.
         buffers: message buffers, and the memory that CUDA and its libraries keep.

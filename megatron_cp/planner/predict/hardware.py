@@ -353,7 +353,10 @@ _TABLES = ("hardware", "topology", "sources")
 
 
 def _tables(path: Path, argument: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns what a file has, and its tables; the preset that it names as its `base` fills what they leave out."""
+    """Returns what a file has, and its tables; the preset that it names as its `base` fills what they leave out.
+
+    A number that the file changes has no source but the file's own.
+    """
     try:
         given = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -369,6 +372,8 @@ def _tables(path: Path, argument: str) -> tuple[dict[str, Any], list[dict[str, A
     if base not in presets() or _PRESETS / f"{base}.toml" == path:
         raise ArgumentError(f"base of {path}", base, ", ".join(presets()))
     _, below = _tables(_PRESETS / f"{base}.toml", argument)
+    changed = {*tables[0], *tables[1]}
+    below[2] = {name: source for name, source in below[2].items() if name not in changed}
     return given, [under | over for under, over in zip(below, tables, strict=True)]
 
 

@@ -292,7 +292,13 @@ def test_checkpoints_of_operations_save_every_second_product():
     assert sum(n * m for n, m in (q, k, v, o, gate, up, down)) == sum(each.multiply_adds for each in block.gemms(64))
     assert [tuple(each)[1:] for each in block.repeated(64)] == [k, o, up]
     assert block.saved(64, "ops") == 2 * (64 + sum(m for _, m in (q, v, gate, down)))
-    for other in (Block(ATTENTION), Block(ATTENTION, MIXTURE), Block(LINEAR, MLP(32)), Block(ATTENTION, MLP(8, False))):
+
+
+def test_rejects_checkpoints_of_operations_in_other_layers():
+    gated, latent = (replace(ATTENTION, **given) for given in ({"output_gate": True}, {"query_rank": 8}))
+    mlp = MLP(32)
+    for other in (Block(ATTENTION), Block(ATTENTION, MIXTURE), Block(LINEAR, mlp), Block(ATTENTION, MLP(8, False)),
+                  Block(gated, mlp), Block(latent, mlp), Block(mlp=mlp)):  # fmt: skip
         rejects("^recompute: got 'ops'", other.saved, 64, "ops")
 
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from megatron_cp.apps.estimate.answer import _beside
 from megatron_cp.apps.estimate.job import SHARDINGS, Job
 from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_files import read_model
@@ -130,6 +131,15 @@ def test_memory_is_near_what_torchtitan_measured():
     layout = Layout.zigzag(Packing([131072]), 4)
     found = predict_step(LLAMA, layout, job, H100, job.topology(H100)).memory.total
     assert found / 2**30 == pytest.approx(84.0, rel=0.15)
+
+
+def test_the_next_job_is_compared_by_its_time():
+    fast = one()
+    slow = dataclasses.replace(
+        fast, job=Job(1, "zigzag"), parts={name: 2 * value for name, value in fast.parts.items()}
+    )
+    assert "zigzag, which takes 100.0% longer: " in _beside([fast, slow], fast, float("inf"))
+    assert _beside([fast, slow], slow, float("inf")) == ""
 
 
 def test_flags_name_what_was_chosen():

@@ -52,6 +52,10 @@ def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
     )
     assert found.hardware.sources == {**base.hardware.sources, "memory": "data sheet"}
     assert base.hardware.attention != h100.hardware.attention
+    path.write_text('base = "h100"\n[hardware]\ncopy = 9.6e11\n[topology]\nrails = 4\n')
+    found = machine(path)
+    assert (found.hardware.copy, found.rails) == (9.6e11, 4)
+    assert set(h100.hardware.sources) - set(found.hardware.sources) == {"copy"}  # whose source was another number's
     assert base.hardware.products == h100.hardware.products
     path.write_text('base = "h1000"')
     with pytest.raises(ArgumentError, match=r"^base of .*mine.toml: got 'h1000'; allowed: a100, "):
