@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
 
-from megatron_cp.apps.estimate.megatron_flags import read_flags
+from megatron_cp.apps.estimate.megatron_flags import flags_in, read_flags
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
@@ -15,6 +16,12 @@ from megatron_cp.planner import Machine
 
 _TRAINING = "--normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --bf16"
 _SPEC = "--spec megatron_cp.megatron.specs {}_spec --calculate-per-token-loss"
+# Flags that the job decides, whose values in a model's flags were not priced.
+_OF_A_JOB = (
+    "--context-parallel", "--cp-", "--decoder-", "--expert-", "--fp8", "--grad-reduce-in-bf16",
+    "--hierarchical-context", "--linear-cp-mode", "--num-virtual-stages", "--pipeline-model-parallel", "--recompute", "--sequence-parallel",
+    "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer",
+)  # fmt: skip
 _LETTERS = {"mamba": "M", "gdn": "G"}
 
 
@@ -25,10 +32,10 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         row: the job with its price.
         model: the model.
         on: the machine.
-        given: Megatron's flags of the model, if it was described by them.
+        given: Megatron's flags of the model, if it was described by them; those of a job are not repeated.
     """
     job = row.job
-    described = given if given is not None else model_flags(model)
+    described = _of_the_model(given) if given is not None else model_flags(model)
     if job.sharding == "zero3" or described is None:
         return row.flags
     per_host = min(job.gpus, on.ranks_per_host)
@@ -44,6 +51,11 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
         words.append(_SPEC.format("hybrid_stack" if is_hybrid else "gpt_layer"))
     return " ".join(words)
+
+
+def _of_the_model(text: str) -> str:
+    found = [[flag, *values] for flag, values in flags_in(shlex.split(text)) if not flag.startswith(_OF_A_JOB)]
+    return " ".join(map(shlex.join, found))
 
 
 def model_flags(model: ModelSpec) -> str | None:

@@ -80,7 +80,7 @@ def _parsed(text: str) -> tuple[Fields, list[str]]:
         raise ArgumentError("model", text, f"flags with closed quotes ({error})") from None
     values: dict[str, object] = {}
     others: list[str] = []
-    for flag, given in _flags(words):
+    for flag, given in flags_in(words):
         if flag in _SWITCHES:
             if given:
                 raise ArgumentError(flag, " ".join(given), "no value")
@@ -100,7 +100,7 @@ def _parsed(text: str) -> tuple[Fields, list[str]]:
     return Fields(values), others
 
 
-def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+def flags_in(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Yields every flag, in Megatron's spelling with hyphens, with its values."""
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     if words and (not starts or starts[0]):

@@ -236,6 +236,13 @@ def test_a_launch_names_ranks_model_and_job():
     assert "--no-rope-fusion" not in words
 
 
+def test_a_launch_has_the_jobs_flags_and_not_those_pasted_with_the_models():
+    pasted = "--num-layers 2 --fp8-format hybrid --recompute_granularity full --tensor-model-parallel-size 8 --lr 1e-4"
+    launch = launch_of(step(cp=2), LLAMA, H100, pasted)
+    assert "--num-layers 2 --lr 1e-4" in launch
+    assert not any(flag in launch for flag in ("fp8", "granularity full", "tensor-model-parallel"))
+
+
 def test_a_launch_of_latent_attention_has_positions_of_its_own(tmp_path):
     """`doctor --megatron` refuses fused ones over several ranks."""
     model = deepseek(tmp_path)
