@@ -19,8 +19,8 @@ _SPEC = "--spec megatron_cp.megatron.specs {}_spec --calculate-per-token-loss"
 # Flags that the job decides, whose values in a model's flags were not priced.
 _OF_A_JOB = (
     "--context-parallel", "--cp-", "--decoder-", "--expert-", "--fp8", "--grad-reduce-in-bf16",
-    "--hierarchical-context", "--linear-cp-mode", "--num-virtual-stages", "--pipeline-model-parallel", "--recompute", "--sequence-parallel",
-    "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer",
+    "--hierarchical-context", "--linear-cp-mode", "--num-virtual-stages", "--pipeline-model-parallel", "--recompute",
+    "--sequence-parallel", "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer",
 )  # fmt: skip
 _LETTERS = {"mamba": "M", "gdn": "G"}
 
