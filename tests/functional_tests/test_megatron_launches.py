@@ -165,8 +165,9 @@ def test_doctor_accepts_the_launch_that_plan_names(model):
     shape += ["--pp", "2", "--replicas", "16", "--microbatches", "4", "--precision", "fp8", "--recompute", "full"]
     args = parsed([*shape, *(["--ep", "8"] if model == "qwen3-next" else [])])
     take_this = args.run(args).data["take_this"]
-    script = take_this.split().index("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py")
-    verdicts, status = judged(shlex.join(take_this.split()[script + 1 :]))
+    words = shlex.split(take_this)
+    script = words.index("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py")
+    verdicts, status = judged(shlex.join(words[script + 1 :]))
     assert status == 0
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == ["--vocab-size"]
     assert "--pipeline-model-parallel-size" in verdicts

@@ -106,6 +106,13 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     assert all((row["gradients"], row["tp_overlap"]) == ("fp32", False) for row in found["rows"])
 
 
+def test_where_no_job_fits_the_nearest_recomputes_everything():
+    shape = ["--whole", "--model", "llama3-8b", "--lengths", "32768", "--gpus", "4", "--global-batch", "16"]
+    _, found = printed(*shape, "--fit", "4GiB")
+    assert (found["fits"], found["take_this"]) == (False, None)
+    assert found["best"]["recompute"] == "full"
+
+
 def test_a_search_says_how_far_it_is(capsys, monkeypatch):
     """Progress is on standard error, so that standard output is what it was."""
     monkeypatch.setattr("megatron_cp.cli.terminal._EVERY_SECONDS", 0.0)
@@ -217,6 +224,7 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
             "--gpus: got 7; allowed: a number",
         ),
         (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
+        (["--whole", "--gpus", "16", "--pp", "3"], "--pp: got 3; allowed: a divisor of 16 GPUs"),
         (
             ["--whole", "--gpus", "8", "--recompute", "ops"],
             "--recompute: got 'ops'; allowed: none or selective or full",

@@ -35,9 +35,10 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         given: Megatron's flags of the model, if it was described by them; those of a job are not repeated.
     """
     job = row.job
-    described = _of_the_model(given) if given is not None else model_flags(model)
+    described = given if given is not None else model_flags(model)
     if job.sharding == "zero3" or described is None:
         return row.flags
+    described = _of_the_model(described)
     per_host = min(job.gpus, on.ranks_per_host)
     is_hybrid = "--hybrid" in described
     tokens = row.tokens // (job.replicas * job.microbatches)

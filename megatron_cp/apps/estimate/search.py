@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,9 @@ def best_jobs(
         ArgumentError: no job has such degrees.
     """
     kinds = (recompute,) if recompute else (NONE, SELECTIVE, FULL)
+    for name in ("tp", "pp", "cp"):
+        if gpus % given.get(name, 1):
+            raise ArgumentError(name, given[name], f"a divisor of {gpus} GPUs")
     jobs = list(_jobs(model, on, base, gpus, batch, given, kinds))
     if not jobs:
         asked = ", ".join(f"{name} {value}" for name, value in given.items())
@@ -109,8 +113,9 @@ def best_jobs(
         tell("priced", tried, min(most, bisect.bisect_right(ordered, (last, len(fitting)))))
     rows = _distinct(found, limit)[:count]
     if not rows:
-        smallest = min(jobs, key=lambda job: least_bytes(model, job))
-        nearest = found or [row for row in [prices.row(smallest)] if row]
+        sparing = [job for job in jobs if job.recompute == kinds[-1]]
+        smallest = heapq.nsmallest(8, sparing, key=lambda job: least_bytes(model, job))
+        nearest = [*found, *(row for job in smallest if (row := prices.row(job)))]
         rows = sorted(nearest, key=lambda row: row.memory.total)[:1]
     return Found(rows, tried, len(jobs), len(jobs) - len(fitting), left)
 
