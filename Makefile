@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-# More than there are cores, since tests wait for other processes: 4 keep 2 cores busy, for 9:18.
+# More than there are cores, since tests wait for other processes: 4 keep 2 cores busy, for 8:42.
 PROCESSES ?= 4
 
 .PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check docs fuzz faults versions dist clean
