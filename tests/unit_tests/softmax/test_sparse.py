@@ -385,3 +385,33 @@ def other_loss(group):
 def test_ranks_agree_on_the_loss():
     with pytest.raises(RankError, match="index_loss"):
         run_ranks(other_loss, 2)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_joined_with_a_window_it_is_one_softmax_over_both(size):
+    """All keys before a window are chosen, so that both parts are causal attention; gradients reach both."""
+    packing = cp.Packing(LENGTHS)
+
+    def far(packing):
+        spans = [(start, end) for start, end in packing.spans() if end - start > 9]
+        return cp.Mask.from_slices(packing, [(start + 9, end, start, end - 9, "causal") for start, end in spans])
+
+    def on_rank(group):
+        layout = cp.Layout.zigzag(packing, size)
+        everything, *_ = drawn(packing.total, SIZES)
+        index = {name: layout.shard(x, group.rank) for name, x in everything.items() if name.startswith("index")}
+        q, k, v = (layout.shard(everything[name], group.rank).requires_grad_() for name in "qkv")
+        whole, near = (cp.plan_attention(packing, layout, **SIZES, mask=mask) for mask in ("causal", "window:8,0"))
+        chosen = cp.plan_attention(packing, layout, **SIZES, mask=far, topk=packing.total, indexer=INDEXER)
+        found = cp.sparse_attention(q, k, v, chosen, group, **index)
+        expected, lse = cp.attention(q, k, v, whole, group, return_lse=True)
+        joined = cp.merge([cp.attention(q, k, v, near, group, return_lse=True), (found.out, found.lse)])
+        weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        results = []
+        for out, sums in (joined, (expected, lse)):
+            loss = (out * weights).sum() + sums.masked_fill(sums.isinf(), 0).sum()
+            results.append((out, sums, *torch.autograd.grad(loss, (q, k, v), retain_graph=True)))
+        for actual, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-12)
+
+    run_ranks(on_rank, size)
