@@ -158,7 +158,7 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
     names = [name for name in rows[0].parts if any(row.parts[name] >= 0.05 for row in rows)]
     degrees = [name for name in _SHOWN if name == "cp" or any(getattr(row.job, name) != 1 for row in rows)]
     left = ["layout", "attention by", "linear by", "recompute"]
-    cells = [[*(_SHOWN[name] for name in degrees), *left, *(_SHORT.get(name, name) for name in names)]]
+    cells = [[*(_SHOWN[name] for name in degrees), *left, *names]]
     cells[0] += ["step ms", "tokens/s/GPU", "MFU", "GiB a rank", ""]
     for row in rows:
         attention, linear = (
@@ -199,10 +199,9 @@ _SHOWN = {
     "tp": "tp", "pp": "pp", "interleave": "chunks", "ep": "ep", "cp": "cp", "replicas": "dp", "packs": "packs",
     "microbatches": "batches",
 }  # fmt: skip
-_SHORT = {"others": "traffic"}
 _WORDS = {
     "products": "products of weights", "dispatch": "experts' dispatch", "tensor": "tensor-parallel transfers",
-    "exposed": "exposed transfers", "others": "memory traffic", "pipeline": "pipeline waits",
+    "exposed": "exposed transfers", "traffic": "memory traffic", "pipeline": "pipeline waits",
     "shards": "exposed transfers of weights and gradients",
 }  # fmt: skip
 

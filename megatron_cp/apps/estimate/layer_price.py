@@ -12,7 +12,7 @@ from megatron_cp.planner import Machine
 
 Seconds = NDArray[np.float64]
 LAYER_PARTS = (
-    "attention", "linear", "products", "experts", "dispatch", "tensor", "exposed", "imbalance", "others",
+    "attention", "linear", "products", "experts", "dispatch", "tensor", "exposed", "imbalance", "traffic",
 )  # fmt: skip
 AT = {name: number for number, name in enumerate(LAYER_PARTS)}
 _EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
@@ -43,7 +43,7 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
         gemms = block.gemms(hidden_size)
         moved += _CAST * np.array([sum(each.count * each.in_features for each in gemms),
                                    sum(each.count * each.out_features for each in gemms)])  # fmt: skip
-    found[:, AT["others"]] += moved * tokens / job.tp / rate
+    found[:, AT["traffic"]] += moved * tokens / job.tp / rate
     routed = block.mlp is not None and bool(block.mlp.experts)
     if routed:
         found += _expert_seconds(block, hidden_size, tokens, job, on)
@@ -55,9 +55,9 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
     if job.recompute == FULL:
         found[1] += found[0]
     elif job.recompute == SELECTIVE:
-        found[1, AT["others"]] += BF16 * features.again * tokens / job.tp / rate
+        found[1, AT["traffic"]] += BF16 * features.again * tokens / job.tp / rate
     elif job.recompute == OPS:
-        found[1, AT["others"]] += found[0, AT["others"]]
+        found[1, AT["traffic"]] += found[0, AT["traffic"]]
         for gemm in block.repeated(hidden_size):
             found[1, AT["products"]] += product_seconds(gemm, hidden_size, tokens, job, on)[0]
     return found

@@ -17,7 +17,7 @@ from megatron_cp.planner import Machine, Span, Topology, described, shapes_by_ra
 
 _MOST_EVENTS = 60_000  # events in a report's timeline, so that a browser opens it at once
 _LABELS = {
-    "linear": "linear layers", "exposed": "exposed transfers", "others": "memory traffic", "shards": "sharded weights",
+    "linear": "linear layers", "exposed": "exposed transfers", "traffic": "memory traffic", "shards": "sharded weights",
 }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class StepPrice:
             rank, without transfers and waits; products: of weights; experts: grouped products; dispatch: experts'
             all-to-alls and permutations; tensor: gathers and sums of tensor parallelism; exposed: time by which
             context parallelism's transfers exceed the kernels; imbalance: time by which its busiest rank's kernels
-            exceed those of the mean; others: all else that reads and writes memory; pipeline: time in which the
+            exceed those of the mean; traffic: all else that reads and writes memory; pipeline: time in which the
             busiest stage waits; shards: gathers of weights and sums of gradients that nothing overlaps; optimizer.
         memory: bytes of a rank.
         tokens: number of tokens of all packs in the step.
@@ -264,7 +264,7 @@ def step_parts(
     if job.sharding != "zero3":
         for number, (lo, hi) in enumerate(ranges):
             added = sum(on_rank(model, job, lo, hi)) * GRADIENT[job.gradients]  # as many bytes read as written
-            chunks[number][1, AT["others"]] += added / on.hardware.copy
+            chunks[number][1, AT["traffic"]] += added / on.hardware.copy
     seconds = np.stack([chunk.sum(axis=1) for chunk in chunks], axis=1)
     across = job.pp > 1 and job.stage_ranks >= on.ranks_per_host
     nbytes, link = BF16 * model.hidden_size * tokens / job.tp, on.between if across else on.within
@@ -283,7 +283,7 @@ def _head_seconds(model: ModelSpec, tokens: int, job: Job, on: Machine) -> Secon
     found, head = np.zeros((2, len(LAYER_PARTS))), Gemm(1, model.hidden_size, model.vocab_size)
     found[:, AT["products"]] = product_seconds(head, model.hidden_size, tokens, replace(job, precision="bf16"), on)
     moved = BF16 * model.hidden_size * np.array([2.0, 3.0]) + model.vocab_size * np.array(_LOSS)
-    found[:, AT["others"]] = moved * tokens / job.tp / (2 * on.hardware.copy)
+    found[:, AT["traffic"]] = moved * tokens / job.tp / (2 * on.hardware.copy)
     if job.tp > 1:  # the embedding's sum, and the gather before the head
         found[:, AT["tensor"]] = 2 * ring_seconds(BF16 * model.hidden_size * tokens, job.tp, 1, on)
     return found

@@ -30,7 +30,7 @@ def step(model=LLAMA, on=H100, cp=1, **change):
 def test_tensor_parallelism_divides_work_and_memory_and_takes_transfers():
     one, four = step(replicas=4), step(tp=4)
     assert four.job.gpus == one.job.gpus
-    for part in ("attention", "others"):
+    for part in ("attention", "traffic"):
         assert one.parts[part] / 4 <= four.parts[part] < one.parts[part] / 3
     assert one.parts["products"] / 4 <= four.parts["products"] < one.parts["products"] / 3.9
     assert four.memory.parameters == pytest.approx(one.memory.parameters / 4, rel=1e-4)
@@ -57,7 +57,7 @@ def test_transfers_that_overlap_with_products_leave_a_piece():
 def test_pipelines_wait_and_hold_microbatches():
     flat, deep = step(replicas=4, microbatches=8), step(pp=4, microbatches=8)
     assert flat.parts["pipeline"] == 0
-    even = 3 / 8 * sum(deep.parts[name] for name in ("attention", "products", "others"))
+    even = 3 / 8 * sum(deep.parts[name] for name in ("attention", "products", "traffic"))
     assert 0.7 * even < deep.parts["pipeline"] < 1.1 * even  # the head makes the last stage slower
     spread = step(pp=4, microbatches=8, interleave=4)
     assert spread.parts["pipeline"] < 0.5 * deep.parts["pipeline"]
@@ -92,7 +92,7 @@ def test_expert_parallelism_fills_products_of_experts_and_takes_an_exchange():
 def test_fp8_makes_products_faster_and_adds_casts():
     wide, narrow = step(precision="bf16"), step(precision="fp8")
     assert 0.4 < narrow.parts["products"] / wide.parts["products"] < 0.9
-    assert narrow.parts["others"] > wide.parts["others"]
+    assert narrow.parts["traffic"] > wide.parts["traffic"]
     assert "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather" in narrow.flags
     # Weights in FP8, along rows and along columns, take as many bytes as in bf16; inputs of products half.
     assert narrow.memory.parameters == wide.memory.parameters
@@ -102,7 +102,7 @@ def test_fp8_makes_products_faster_and_adds_casts():
 def test_microbatches_repeat_all_but_the_optimizer():
     one, three = step(replicas=8), step(replicas=8, microbatches=3)
     assert three.tokens == 3 * one.tokens
-    for part in ("attention", "products", "others"):
+    for part in ("attention", "products", "traffic"):
         assert three.parts[part] == pytest.approx(3 * one.parts[part])
     assert three.parts["optimizer"] == one.parts["optimizer"]
     # 42 bytes of each parameter of the rank's share, of which a copy moves two for one that it writes.

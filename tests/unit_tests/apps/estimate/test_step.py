@@ -104,14 +104,14 @@ def test_traffic_is_what_operations_beside_products_read_and_write():
     head = (2 * 5 * h + 32 * words) * 8192
     added = 2 * 4 * sum(map(sum, LLAMA.block_parameters))  # sums of gradients
     expected = (layers + head + added) / (2 * H100.hardware.copy)
-    assert one(recompute="none").parts["others"] == pytest.approx(1e3 * expected)
+    assert one(recompute="none").parts["traffic"] == pytest.approx(1e3 * expected)
     less = added / 2 / (2 * H100.hardware.copy)
-    assert one(recompute="none", gradients="bf16").parts["others"] == pytest.approx(1e3 * (expected - less))
+    assert one(recompute="none", gradients="bf16").parts["traffic"] == pytest.approx(1e3 * (expected - less))
 
 
 def test_layers_are_computed_again_as_far_as_was_asked():
     none, some, full = one(recompute="none"), one(recompute="full", recompute_layers=8), one(recompute="full")
-    for part in ("attention", "products", "others"):
+    for part in ("attention", "products", "traffic"):
         assert some.parts[part] - none.parts[part] == pytest.approx((full.parts[part] - none.parts[part]) / 4)
     assert none.memory.activations > some.memory.activations > full.memory.activations
     assert "--recompute-method block --recompute-num-layers 8" in some.flags
