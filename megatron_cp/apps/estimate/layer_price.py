@@ -41,8 +41,8 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
     moved: Seconds = BF16 * np.array([features.forward, features.backward], dtype=np.float64)
     if fp8:
         gemms = block.gemms(hidden_size)
-        moved += _CAST * np.array([sum(each.count * each.in_features for each in gemms),
-                                   sum(each.count * each.out_features for each in gemms)])  # fmt: skip
+        moved += _CAST * np.array([sum(each.products * each.in_features for each in gemms),
+                                   sum(each.products * each.out_features for each in gemms)])  # fmt: skip
     found[:, AT["traffic"]] += moved * tokens / job.tp / rate
     routed = block.mlp is not None and bool(block.mlp.experts)
     if routed:
@@ -92,7 +92,7 @@ def product_seconds(gemm: Gemm, hidden_size: int, tokens: int, job: Job, on: Mac
     kind, of = "fp8" if job.precision == "fp8" else None, on.hardware.product_seconds
     rows = max(tokens, 1)
     times = [of(rows, columns, inner, kind), of(rows, inner, columns, kind) + of(columns, inner, rows, kind)]
-    return tokens / rows * gemm.count * np.array(times)
+    return tokens / rows * gemm.products * np.array(times)
 
 
 def _expert_seconds(block: Block, hidden_size: int, tokens: int, job: Job, on: Machine) -> Seconds:

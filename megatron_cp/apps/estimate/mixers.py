@@ -16,19 +16,19 @@ class Gemm(NamedTuple):
     """A product of activations with a weight matrix.
 
     Attributes:
-        count: number of such products for one token.
-        in_features, out_features: shape of the weight; a token takes `2 * count * in_features * out_features`
+        products: number of such products for one token.
+        in_features, out_features: shape of the weight; a token takes `2 * products * in_features * out_features`
             operations forward.
     """
 
-    count: int  # type: ignore[assignment]  # a tuple's own `count` is of no use here
+    products: int
     in_features: int
     out_features: int
 
     @property
     def multiply_adds(self) -> int:
         """The multiply-adds of one token forward; as many as the weights that the token meets."""
-        return self.count * self.in_features * self.out_features
+        return self.products * self.in_features * self.out_features
 
 
 class Moved(NamedTuple):

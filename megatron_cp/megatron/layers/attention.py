@@ -193,7 +193,8 @@ class _RotaryParams(PlannedSeqParams):
         one.__dict__.update(params.__dict__)
         pair = tables if isinstance(tables, tuple) else (tables, tables)
         # For positions of several axes Megatron makes a table for every batch, with a row for each row.
-        one.phases = tuple(x if x is None or params.has_axes else params.rotary_phases(x) for x in pair)  # type: ignore
+        queries, keys = (x if x is None or params.has_axes else params.rotary_phases(x) for x in pair)
+        one.phases = queries, keys
         one.mscale = mscale
         return one
 
