@@ -6,6 +6,7 @@ import itertools
 import shlex
 from collections.abc import Sequence
 
+from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.megatron_flags import flags_in, read_flags
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.model_layers import MLP, Block
@@ -22,6 +23,9 @@ _OF_A_JOB = (
     "--hierarchical-context", "--linear-cp-mode", "--num-virtual-stages", "--pipeline-model-parallel", "--recompute",
     "--sequence-parallel", "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer",
 )  # fmt: skip
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+# Megatron refuses these beside a pattern.
+_STAGES = ("--num-virtual-stages-per-pipeline-rank", "--decoder-last-pipeline-num-layers")
 _LETTERS = {"mamba": "M", "gdn": "G"}
 
 
@@ -38,15 +42,16 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
     described = given if given is not None else model_flags(model)
     if job.sharding == "zero3" or described is None:
         return row.flags
-    described = _of_the_model(described)
+    described = _without(described, _OF_A_JOB, job)
     per_host = min(job.gpus, on.ranks_per_host)
     is_hybrid = "--hybrid" in described
+    flags = _without(row.flags, _STAGES if is_hybrid else (), job)
     tokens = row.tokens // (job.replicas * job.microbatches)
     batch = f"--micro-batch-size 1 --global-batch-size {job.replicas * job.microbatches} --seq-length {tokens}"
     words = [
         f"torchrun --nnodes {-(-job.gpus // per_host)} --nproc-per-node {per_host}",
         "pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py", described, _TRAINING,
-        f"{batch} --max-position-embeddings {tokens}", row.flags,
+        f"{batch} --max-position-embeddings {tokens}", flags,
     ]  # fmt: skip
     if job.cp > 1:
         words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
@@ -54,9 +59,16 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
     return " ".join(words)
 
 
-def _of_the_model(text: str) -> str:
-    found = [[flag, *values] for flag, values in flags_in(shlex.split(text)) if not flag.startswith(_OF_A_JOB)]
-    return " ".join(map(shlex.join, found))
+def _without(text: str, left_out: tuple[str, ...], job: Job) -> str:
+    """Returns flags but for those that begin so; a pattern's bars are the ends of the job's stages and their chunks."""
+    found = []
+    for flag, values in flags_in(shlex.split(text)):
+        if flag in _PATTERNS:
+            letters = values[0].replace("|", "")
+            values = ["|".join(letters[lo:hi] for lo, hi in job.layer_ranges(len(letters)))]
+        if not flag.startswith(left_out):
+            found.append(shlex.join([flag, *values]))
+    return " ".join(found)
 
 
 def model_flags(model: ModelSpec) -> str | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shlex
 
 import pytest
 
@@ -241,6 +242,19 @@ def test_a_launch_has_the_jobs_flags_and_not_those_pasted_with_the_models():
     launch = launch_of(step(cp=2), LLAMA, H100, pasted)
     assert "--num-layers 2 --lr 1e-4" in launch
     assert not any(flag in launch for flag in ("fp8", "granularity full", "tensor-model-parallel"))
+
+
+@pytest.mark.parametrize(
+    ("interleave", "staged"), [(1, "M-M-M|-M-M"), (2, "MM|M-|-M|M-")], ids=["uneven", "virtual stages"]
+)
+def test_stages_of_a_hybrid_model_are_the_bars_of_its_pattern(interleave, staged):
+    """Megatron refuses flags of uneven and of virtual stages beside a pattern."""
+    letters = staged.replace("|", "")
+    pasted = f"--hybrid-layer-pattern '{letters[0]}|{letters[1:]}' --hidden-size 512 --vocab-size 10"
+    row = step(read_flags(pasted), pp=2, interleave=interleave, microbatches=2)
+    words = shlex.split(launch_of(row, read_flags(pasted), H100, pasted))
+    assert words[words.index("--hybrid-layer-pattern") + 1] == staged
+    assert not {"--num-virtual-stages-per-pipeline-rank", "--decoder-last-pipeline-num-layers"} & set(words)
 
 
 def test_a_launch_of_latent_attention_has_positions_of_its_own(tmp_path):
