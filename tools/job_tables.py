@@ -99,7 +99,7 @@ def gpu(name: str) -> Machine:
     """Returns a preset, or torchtitan's GPU: 96 GB at 2.4 TB/s, limited to 500 W, with PyTorch's own attention.
 
     Rates fall with the clock, and the power of a clock with its voltage is its third power, so that 500 of 700 W leave
-    0.89. The data sheet of H100 NVL (835e12 in bf16 at 400 W) gives 0.90 between itself and that of SXM.
+    0.89. A line between the data sheets of H100 NVL (835e12 in bf16 at 400 W) and H100 SXM gives 0.90.
     """
     if name != "500 W":
         return machine(name)

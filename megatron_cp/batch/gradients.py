@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import DTYPES, check_dense
+from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_dense
 from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.executor.no_compile import no_compile
 
@@ -60,7 +60,7 @@ def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
     """
     like, sizes = parameters[0], [parameter.numel() for parameter in parameters]
     share = -(-(sum(sizes) + len(sizes)) // ranks.size)
-    acc_dtype = torch.promote_types(like.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(like.dtype)
     with torch.no_grad():
         size = ranks.size * share
         # A bucket of one large parameter is not taken from the group's buffers, which would keep the memory.

@@ -177,7 +177,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None = None) -> None:
-    """Adds the options of documents and their layout; `corpus` is the default of `--corpus`, None to draw lengths."""
+    """Adds the options of documents and their layout; `corpus` is the default of `--corpus`."""
     group = parser.add_argument_group("batch")
     group.add_argument(
         "--lengths", type=document_tokens, metavar="N,N,...", help="tokens of each document, such as 130,256k"

@@ -61,7 +61,11 @@ class SplitCounts:
         return len(self.counts)
 
     def sent_by(self, rank: int, size: int | None = None) -> list[int]:
-        """Returns the elements that a rank sends to each rank; 0 to itself if `size`, of the sent buffer, says so."""
+        """Returns the elements that a rank sends to each rank.
+
+        Args:
+            size: elements in the sent buffer; if the own piece is not in it, its count is 0.
+        """
         sent = self._sent[rank]
         if size is None or size == sum(sent):
             return sent

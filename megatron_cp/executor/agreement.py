@@ -204,7 +204,6 @@ def _describe_kind(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
 @remembered
 def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
     """Returns the digest of a plan or a layout, 16 bytes, and the lines that it is made of; both are made once."""
-
     lines = tuple(subject.describe())
     return _digest(lines), lines
 

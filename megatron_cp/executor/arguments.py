@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -54,7 +52,6 @@ def narrow(tensor: Tensor, dim: int, part: slice) -> Tensor:
     return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
 
 
-@cache
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the type in which numbers of a type are added up: at least fp32."""
     return dtype if dtype.itemsize > 4 else torch.float32

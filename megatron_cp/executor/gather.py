@@ -119,7 +119,6 @@ def _to_owners(layout: Layout, features: int) -> SplitCounts:
 @remembered
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
     """Returns `[total]`, the place of each token of the stream among the padded shares."""
-
     counts = layout.token_counts
     shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
     return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)

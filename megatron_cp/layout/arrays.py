@@ -51,9 +51,10 @@ def widen_for(value: int, array: Any) -> Any:
 def check_array(
     argument: str, array: Any, rows: int, allowed: str, *, integral: bool = False, packing: Packing | None = None
 ) -> None:
-    """Raises unless the argument is a dense array or tensor with `rows` rows, in the message: `allowed`.
+    """Refuses anything but a dense array or tensor with `rows` rows.
 
     Args:
+        allowed: the required rows in words, for the message.
         integral: its elements must be integers; booleans are not.
         packing: for an array over the stream, the documents whose tokens it must have.
     """

@@ -54,7 +54,10 @@ class Memo:
 
 
 def remembered(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Makes a method of a `Memo`, or a function of one, keep its results there, by its other arguments."""
+    """Makes a method of a `Memo`, or a function of one, keep its results there, one for each set of other arguments.
+
+    The arguments must be hashable. Where several objects share a memo, the result must be the same for all of them.
+    """
     name = f"{method.__module__}.{method.__qualname__}"
 
     @wraps(method)

@@ -37,7 +37,7 @@ class Layer(nn.Module):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
 
     def reset_parameters(self) -> None:
-        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
+        """Reinitialises all parameters: with one seed, the same on every rank."""
         reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:

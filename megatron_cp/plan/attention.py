@@ -261,7 +261,6 @@ class Attend(Memo):
     @remembered
     def _rows_needed(self, *, forward: bool) -> dict[Payload, IntArray]:
         """Returns the rows of keys that each KV rank sends to those that see them, and in backward their gradients."""
-
         found = {Payload.KEYS: self.needed.rows_sent_by_ranks()}
         return found if forward else found | {Payload.KEY_GRADIENTS: Return(self.needed).rows_sent_by_ranks()}
 

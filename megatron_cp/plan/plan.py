@@ -94,9 +94,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Redistribution:
-    """Hidden states, of `hidden_size` features a token, that are moved around a run of linear layers.
+    """Hidden states, of `hidden_size` features a token, that have another layout in a run of `layers` linear layers.
 
-    They are moved from `hidden_layout` to the plan's layout before a run of `layers` layers, and back after it.
+    They are moved from `hidden_layout` to the plan's layout before the run, and back after it.
     """
 
     hidden_layout: Layout

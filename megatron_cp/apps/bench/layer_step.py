@@ -17,9 +17,8 @@ from megatron_cp.testing import Case, draw, run_mixer
 class LayerStep:
     """Runs forward and backward of a case's layer.
 
-    If hidden states are redistributed, `[t, hidden_size]` of them, which is the size of the layer's output, move to the
-    layer's layout before it and back after it, beside the layer's own inputs, which its projections would make from
-    them.
+    If hidden states are redistributed, `[t, hidden_size]` of them move to the layer's layout before it and back after
+    it, beside the layer's own inputs, which its projections would make from them. The layer's output has their size.
     """
 
     def __init__(self, case: Case, group: RankGroup) -> None:

@@ -38,7 +38,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
     """Keeps every other run out of the folder until the block or this process ends, in whichever way.
 
     Raises:
-        ArgumentError: a run uses it, also one on another machine that shares the folder; `argument` named it.
+        ArgumentError: names `argument`; a run uses the folder, perhaps on another machine that shares it.
     """
     with (folder / LOCK).open("a+") as file:
         try:

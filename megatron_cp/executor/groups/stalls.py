@@ -1,9 +1,9 @@
 """Detects waits that can never end: ranks that wait long publish their waits and check whether they can still end.
 
 Ranks that call different operations of their group wait for each other for ever. A wait of a few seconds may also be
-for a rank that is late, or for a large message. So a rank that has waited for `PATIENCE` seconds writes to a board (the
-key-value store by which the group was set up) which message it waits for and which messages it has started. Another
-rank that reads this knows for certain whether its own message is on its way:
+for a rank that is late, or for a large message. So a rank that has waited for the seconds of `tagged.PATIENCE` writes
+to a board (the key-value store by which the group was set up) which message it waits for and which messages it has
+started. Another rank that reads this knows for certain whether its own message is on its way:
 
     the peer has started it                     it is on its way: wait
     the peer has started another one instead    it will never arrive

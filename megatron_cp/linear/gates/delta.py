@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, unit_of, whole
-from megatron_cp.linear.reductions import l2_gradient, l2_normalised_and_scale, sum_over_tokens
+from megatron_cp.linear.reductions import (
+    cached_accumulation_dtype,
+    l2_gradient,
+    l2_normalised_and_scale,
+    sum_over_tokens,
+)
 
 
 def delta_gates(
@@ -81,7 +85,7 @@ class _Eager(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, beta: Tensor, x: Tensor, A_log: Tensor, dt_bias: Tensor,  # noqa: N803
         heads: slice, lower_bound: float | None, per_feature: bool,
     ) -> Any:  # fmt: skip
-        acc_dtype = accumulation_dtype(x.dtype)
+        acc_dtype = cached_accumulation_dtype(x.dtype)
         (q_out, q_scale), (k_out, k_scale) = l2_normalised_and_scale(q), l2_normalised_and_scale(k)
         strength = sigmoid_value(beta.squeeze(-1).to(acc_dtype))
         rate = own_part(A_log, heads).to(acc_dtype).exp()

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, whole
-from megatron_cp.linear.reductions import sum_over_tokens
+from megatron_cp.linear.reductions import cached_accumulation_dtype, sum_over_tokens
 
 
 def step_gates(
@@ -71,7 +70,7 @@ class _Eager(torch.autograd.Function):
         ctx: Any, x: Tensor, A_log: Tensor | None, bias: Tensor | None, heads: slice,  # noqa: N803
         limit: tuple[float, float] | None, softplus: bool,
     ) -> Any:  # fmt: skip
-        acc_dtype = accumulation_dtype(x.dtype)
+        acc_dtype = cached_accumulation_dtype(x.dtype)
         shifted = x.squeeze(-1).to(acc_dtype)
         if bias is not None:
             shifted = shifted + own_part(bias, heads).to(acc_dtype)

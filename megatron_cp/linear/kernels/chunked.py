@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
@@ -69,7 +70,7 @@ def _padded(inputs: Inputs) -> tuple[Inputs, int]:
     field = "x" if isinstance(inputs, StateSpace) else "v"
     values: Tensor = getattr(inputs, field)
     size = values.shape[-1]
-    spare = -size % (CACHE_LINE // torch.promote_types(values.dtype, torch.float32).itemsize)
+    spare = -size % (CACHE_LINE // accumulation_dtype(values.dtype).itemsize)
     return (inputs._replace(**{field: F.pad(values, (0, spare))}) if spare else inputs), size
 
 
@@ -93,7 +94,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
-    acc_dtype = torch.promote_types(inputs.values.dtype, torch.float32)
+    acc_dtype = accumulation_dtype(inputs.values.dtype)
     if isinstance(inputs, StateSpace):
         return _state_space(inputs, groups, scale, chunks, acc_dtype)
     q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))

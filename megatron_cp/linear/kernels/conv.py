@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu as apply_silu
@@ -32,7 +33,7 @@ class TorchConv(ConvKernel):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        acc_dtype = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
+        acc_dtype = accumulation_dtype(x.dtype)  # so that the sum of the taps is rounded once
         y = _CausalConv.apply(x.to(acc_dtype), weight.to(acc_dtype), _piece_heads(call, weight.shape[1]))
         if history is not None:
             y = add_history(y, history().to(acc_dtype), weight.to(acc_dtype), call)

@@ -74,7 +74,10 @@ class ContextParallelModule:
         return packed.plans, ranks, packed
 
     def sequence_plans(self, slot: Slot, rows: int, batch: int = 1) -> BatchPlan:
-        """Returns the plans for Megatron's zigzag of `batch` sequences side by side, of `rows` rows on each rank."""
+        """Returns the plans for Megatron's zigzag of `batch` sequences side by side, of `rows` rows on each rank.
+
+        An attention, whose tensors have an axis for the batch, computes all sequences by the plan of one.
+        """
         packing = Packing([rows * self.ranks.size] * batch)
         if self._unpacked is None or self._unpacked.layout.packing != packing:
             self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])

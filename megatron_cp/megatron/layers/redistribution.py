@@ -45,7 +45,8 @@ def arrange_run(
 ) -> None:
     """Arranges one run, or the part of it that is built so far.
 
-    `first` and `last` are the run's, None for a layer that is built elsewhere; `slots` are those of all its layers.
+    `first` and `last` are the run's first and last layer, None if built elsewhere; `slots` are the specs of all of its
+    linear layers.
     """
     if config.context_parallel_size == 1:
         return

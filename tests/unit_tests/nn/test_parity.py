@@ -1,6 +1,7 @@
 """Every layer over n ranks is the layer on one rank: outputs, and the gradients of hidden states and parameters."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -131,3 +132,16 @@ def test_parameters_start_anew(name):
         assert parameter.isfinite().all()
         assert torch.equal(parameter, other)
         assert parameter.abs().max() > 0 or parameter.ndim == 1
+
+
+@pytest.mark.parametrize("name", ["attention", "mamba2", "kimi delta attention"])
+def test_torch_compile_warns_of_no_cache(name):
+    torch.compiler.reset()
+    layer, layout = drawn(name), cp.Layout.contiguous(cp.Packing([3, 4]), 1)
+    hidden = torch.randn(7, HIDDEN, dtype=torch.float64)
+    plans = cp.BatchPlan(layout, [layer.slot])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = torch.compile(layer, backend="eager")(hidden, plans)
+    assert torch.allclose(out, layer(hidden, plans))
+    assert not [each for each in said if "cache" in str(each.message)]
