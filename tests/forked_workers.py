@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +30,7 @@ def fork_workers(config: pytest.Config, count: int) -> None:
     for argument in config.args:
         path = config.invocation_params.dir / argument.partition("::")[0]
         for module in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # which the workers report
-                importtestmodule(module, config)
+            import_if_it_can_be(module, config)
     with contextlib.suppress(ImportError):
         importlib.import_module("ortools.sat.python.cp_model")  # which tests import when they search
     if threading.active_count() > 1:
@@ -52,6 +52,17 @@ def fork_workers(config: pytest.Config, count: int) -> None:
         return fork
 
     gateway_io.create_io = take_fork
+
+
+def import_if_it_can_be(path: Path, config: pytest.Config) -> None:
+    """Imports a module of tests; of one that fails or skips itself nothing is kept, so that the workers say so."""
+    known = set(sys.modules)
+    try:
+        importtestmodule(path, config)
+    except (Exception, pytest.skip.Exception):  # after which pytest would find, and run, the first half of the module
+        for name in set(sys.modules) - known:
+            if getattr(sys.modules[name], "__file__", None) == str(path):
+                del sys.modules[name]
 
 
 class _Fork(Popen2IO):
