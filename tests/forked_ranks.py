@@ -8,6 +8,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
@@ -50,7 +51,8 @@ def start_server(kind: str, folder: Path) -> dict[str, Any]:
     server.set_forkserver_preload([*_PRELOADED[kind], "tests.frozen"])
     with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
         patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
-        # The socket is not in a folder that goes when this process ends.
+        # The socket is not in a folder that goes when this process ends, and its path has at most 107 bytes.
+        folder = folder if len(os.fsencode(folder)) < 80 else Path(tempfile.mkdtemp(dir="/tmp"))
         patch.setitem(multiprocessing.process.current_process()._config, "tempdir", str(folder))
         server.ensure_running()
     named = ("_forkserver_address", "_forkserver_authkey")
