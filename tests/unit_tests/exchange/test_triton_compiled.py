@@ -151,7 +151,10 @@ def test_registers_and_instructions_suffice(made, architecture: int, case: str):
         assert kernel["instructions"] <= 300
 
 
-@each_architecture
+@pytest.mark.parametrize(
+    "architecture",
+    [SM_90, *(pytest.param(each, marks=pytest.mark.thorough, id=f"{each} with all cases") for each in ARCHITECTURES)],
+)
 def test_coding_rounds_as_torch_does(made, architecture: int):
     kernels = made["kernels"][str(architecture)]
     encodes, decodes = ([case for case in kernels if case.startswith(what)] for what in ("encode", "decode"))
