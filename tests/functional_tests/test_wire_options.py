@@ -1,4 +1,4 @@
-"""Transports, head chunks and codecs under every layer: the same bits, or an error that is stated."""
+"""Transports and head chunks under every layer: the same bits, and buffers that are used again."""
 
 import itertools
 from collections import Counter
@@ -11,22 +11,16 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import buffers as buffers_module
-from megatron_cp.exchange import messages
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.codec import CODECS
-from megatron_cp.exchange.coding import decode, decode_together, encode, encode_together
-from megatron_cp.executor import transfers
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.plan.program import Compute, ComputeRemote
 from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.softmax.kernels import cpu
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.parity import TOLERANCES, Case, compare, draw, judge, run_layer
+from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
-from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup, Diary
 from tests.random_tiles import assign_at_random
 from tests.refusals import rejects
@@ -470,135 +464,3 @@ def test_chunks_copy_no_more_than_the_whole():
     one = 64 * 2 * 64 * 4  # bytes of q, k, v or out on a rank
     assert whole == halves
     assert all(16 * one <= copied <= 25 * one for copied in whole)  # and what the draw and the shards take
-
-
-@pytest.mark.parametrize("codec", CODEC_TOLERANCES)
-@pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba"])
-@pytest.mark.few
-def test_errors_of_codecs_are_stated_and_no_smaller_than_they_must_be(layer, codec):
-    case = Case(
-        layer, 3, (7, 1, 130, 64, 2, 200), scheme="a2a" if layer == "attention" else "headwise", heads=6, groups=6,
-        head_dim=128, value_head_dim=128, codec=codec, head_chunks=2, transport="pairwise",
-    )  # fmt: skip
-    result = compare(case)
-    assert result.passed, result.errors
-    assert max(result.errors.values()) > 1e-3  # it was coded
-
-
-@pytest.mark.parametrize("codec", CODEC_TOLERANCES)
-def test_tiny_numbers_stay_finite(codec):
-    """Scales below the normal numbers of float32 would make codes overflow."""
-    coding = CODECS[codec].backward
-    largest = torch.tensor([2.0**-power * factor for power in range(90, 150) for factor in (1.0, 1.37, 1.99)])
-    x = largest[:, None, None] * torch.tensor([1.0, -0.7, 0.1, 0.0])
-    payload, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(x.shape[:-1])
-    encode(x, coding, payload, scales)
-    error = (decode(payload, scales, coding).double() - x.double()).abs()
-    share = {"float8_e4m3fn": 1 / 16, "float8_e5m2": 1 / 8, "int8": 1 / 2}[coding.dtype]
-    step = {"float8_e4m3fn": 2.0**-18, "float8_e5m2": 2.0**-32, "int8": 1 / 254}[coding.dtype]
-    bound = x.double().abs() * share if coding.dtype != "int8" else 0 * x.double()
-    assert (error <= bound.maximum(largest.double()[:, None, None] * step) + 2.0**-126).all()
-
-
-@pytest.mark.any_cpu
-def test_codecs_give_the_same_bits_by_every_road_and_in_any_chunks():
-    for case in (
-        Case("attention", 5, LENGTHS, scheme="a2a", heads=10, groups=10, head_dim=32, codec="fp8_e5m2"),
-        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_dim=32, codec="int8", layout="random"),
-    ):
-        expected = bits(case)
-        for transport, chunks in itertools.product(TRANSPORTS, (1, 2)):
-            assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
-
-
-@pytest.mark.parametrize("codec", ["fp8", "int8"])
-@pytest.mark.parametrize("scheme", ["p2p", "all_gather", "exact", "exact_by_host", "tiled"])
-def test_every_rank_computes_with_keys_that_their_owner_coded_once(scheme, codec):
-    """The bits are those of the uncoded layer with decoded keys; only tiles are assigned by what rows cost."""
-    target = CODECS[codec].forward
-    for size, layout, dtype in ((2, "zigzag", torch.bfloat16), (5, "random", torch.float32), (3, "balanced", DOUBLE)):
-        case = Case("attention", size, LENGTHS, layout, scheme=scheme, dtype=dtype, num_hosts=2, head_dim=12,
-                    value_head_dim=7)  # fmt: skip
-        problem = draw(case)
-        q, k, v = problem.inputs.values()
-        (k,), (v,) = (decode_together(encode_together([x], target, 16), x.shape[-1:], target, dtype) for x in (k, v))
-        decoded = replace(problem, inputs={"q": q, "k": k, "v": v})
-        coded = run_ranks(run_layer, size, replace(case, codec=codec), problem)
-        if scheme != "tiled":
-            assert_same(coded, run_ranks(run_layer, size, case, decoded))
-        elif dtype == DOUBLE:
-            for mine, theirs in zip(coded, run_ranks(run_layer, size, case, decoded), strict=True):
-                assert all((mine[name] - x).abs().max() < 1e-12 for name, x in theirs.items() if x.numel())
-        assert not torch.equal(coded[0]["out"], run_ranks(run_layer, size, case, problem)[0]["out"])
-
-
-def test_keys_of_a_message_are_decoded_once_for_own_and_remote_queries(monkeypatch):
-    case = Case("attention", 3, LENGTHS, "zigzag", scheme="tiled", head_dim=32, codec="fp8", dtype=torch.bfloat16)
-    assign_at_random(monkeypatch)
-    step, decoded = case.plan().attend, []
-    computed = [
-        Counter(do.keys for do in step.program(forward=forward) if isinstance(do, Compute | ComputeRemote))
-        for forward in (True, False)
-    ]
-    assert max(max(each.values()) for each in computed) == 2
-    decode = transfers.decoded_keys
-    monkeypatch.setattr(transfers, "decoded_keys", lambda *args: decoded.append(args) or decode(*args))
-    run_ranks(run_layer, 3, case)
-    assert len(decoded) == 3 * sum(key is not None for each in computed for key in each)
-
-
-def test_gradients_of_fp8_e5m2_are_coarser_than_its_activations():
-    case = Case("attention", 2, (200, 57), scheme="a2a", heads=4, groups=4, head_dim=64, value_head_dim=64)
-    e4m3, e5m2 = (compare(replace(case, codec=codec)).errors for codec in ("fp8", "fp8_e5m2"))
-    assert e4m3["out"] == e5m2["out"]
-    assert e5m2["d_v"] > 1.2 * e4m3["d_v"]
-
-
-@pytest.mark.parametrize("name", ["beta", "alpha", "dt"])
-def test_what_a_recurrence_multiplies_up_travels_as_it_is(name):
-    layer = "mamba" if name == "dt" else "gdn"
-    plan = Case(layer, 2, LENGTHS, scheme="headwise", codec="fp8", head_dim=64).plan()
-    (inbound, _), _ = plan.exchanges(forward=True)
-    blocks = inbound.sections.blocks
-    coded = dict(zip([block.name for block in blocks], inbound.coded([2] * len(blocks)), strict=True))
-    assert not coded[name]
-    assert coded["x" if layer == "mamba" else "v"]
-
-
-def test_decays_of_kda_travel_as_they_are():
-    plan = Case("kda", 2, LENGTHS, scheme="headwise", codec="fp8", head_dim=64).plan()
-    (inbound, _), _ = plan.exchanges(forward=True)
-    names = [block.name for block in inbound.sections.blocks]
-    assert [name for name, coded in zip(names, inbound.coded([2] * 5), strict=True) if not coded] == ["g", "beta"]
-
-
-@pytest.mark.parametrize(
-    ("case", "codes"),
-    [
-        (Case("gdn", 2, (9, 20), scheme="headwise", codec="int8", heads=4, groups=4, dtype=torch.bfloat16), True),
-        # Heads of 4 features are no shorter coded.
-        (Case("gdn", 2, (9, 20), scheme="headwise", codec="int8", heads=4, groups=4, head_dim=4, value_head_dim=4,
-              dtype=torch.bfloat16), False),
-    ],
-    ids=["coded", "too small"],
-)  # fmt: skip
-def test_where_nothing_is_coded_no_error_is_allowed_for_it(case, codes):
-    same = {name: torch.ones(3) for name in ("out", "d_q", "d_k", "d_v")}
-    assert case.codes == codes
-    assert ("nothing is coded" in str(case)) != codes
-    tolerance = CODEC_TOLERANCES["int8"] if codes else TOLERANCES[case.dtype]
-    assert judge(case, same, same).tolerance == tolerance
-
-
-@pytest.mark.parametrize("codec", ["fp8", "int8"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_coding_some_rows_at_a_time_changes_no_bit(layout, codec, monkeypatch):
-    case = Case("attention", 3, LENGTHS, layout, scheme="a2a", heads=4, groups=2, codec=codec, dtype=torch.bfloat16)
-
-    def everything(group):
-        return run_layer(group, case)
-
-    at_once = run_ranks(everything, 3)
-    monkeypatch.setattr(messages, "_CODED_AT_A_TIME", 1000)  # some rows
-    for expected, got in zip(at_once, run_ranks(everything, 3), strict=True):
-        assert all(torch.equal(got[name], value) for name, value in expected.items())

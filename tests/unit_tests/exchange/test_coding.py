@@ -1,6 +1,6 @@
 """Coding by faster means than torch's own conversions: still the same bits.
 
-How far codes are from what they stand for is tested in `test_wire_options.py`, and that kernels code alike in
+How far codes are from what they stand for is tested in `test_codecs.py`, and that kernels code alike in
 `test_triton_kernels.py`.
 """
 
