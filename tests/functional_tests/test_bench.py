@@ -116,7 +116,7 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
         for way in ("forward", "backward"):
             assert set(cell["ratio_of"][way]) == set(cell["ratio"])
             assert all(ratio > 0 for ratio in cell["ratio_of"][way].values())
-        assert cell["named"] == min(cell["predicted_ms"], key=cell["predicted_ms"].get)
+        assert cell["named"] == [min(cell["predicted_ms"], key=cell["predicted_ms"].get)]
         assert cell["named_over_fastest"] >= 1
     mine = machine(path)
     assert mine.ranks_per_host == 2

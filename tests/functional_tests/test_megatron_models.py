@@ -215,7 +215,8 @@ SPARSE_TWO = [
     sparse(layout="random"), sparse(MEANS), sparse((SHARED, *YARN)), sparse((("dsa_indexer_scoring_relu", False),)),
     sparse(batches="tiny"), sparse(batches="aligned", how="megatron"), sparse(batches="even", how="unpacked"),
     sparse((SHARED,), batches="even", how="unpacked"), sparse((SHARED, *UNRANKED), recompute="core_attn"),
-    sparse(recompute="full"), sparse(recompute="all_of_mla"), Case("hybrid_dsa_mla"), Case("hybrid_dsa_mla", "random"),
+    sparse(recompute="full"), sparse(recompute="all_of_mla"), Case("hybrid_dsa_mla", changes=MEANS),
+    Case("hybrid_dsa_mla", "random"),
 ]  # fmt: skip
 SPARSE_THREE = [sparse((SHARED,), layout="contiguous"), sparse(layout="lopsided"), Case("hybrid_dsa_mla")]
 
@@ -407,6 +408,7 @@ def features(place, case):
     options, is_sparse = dict(case.changes), "dsa" in case.kind
     fields = dataclasses.astuple(dataclasses.replace(case, changes=()))
     pairs = (case.kind, options.get("cp_latent_mode")), is_sparse and case.recompute, is_sparse and case.batches
+    pairs += (is_sparse and (case.kind, options.get("calculate_per_token_loss", True)),)
     return place, *fields, *(options.get(name, "unset") for name in OPTIONS), *pairs
 
 

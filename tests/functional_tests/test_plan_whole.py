@@ -77,6 +77,10 @@ def test_the_smallest_size_that_fits_is_taken():
     _, roomy = printed(*shape, "--cp", "4,8,16", "--fit", "60GiB")
     fitting = [row["cp"] for row in roomy["rows"] if row["fits"]]
     assert roomy["best"]["cp"] == min(fitting)
+    predicted = sum(roomy["best"]["bytes"].values())
+    for share, is_close in ((1.05, True), (1.2, False)):
+        out, _ = printed(*shape, "--cp", str(min(fitting)), "--fit", str(int(share * predicted)))
+        assert ("\nmemory is close: the prediction for a published job was 11% too low" in out) == is_close
     out, small = printed(*shape, "--cp", "4,8", "--fit", "2GiB")
     assert (small["fits"], small["take_this"]) == (False, None)
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out

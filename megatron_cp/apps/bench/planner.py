@@ -47,8 +47,9 @@ LEGEND = """\
 measured: milliseconds by the clock of a forward and a backward of the layer alone; all ranks begin both together, and
 the slowest counts; medians over the repeats, in which the candidates of a cell take turns. predicted: by the simulator,
 with the rates of the machine that the first line names, which were measured on other layers before. ratio: predicted
-over measured, for both directions together and for each. named: the candidate that is predicted to be fastest; fastest:
-the one that was. rank correlation: Spearman's, over all candidates of a cell."""
+over measured, for both directions together and for each. named: the candidate that is predicted to be fastest, and
+those predicted alike to the last digit, which send the same messages; fastest: the one that was. rank correlation:
+Spearman's, over all candidates of a cell."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _judged(
         }
         prices = {name: price.total for name, price in priced_ways.items()}
         times = {name: sum(each.values()) for name, each in directions.items()}
-        named, fastest = min(prices, key=prices.__getitem__), min(times, key=times.__getitem__)
+        named = [name for name, price in prices.items() if price == min(prices.values())]
+        fastest = min(times, key=times.__getitem__)
         rows.append(
             {
                 "cell": cell.name, "measured_ms": times, "predicted_ms": prices,
@@ -195,8 +197,8 @@ def _judged(
                     way: {name: getattr(price, way) / directions[name][way] for name, price in priced_ways.items()}
                     for way in DIRECTIONS
                 },
-                "fastest_named": named == fastest, "named": named, "fastest": fastest,
-                "named_over_fastest": times[named] / times[fastest],
+                "fastest_named": fastest in named, "named": named, "fastest": fastest,
+                "named_over_fastest": max(times[name] for name in named) / times[fastest],
                 "rank_correlation": _spearman(list(prices.values()), list(times.values())),
             }
         )  # fmt: skip
@@ -235,7 +237,7 @@ def _text(data: dict[str, Any], found: Machine, saved: str | None) -> str:
     for row in data["cells"]:
         cells = []
         for name, time in sorted(row["measured_ms"].items(), key=lambda pair: pair[1]):
-            marks = [word for word, which in (("fastest", row["fastest"]), ("named", row["named"])) if which == name]
+            marks = ["fastest"] * (name == row["fastest"]) + ["named"] * (name in row["named"])
             note = f" ({', '.join(marks)})" if marks else ""
             ratios = (row["ratio"], *(row["ratio_of"][way] for way in DIRECTIONS))
             numbers = [f"{number:.2f}" for number in (time, row["predicted_ms"][name], *(of[name] for of in ratios))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,16 +35,20 @@ def layer_seconds(block: Block, mixer: Seconds | None, hidden_size: int, tokens:
     """
     found = np.zeros((2, len(LAYER_PARTS))) if mixer is None else mixer.copy()
     rate, fp8 = 2 * on.hardware.copy, job.precision == "fp8"  # a copy reads what it writes
-    shared = block.mlp.dense_gemms(hidden_size) if block.mlp is not None else ()
-    dense = [*(block.mixer.gemms(hidden_size) if block.mixer is not None else ()), *shared]
-    for gemm in dense:
-        found[:, AT["products"]] += product_seconds(gemm, hidden_size, tokens, job, on)
+    wide = list(block.mixer.gemms(hidden_size)) if block.mixer is not None else []
+    scores: tuple[Gemm, ...] = ()
+    if block.mlp is not None:
+        wide += block.mlp.dense_gemms(hidden_size)
+        scores = block.mlp.score_gemms(hidden_size)
+    for gemms, of in ((wide, job), (scores, replace(job, precision="bf16"))):
+        for gemm in gemms:
+            found[:, AT["products"]] += product_seconds(gemm, hidden_size, tokens, of, on)
     features = block.moved(hidden_size)
     moved: Seconds = BF16 * np.array([features.forward, features.backward], dtype=np.float64)
     if fp8:
-        gemms = block.gemms(hidden_size)
-        moved += _CAST * np.array([sum(each.products * each.in_features for each in gemms),
-                                   sum(each.products * each.out_features for each in gemms)])  # fmt: skip
+        cast = wide + list(block.mlp.routed_gemms(hidden_size) if block.mlp is not None else ())
+        moved += _CAST * np.array([sum(each.products * each.in_features for each in cast),
+                                   sum(each.products * each.out_features for each in cast)])  # fmt: skip
     found[:, AT["traffic"]] += moved * tokens / job.tp / rate
     routed = block.mlp is not None and bool(block.mlp.experts)
     if routed:
@@ -67,9 +73,8 @@ def _beside_transfers(block: Block, hidden_size: int) -> list[Gemm]:
     """Returns the products behind a gather, or before a sum, of tensor parallelism."""
     found = list(block.mixer.gemms(hidden_size)) if block.mixer is not None else []
     found = [found[0], found[-1]] if found else []
-    if block.mlp is not None and (not block.mlp.experts or block.mlp.shared_size):
-        dense = block.mlp.dense_gemms(hidden_size)
-        found += dense[1:3] if block.mlp.experts else dense
+    if block.mlp is not None:
+        found += block.mlp.dense_gemms(hidden_size)
     return found
 
 

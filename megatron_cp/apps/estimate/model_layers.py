@@ -50,21 +50,21 @@ class MLP:
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
         """Returns the products of one token."""
-        first, *more = self.dense_gemms(hidden_size)
-        return first, *self.routed_gemms(hidden_size), *more
+        return *self.score_gemms(hidden_size), *self.routed_gemms(hidden_size), *self.dense_gemms(hidden_size)
+
+    def score_gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """Returns the products of the router and of the shared experts' gate, which are in bf16 in an FP8 job too."""
+        gates = [self.experts] * bool(self.experts) + [1] * bool(self.shared_size and self.shared_gate)
+        return tuple(Gemm(1, hidden_size, columns) for columns in gates)
 
     def routed_gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
         """Returns the products of one token with its routed experts; none of a dense MLP."""
         return self._of_size(self.experts_per_token, self.intermediate_size, hidden_size) if self.experts else ()
 
     def dense_gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """Returns the products that every token has: those of a dense MLP, or of router and shared experts."""
-        if not self.experts:
-            return self._of_size(1, self.intermediate_size, hidden_size)
-        found = [Gemm(1, hidden_size, self.experts)]
-        if self.shared_size:
-            found += self._of_size(1, self.shared_size, hidden_size)
-        return *found, *([Gemm(1, hidden_size, 1)] if self.shared_size and self.shared_gate else [])
+        """Returns the products that every token has: those of a dense MLP, or of shared experts."""
+        size = self.shared_size if self.experts else self.intermediate_size
+        return self._of_size(1, size, hidden_size) if size else ()
 
     def vectors(self, hidden_size: int) -> int:
         """Returns the number of parameters that one token meets outside of products."""

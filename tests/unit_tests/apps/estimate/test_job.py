@@ -9,8 +9,10 @@ import pytest
 
 from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.launch import launch_of, model_flags
+from megatron_cp.apps.estimate.layer_price import AT, layer_seconds, product_seconds
 from megatron_cp.apps.estimate.megatron_flags import read_flags
 from megatron_cp.apps.estimate.model_files import read_model
+from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.search import best_jobs
 from megatron_cp.apps.estimate.step import predict_step
@@ -98,6 +100,17 @@ def test_fp8_makes_products_faster_and_adds_casts():
     # Weights in FP8, along rows and along columns, take as many bytes as in bf16; inputs of products half.
     assert narrow.memory.parameters == wide.memory.parameters
     assert narrow.memory.activations < wide.memory.activations
+
+
+def test_a_router_and_the_gate_of_shared_experts_stay_in_bf16():
+    block = Block(mlp=MLP(128, experts=4096, experts_per_token=1, shared_size=8192, shared_gate=True))
+    jobs = [Job(1, "contiguous", precision=precision) for precision in ("bf16", "fp8")]
+    products = [layer_seconds(block, None, 4096, 8192, job, H100)[:, AT["products"]].sum() for job in jobs]
+    of_shared = [
+        product_seconds(each, 4096, 8192, job, H100).sum() for job in jobs for each in block.mlp.dense_gemms(4096)
+    ]
+    assert products[0] - sum(of_shared[:2]) == pytest.approx(products[1] - sum(of_shared[2:]))
+    assert sum(of_shared[:2]) > sum(of_shared[2:])
 
 
 def test_microbatches_repeat_all_but_the_optimizer():
