@@ -166,10 +166,9 @@ class AttentionWalk(WalkBase):
 
     def _row_edges(self, step: Attend, counts: IntArray, widths: IntArray) -> Edges:
         """Returns rows from each KV rank to each as messages between ranks of equal head rank."""
-        size, kv_ranks = self.degree, np.arange(step.num_kv_ranks)
-        senders, readers = (x.ravel() for x in np.meshgrid(kv_ranks, kv_ranks, indexing="ij"))
-        parts = [
-            (senders * size + head, readers * size + head, counts[senders, readers] * int(widths[head]))
-            for head in range(size)
-        ]
-        return Edges.from_messages(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        senders, readers = np.divmod(np.arange(counts.size), step.num_kv_ranks)
+        heads = np.arange(self.degree)[:, None]
+        nbytes = widths[:, None] * counts.ravel()
+        return Edges.from_messages(
+            (senders * self.degree + heads).ravel(), (readers * self.degree + heads).ravel(), nbytes.ravel()
+        )

@@ -92,19 +92,14 @@ def _host_hops(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, E
         hosts: the host of each rank.
         shares: receivers of a host get the same bytes, which travel once.
     """
-    members = [np.flatnonzero(hosts == host) for host in range(int(hosts.max()) + 1)]
-    place = np.zeros(hosts.size, dtype=np.int64)
-    for ranks in members:
-        place[ranks] = np.arange(ranks.size)
+    sizes, by_host = np.bincount(hosts), np.argsort(hosts, kind="stable")
+    first_of_host = np.cumsum(sizes) - sizes
+    place = np.empty(hosts.size, dtype=np.int64)
+    place[by_host] = np.arange(hosts.size) - np.repeat(first_of_host, sizes)
     far = hosts[edges.senders] != hosts[edges.receivers]
     senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
-    proxy = np.array(
-        [
-            members[hosts[to]][place[rank] % members[hosts[to]].size]
-            for rank, to in zip(senders, receivers, strict=True)
-        ],
-        dtype=np.int64,
-    )
+    there = hosts[receivers]
+    proxy = by_host[first_of_host[there] + place[senders] % sizes[there]]
     pairs, pair_of_edge = np.unique(senders * hosts.size + proxy, return_inverse=True)
     together = np.zeros(pairs.size, dtype=np.int64)
     (np.maximum if shares else np.add).at(together, pair_of_edge, nbytes)
