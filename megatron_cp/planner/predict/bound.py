@@ -299,20 +299,19 @@ def _fetch_load(plan: Plan, flow: Fetch, on: Machine, topology: Topology, *, bac
     gathered: they travel once for a host. So they do where the backend gathers them over hosts, which each rank's card
     sends once to every other host.
     """
-    counts = flow.split_counts.counts
-    if flow.equal_shares and not back:
-        counts = np.full_like(counts, flow.longest)
-    sent, got = (counts.T, counts) if back else (counts, counts.T)
+    shared, counts = flow.equal_shares and not back, flow.split_counts.counts
     columns = np.array(topology.hosts).reshape(-1, plan.ulysses_degree)
-    near = columns[:, None, :] == columns[None, :, :]  # [kv ranks, kv ranks, head ranks]
-    np.einsum("kkh->kh", near)[:] = False
-    far = columns[:, None, :] != columns[None, :, :]
-    found = [np.einsum("kj,kjh->kh", rows, where).ravel() for rows in (sent, got) for where in (near, far)]
-    shared = flow.equal_shares and not back
     if shared and gathers_over_hosts(plan, on.hardware, topology.hosts):
         nothing = np.zeros(plan.cp_size, dtype=np.int64)
         others = (np.diff(np.sort(columns, axis=0), axis=0) > 0).sum(axis=0)
         return _Load(nothing, np.tile(flow.longest * others, len(columns)), nothing, nothing)
+    if shared:
+        counts = np.full_like(counts, flow.longest)
+    sent, got = (counts.T, counts) if back else (counts, counts.T)
+    near = columns[:, None, :] == columns[None, :, :]  # [kv ranks, kv ranks, head ranks]
+    far = ~near
+    np.einsum("kkh->kh", near)[:] = False
+    found = [np.einsum("kj,kjh->kh", rows, where).ravel() for rows in (sent, got) for where in (near, far)]
     if plan.transport.hosts:
         known = 0 if shared else 1
         found = [each * (known if number < 2 else 0) for number, each in enumerate(found)]
