@@ -148,7 +148,8 @@ def plural(noun: str, count: int = 2) -> str:
     if count == 1:
         return noun
     first, _, rest = noun.partition(" of ")
-    return f"{first}s of {rest}" if rest else f"{first}s"
+    first += "es" if first.endswith("ch") else "s"
+    return f"{first} of {rest}" if rest else first
 
 
 _TIE = 0.005  # relative difference of predictions below which neither of two candidates is faster

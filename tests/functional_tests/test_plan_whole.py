@@ -142,6 +142,10 @@ def test_layers_that_are_left_out_are_said(tmp_path):
     out, found = printed(*shape)
     assert "\nleft out: layers of multi-token prediction (1), which the model has\n" in out
     assert "; 3 of 7 layers in the last stage; " in out
+    assert "\nstages wait: " not in out
+    out, found = printed(*shape[:-2])
+    share = found["best"]["milliseconds"]["pipeline"] / found["best"]["milliseconds"]["step"]
+    assert f"\nstages wait: {share:.0%} of the step, with 1 microbatch: more --microbatches, or --interleave, " in out
     assert " --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3 " in found["take_this"]
 
 

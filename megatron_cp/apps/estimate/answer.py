@@ -73,6 +73,7 @@ def verdict_lines(
         "fit this way",
         *_close(best.memory.total, limit),
         f"why: {why}",
+        *_waits(best, data),
         _tenths(best),
         *([_ZERO3] if best.job.sharding == "zero3" else []),
         *([_searched_text(data["search"], rows)] if "search" in data else []),
@@ -104,8 +105,7 @@ def _in_words(row: StepPrice) -> str:
     text += f"; {job.interleave} chunks of layers a stage" if job.interleave > 1 else ""
     *_, (first, end) = job.layer_ranges(len(row.schemes))
     text += f"; {end - first} of {len(row.schemes)} layers in the last stage" if len(row.schemes) % job.pp else ""
-    each = "microbatch" if job.microbatches == 1 else "microbatches"
-    text += f"; a step is {job.microbatches} {each} of {packs} in each replica"
+    text += f"; a step is {counted(job.microbatches, 'microbatch')} of {packs} in each replica"
     again = {"none": "nothing", "full": "whole layers", "ops": "every second product and all that is no product"}
     return f"{text}; backward recomputes {again.get(job.recompute, ' and '.join(row.modules))}"
 
@@ -128,6 +128,15 @@ def _beside(rows: list[StepPrice], best: StepPrice, limit: float) -> str:
     more = sorted(((other.parts[name] * scale - value, name) for name, value in best.parts.items()), reverse=True)
     slower = [f"{time:,.1f} ms more {_WORDS.get(name, name)}" for time, name in more[:2] if time > 0.05]
     return f"; next is {named(other)}, which takes {longer:.1%} longer" + f": {' and '.join(slower)}" * bool(slower)
+
+
+def _waits(row: StepPrice, data: dict[str, Any]) -> list[str]:
+    """Returns a remedy where pipeline stages wait for a fifth of the step and more, unless jobs were searched."""
+    share = row.parts["pipeline"] / row.step
+    if "search" in data or share < 0.2:
+        return []
+    batches = counted(row.job.microbatches, "microbatch")
+    return [f"stages wait: {share:.0%} of the step, with {batches}: more --microbatches, or --interleave, fill them"]
 
 
 _ZERO3 = (
