@@ -8,7 +8,7 @@ import functools
 import gc
 import multiprocessing
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
@@ -42,18 +42,17 @@ _PRELOADED = {
 }  # fmt: skip
 
 
-def start_server(kind: str, folder: Path) -> dict[str, Any]:
+def start_server(kind: str) -> dict[str, Any]:
     """Starts a server of forks, which lives as long as a process that holds its pipe, and returns how others reach it.
 
-    A fork has the environment of when its server was started.
+    A fork has the environment of when its server was started. The server's socket has a name and no file, which would
+    be in a folder that goes when this process ends.
     """
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*_PRELOADED[kind], "tests.frozen"])
     with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
         patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
-        # The socket is not in a folder that goes when this process ends, and its path has at most 107 bytes.
-        folder = folder if len(os.fsencode(folder)) < 80 else Path(tempfile.mkdtemp(dir="/tmp"))
-        patch.setitem(multiprocessing.process.current_process()._config, "tempdir", str(folder))
+        patch.setattr("multiprocessing.connection.arbitrary_address", lambda _: f"\0forks-{uuid.uuid4()}")
         server.ensure_running()
     named = ("_forkserver_address", "_forkserver_authkey")
     found = {name: value for name, value in vars(server).items() if name in named}
@@ -82,7 +81,7 @@ def use_server(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Iterator[
 def _reach_kind(tmp_path_factory: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
     if kind in _reached:
         return _reached[kind]
-    start = functools.partial(start_server, kind, tmp_path_factory.getbasetemp())
+    start = functools.partial(start_server, kind)
     found = once(tmp_path_factory, f"server of forks, {kind}", start)
     try:
         pipe = os.open(found["pipe"], os.O_WRONLY)

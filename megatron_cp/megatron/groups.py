@@ -37,7 +37,7 @@ class BatchGroups:
         It is made by the first call and kept. All ranks of the group call it, and make their groups in the same order.
 
         Args:
-            ranks: ranks of `get_data_parallel_group(with_context_parallel=True)`, with this one.
+            ranks: ranks within `get_data_parallel_group(with_context_parallel=True)`, from 0 on, with this one.
 
         Raises:
             ArgumentError: ranks that do not exist, or do not include this one.

@@ -4,12 +4,13 @@ import dataclasses
 import importlib
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.apps.bench import on_ranks
+from megatron_cp.apps.bench import on_ranks, planner
 from megatron_cp.apps.bench.timing import interleaved_order, with_progress
 from megatron_cp.cli import options
 from megatron_cp.cli.main import main
@@ -100,6 +101,26 @@ def test_rejects_benchmarks_and_devices_that_there_are_not(capsys, monkeypatch):
     assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
 
 
+def test_ways_that_are_predicted_alike_are_named_together(monkeypatch):
+    times, prices = {"a": 3.0, "b": 4.0, "c": 2.0}, {"a": 1.0, "b": 1.0, "c": 5.0}
+    monkeypatch.setattr(
+        planner, "priced", lambda name, *_, **__: SimpleNamespace(total=prices[name], forward=1.0, backward=1.0)
+    )
+    ways = {name: SimpleNamespace(plan=lambda name=name: name, dtype=torch.float32) for name in times}
+    measured = {name: {"forward": time / 2, "backward": time / 2} for name, time in times.items()}
+    cells = [planner.Cell("one", ways), planner.Cell("other", {name: ways[name] for name in "ab"})]
+    one, other = planner._judged(cells, machine("cpu"), (0, 0), [measured, {name: measured[name] for name in "ab"}])[
+        "cells"
+    ]
+    assert (one["named"], one["fastest"], one["fastest_named"], one["named_over_fastest"]) == (
+        ["a", "b"],
+        "c",
+        False,
+        2,
+    )
+    assert (other["named"], other["fastest"], other["fastest_named"]) == (["a", "b"], "a", True)
+
+
 @pytest.mark.thorough
 def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     """Every way of a layer on two batches; and the machine's rates as a file that predictions read."""
@@ -116,7 +137,8 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
         for way in ("forward", "backward"):
             assert set(cell["ratio_of"][way]) == set(cell["ratio"])
             assert all(ratio > 0 for ratio in cell["ratio_of"][way].values())
-        assert cell["named"] == [min(cell["predicted_ms"], key=cell["predicted_ms"].get)]
+        least = min(cell["predicted_ms"].values())
+        assert cell["named"] == [way for way, price in cell["predicted_ms"].items() if price == least]
         assert cell["named_over_fastest"] >= 1
     mine = machine(path)
     assert mine.ranks_per_host == 2

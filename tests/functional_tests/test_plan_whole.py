@@ -77,10 +77,6 @@ def test_the_smallest_size_that_fits_is_taken():
     _, roomy = printed(*shape, "--cp", "4,8,16", "--fit", "60GiB")
     fitting = [row["cp"] for row in roomy["rows"] if row["fits"]]
     assert roomy["best"]["cp"] == min(fitting)
-    predicted = sum(roomy["best"]["bytes"].values())
-    for share, is_close in ((1.05, True), (1.2, False)):
-        out, _ = printed(*shape, "--cp", str(min(fitting)), "--fit", str(int(share * predicted)))
-        assert ("\nmemory is close: the prediction for a published job was 11% too low" in out) == is_close
     out, small = printed(*shape, "--cp", "4,8", "--fit", "2GiB")
     assert (small["fits"], small["take_this"]) == (False, None)
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
@@ -143,10 +139,20 @@ def test_layers_that_are_left_out_are_said(tmp_path):
     assert "\nleft out: layers of multi-token prediction (1), which the model has\n" in out
     assert "; 3 of 7 layers in the last stage; " in out
     assert "\nstages wait: " not in out
+    assert " --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3 " in found["take_this"]
     out, found = printed(*shape[:-2])
     share = found["best"]["milliseconds"]["pipeline"] / found["best"]["milliseconds"]["step"]
-    assert f"\nstages wait: {share:.0%} of the step, with 1 microbatch: more --microbatches, or --interleave, " in out
-    assert " --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 3 " in found["take_this"]
+    assert f"\nstages wait: {share:.0%} of the step, with 1 microbatch: more --microbatches fill them" in out
+
+
+@pytest.mark.parametrize(("memory", "fit", "is_close"), [(1.05, None, True), (1.2, None, False), (1.2, 1.05, False)])
+def test_memory_is_close_if_the_machine_would_not_suffice_with_the_worst_known_error(memory, fit, is_close, tmp_path):
+    shape = ["--whole", "--model", "llama3-8b", "--cp", "1", "--lengths", "4096", "--recompute", "none"]
+    predicted = sum(printed(*shape, "--gpu", "b200")[1]["best"]["bytes"].values())
+    path = tmp_path / "mine.toml"
+    path.write_text(f'name = "mine"\nbase = "b200"\n[hardware]\nmemory = {memory * predicted}\n')
+    out, _ = printed(*shape, "--gpu", str(path), *(["--fit", str(int(fit * predicted))] if fit else []))
+    assert ("\nmemory is close: the prediction for a published job was 11% too low" in out) == is_close
 
 
 @pytest.mark.parametrize("seconds", ["9", "2"])

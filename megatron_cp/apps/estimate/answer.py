@@ -45,9 +45,17 @@ def answer_lines(
 
 
 def verdict_lines(
-    args: argparse.Namespace, rows: list[StepPrice], best: StepPrice | None, limit: float, data: dict[str, Any]
-) -> list[str]:
-    """Returns what to take, its predicted time and memory, and the tokens that would fit."""
+    args: argparse.Namespace, rows: list[StepPrice], best: StepPrice | None, limit: float, memory: float,
+    data: dict[str, Any],
+) -> list[str]:  # fmt: skip
+    """Returns what to take, its predicted time and memory, and the tokens that would fit.
+
+    Args:
+        args: the options.
+        rows, best: the jobs, and the one to take; None if none fits.
+        limit, memory: bytes of a rank that a job may take, and that there are.
+        data: the object of `--json`.
+    """
     if best is None:
         return [_nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
@@ -71,7 +79,7 @@ def verdict_lines(
         f"step: {best.step:,.1f} ms predicted, {best.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
         f"{size(int(best.memory.total))} of {size(int(limit))} a rank; up to {about}{longest} "
         "fit this way",
-        *_close(best.memory.total, limit),
+        *_close(best.memory.total, memory),
         f"why: {why}",
         *_waits(best, data),
         _tenths(best),
@@ -83,14 +91,15 @@ def verdict_lines(
 _TOO_LOW = 0.11  # share of a published job's memory by which its prediction was too low: benchmarks/results/jobs.md
 
 
-def _close(predicted: float, limit: float) -> list[str]:
+def _close(predicted: float, memory: float) -> list[str]:
     """Returns a warning where memory would not suffice if its prediction were as wrong as the worst that is known."""
     likely = predicted / (1 - _TOO_LOW)
-    if likely <= limit:
+    if likely <= memory:
         return []
+    room = (1 - _TOO_LOW) * memory / 2**30
     return [
         f"memory is close: the prediction for a published job was {_TOO_LOW:.0%} too low, which would make this "
-        f"{size(int(likely))}; a --fit of {size(int(limit * (1 - _TOO_LOW)))} or less leaves room for that"
+        f"{size(int(likely))} of {size(int(memory))}; --fit {room:.1f}GiB leaves room for that"
     ]
 
 
@@ -136,7 +145,7 @@ def _waits(row: StepPrice, data: dict[str, Any]) -> list[str]:
     if "search" in data or share < 0.2:
         return []
     batches = counted(row.job.microbatches, "microbatch")
-    return [f"stages wait: {share:.0%} of the step, with {batches}: more --microbatches, or --interleave, fill them"]
+    return [f"stages wait: {share:.0%} of the step, with {batches}: more --microbatches fill them"]
 
 
 _ZERO3 = (

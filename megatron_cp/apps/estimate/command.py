@@ -147,7 +147,7 @@ def run_whole(args: argparse.Namespace) -> Report:
     if searched is not None:
         data["search"] = {"counted": searched.counted, "tried": searched.tried, "too_large": searched.too_large,
                           "bound_ms": searched.bound if np.isfinite(searched.bound) else None}  # fmt: skip
-    verdict = verdict_lines(args, rows, best, limit, data)
+    verdict = verdict_lines(args, rows, best, limit, on.hardware.memory, data)
     text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]
     if args.report is not None:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, verdict[0])

@@ -19,13 +19,12 @@ _TRAINING = "--normalization RMSNorm --position-embedding-type rope --attention-
 _SPEC = "--spec megatron_cp.megatron.specs {}_spec --calculate-per-token-loss"
 # Flags that the job decides, whose values in a model's flags were not priced.
 _OF_A_JOB = (
-    "--context-parallel", "--cp-", "--decoder-", "--expert-", "--fp8", "--grad-reduce-in-bf16",
-    "--hierarchical-context", "--linear-cp-mode", "--num-virtual-stages", "--pipeline-model-parallel", "--recompute",
-    "--sequence-parallel", "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer",
+    "--account-for-", "--context-parallel", "--cp-", "--data-parallel-sharding", "--decoder-", "--expert-", "--fp8",
+    "--grad-reduce-in-bf16", "--hierarchical-context", "--linear-cp-mode", "--num-layers-per-virtual",
+    "--num-virtual-stages", "--pipeline-model-parallel", "--recompute", "--sequence-parallel",
+    "--tensor-model-parallel", "--tp-comm", "--use-distributed-optimizer", "--use-megatron-fsdp",
 )  # fmt: skip
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-# Megatron refuses these beside a pattern.
-_STAGES = ("--num-virtual-stages-per-pipeline-rank", "--decoder-last-pipeline-num-layers")
 _LETTERS = {"mamba": "M", "gdn": "G"}
 
 
@@ -42,16 +41,15 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
     described = given if given is not None else model_flags(model)
     if job.sharding == "zero3" or described is None:
         return row.flags
-    described = _without(described, _OF_A_JOB, job)
+    described = _with_stages_of(job, described)
     per_host = min(job.gpus, on.ranks_per_host)
     is_hybrid = "--hybrid" in described
-    flags = _without(row.flags, _STAGES if is_hybrid else (), job)
     tokens = row.tokens // (job.replicas * job.microbatches)
     batch = f"--micro-batch-size 1 --global-batch-size {job.replicas * job.microbatches} --seq-length {tokens}"
     words = [
         f"torchrun --nnodes {-(-job.gpus // per_host)} --nproc-per-node {per_host}",
         "pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py", described, _TRAINING,
-        f"{batch} --max-position-embeddings {tokens}", flags,
+        f"{batch} --max-position-embeddings {tokens}", row.flags,
     ]  # fmt: skip
     if job.cp > 1:
         words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
@@ -59,14 +57,14 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
     return " ".join(words)
 
 
-def _without(text: str, left_out: tuple[str, ...], job: Job) -> str:
-    """Returns flags but for those that begin so; a pattern's bars are the ends of the job's stages and their chunks."""
+def _with_stages_of(job: Job, text: str) -> str:
+    """Returns a model's flags without those of a job; bars in a pattern end the stages and chunks of this one."""
     found = []
     for flag, values in flags_in(shlex.split(text)):
         if flag in _PATTERNS:
             letters = values[0].replace("|", "")
             values = ["|".join(letters[lo:hi] for lo, hi in job.layer_ranges(len(letters)))]
-        if not flag.startswith(left_out):
+        if not flag.startswith(_OF_A_JOB):
             found.append(shlex.join([flag, *values]))
     return " ".join(found)
 
@@ -89,10 +87,10 @@ def model_flags(model: ModelSpec) -> str | None:
         found.append(_linear_flags(kind))
     mlps = [part for part in parts if isinstance(part, MLP)]
     found += [_mlp_flags(mlps)]
-    if all(block.mixer is not None and block.mlp is not None for block in model.blocks):
-        found += [f"--num-layers {len(model.blocks)}", *_pattern_flags(model.blocks)]
-    else:
+    if model.has_pattern:
         found.append(f"--hybrid-layer-pattern {''.join(_letter(block) for block in model.blocks)}")
+    else:
+        found += [f"--num-layers {len(model.blocks)}", *_pattern_flags(model.blocks)]
     text = " ".join(found)
     try:
         again = read_flags(text)

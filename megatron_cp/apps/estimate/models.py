@@ -132,6 +132,11 @@ class ModelSpec:
             found += [made[slot] for slot in members]
         return tuple(found)
 
+    @property
+    def has_pattern(self) -> bool:
+        """True if a layer is a mixer or an MLP alone, as each letter of Megatron's hybrid patterns is."""
+        return any(len(block.parts) == 1 for block in self.blocks)
+
     # -- products and parameters ---------------------------------------------------------------------------------------
 
     @property

@@ -60,6 +60,7 @@ class StepPrice:
         modules: value of `--recompute-modules` for what selective recomputation computes again.
         schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
         head_chunks: value of `--cp-head-chunks`; None to leave it out.
+        has_pattern: True if bars in a hybrid pattern end the stages, beside which Megatron refuses their flags.
     """
 
     job: Job
@@ -71,6 +72,7 @@ class StepPrice:
     modules: tuple[str, ...] = ("layernorm",)
     schemes: tuple[str, ...] = ()
     head_chunks: int | None = None
+    has_pattern: bool = False
 
     @property
     def step(self) -> float:
@@ -88,7 +90,7 @@ class StepPrice:
 
     @property
     def flags(self) -> str:
-        """Megatron's flags for this job and its plans."""
+        """Megatron's flags for this job and its plans, but for the bars of a hybrid pattern: see `launch_of`."""
         job = self.job
         found = [f"--context-parallel-size {job.cp}", f"--cp-layout {job.layout}"]
         found += self._scheme_flags()
@@ -104,9 +106,10 @@ class StepPrice:
         found += ["--tp-comm-overlap"] * (job.tp > 1 and job.tp_overlap)
         found += [f"--pipeline-model-parallel-size {job.pp}"] * (job.pp > 1)
         *_, (first, end) = job.layer_ranges(len(self.schemes))
-        if self.schemes and len(self.schemes) % job.pp:
-            found.append(f"--decoder-last-pipeline-num-layers {end - first}")
-        found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
+        if not self.has_pattern:
+            uneven = bool(len(self.schemes) % job.pp)
+            found += [f"--decoder-last-pipeline-num-layers {end - first}"] * uneven
+            found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
         found += [f"--expert-model-parallel-size {job.ep}"] * (job.ep > 1)
         found += ["--fp8-format hybrid --fp8-recipe tensorwise"] * (job.precision == "fp8")
         found += ["--fp8-param-gather"] * (job.precision == "fp8" and job.sharding == "zero1")
@@ -209,6 +212,7 @@ def price_step(model: ModelSpec, layout: Layout, job: Job, on: Machine, planned:
     return StepPrice(
         job, parts, memory_of(model, layout, job, plans, held), layout.packing.total * times_a_step,
         operations * times_a_step, plans, _modules(model), _schemes(model, planned.slots, plans), planned.head_chunks,
+        model.has_pattern,
     )  # fmt: skip
 
 

@@ -105,10 +105,12 @@ def test_fp8_makes_products_faster_and_adds_casts():
 def test_a_router_and_the_gate_of_shared_experts_stay_in_bf16():
     block = Block(mlp=MLP(128, experts=4096, experts_per_token=1, shared_size=8192, shared_gate=True))
     jobs = [Job(1, "contiguous", precision=precision) for precision in ("bf16", "fp8")]
-    products = [layer_seconds(block, None, 4096, 8192, job, H100)[:, AT["products"]].sum() for job in jobs]
-    of_shared = [
-        product_seconds(each, 4096, 8192, job, H100).sum() for job in jobs for each in block.mlp.dense_gemms(4096)
-    ]
+    priced = [layer_seconds(block, None, 4096, 8192, job, H100).sum(0) for job in jobs]
+    products, traffic = ([each[AT[part]] for each in priced] for part in ("products", "traffic"))
+    shared, routed = block.mlp.dense_gemms(4096), block.mlp.routed_gemms(4096)
+    of_shared = [product_seconds(each, 4096, 8192, job, H100).sum() for job in jobs for each in shared]
+    cast = sum(each.products * (each.in_features + each.out_features) for each in (*shared, *routed))
+    assert traffic[1] - traffic[0] == pytest.approx(6 * cast * 8192 / (2 * H100.hardware.copy))
     assert products[0] - sum(of_shared[:2]) == pytest.approx(products[1] - sum(of_shared[2:]))
     assert sum(of_shared[:2]) > sum(of_shared[2:])
 
@@ -252,22 +254,27 @@ def test_a_launch_names_ranks_model_and_job():
 
 def test_a_launch_has_the_jobs_flags_and_not_those_pasted_with_the_models():
     pasted = "--num-layers 2 --fp8-format hybrid --recompute_granularity full --tensor-model-parallel-size 8 --lr 1e-4"
+    pasted += " --num-layers-per-virtual-pipeline-stage 1 --account-for-loss-in-pipeline-split --use-megatron-fsdp"
     launch = launch_of(step(cp=2), LLAMA, H100, pasted)
     assert "--num-layers 2 --lr 1e-4" in launch
-    assert not any(flag in launch for flag in ("fp8", "granularity full", "tensor-model-parallel"))
+    assert not any(
+        flag in launch
+        for flag in ("fp8", "granularity full", "tensor-model-parallel", "per-virtual", "account-for", "fsdp")
+    )
 
 
 @pytest.mark.parametrize(
     ("interleave", "staged"), [(1, "M-M-M|-M-M"), (2, "MM|M-|-M|M-")], ids=["uneven", "virtual stages"]
 )
 def test_stages_of_a_hybrid_model_are_the_bars_of_its_pattern(interleave, staged):
-    """Megatron refuses flags of uneven and of virtual stages beside a pattern."""
+    """Megatron refuses flags of virtual stages beside a pattern, and of uneven ones beside bars."""
     letters = staged.replace("|", "")
     pasted = f"--hybrid-layer-pattern '{letters[0]}|{letters[1:]}' --hidden-size 512 --vocab-size 10"
     row = step(read_flags(pasted), pp=2, interleave=interleave, microbatches=2)
     words = shlex.split(launch_of(row, read_flags(pasted), H100, pasted))
     assert words[words.index("--hybrid-layer-pattern") + 1] == staged
-    assert not {"--num-virtual-stages-per-pipeline-rank", "--decoder-last-pipeline-num-layers"} & set(words)
+    for flags in (words, row.flags.split()):
+        assert not {"--num-virtual-stages-per-pipeline-rank", "--decoder-last-pipeline-num-layers"} & set(flags)
 
 
 def test_a_launch_of_latent_attention_has_positions_of_its_own(tmp_path):
