@@ -41,7 +41,7 @@ from megatron_cp.megatron.loss import forward_step as forward_step_of
 from megatron_cp.megatron.modules import layer_slots, slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
 from megatron_cp.planner.layouts import choose_layout, layout_by_name
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.pack_cost import PackCost
 
 

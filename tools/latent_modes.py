@@ -24,7 +24,8 @@ from megatron_cp.apps.bench.calibrate import calibrated
 from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.predict.hardware import Machine, machine
+from megatron_cp.planner.predict.hardware import Machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
 

@@ -22,7 +22,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 
 CP, TOTAL, RANK = 64, 2**20, 5
 KNOWN = ("a2a", "p2p", "all_gather", "exact")

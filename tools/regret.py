@@ -30,7 +30,8 @@ from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.choose import CHUNKS
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict.bound import bounds_of_directions
-from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
 
 DEFAULT = "zigzag"

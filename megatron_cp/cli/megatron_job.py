@@ -33,8 +33,13 @@ def judged(words: Sequence[str]) -> Report:
 def _judged(words: Sequence[str]) -> Report:
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
-    args, given, typed = _parsed(list(words))
+    args, given, typed = _parsed(_of_launch(list(words)))
     errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
+    cp, length = args.context_parallel_size, args.seq_length
+    if cp > 1 and length and length % (2 * cp):
+        errors["--seq-length"] = (
+            f"got {length}; allowed: a multiple of {2 * cp}, as Megatron asks. Packs may be shorter."
+        )
     rows: list[tuple[str, str, str]] = [("refused", flag, error) for flag, error in errors.items()]
     undecided = dict(_undecided(args))
     rows += [("undecided", flag, remark) for flag, remark in undecided.items()]
@@ -66,6 +71,13 @@ def _judged(words: Sequence[str]) -> Report:
     }
     is_ready = not counts["refused"] + counts["undecided"]
     return Report("\n".join(lines), {"ready": is_ready, **data, "counts": counts}, ok=is_ready)
+
+
+def _of_launch(words: list[str]) -> list[str]:
+    """Returns the flags behind the script of a launch, which may be quoted as one word; flags alone as they are."""
+    words = shlex.split(words[0]) if len(words) == 1 else words
+    scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
+    return words[scripts[0] + 1 :] if scripts and not words[0].startswith("-") else words
 
 
 def _verdict(rows: Sequence[tuple[str, str, str]]) -> str:

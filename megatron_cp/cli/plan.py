@@ -34,7 +34,7 @@ from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.choose import CHUNKS, detail_of
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
-from megatron_cp.planner.predict.hardware import SAFE
+from megatron_cp.planner.predict.machine_files import SAFE
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.options import checked_options

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig as MegatronTransformerCo
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require, spelled
-from megatron_cp.planner.predict.hardware import SAFE, machine, presets
+from megatron_cp.planner.predict.machine_files import SAFE, machine, presets
 from megatron_cp.planner.tiled import checked_search
 
 

@@ -68,7 +68,7 @@ FEATURES = (
     row("batch", EXPECTED, "what is read from disk; packs are made of it", "test-data-path data-args-path"
         " per-split-data-args-path data-cache-path mock-data num-workers"
         " no-mmap-bin-files eod-mask-loss rampup-batch-size num-dataset-builder-threads train-iters train-samples"
-        " make-vocab-size-divisible-by no-create-attention-mask-in-dataloader"),
+        " vocab-size make-vocab-size-divisible-by no-create-attention-mask-in-dataloader"),
     row("batch", EXPECTED, "positions are those of the batch", "reset-position-ids max-position-embeddings"),
     row("batch", UNTRIED, "documents in other parts, or other losses", "fim-data logits-load-dir logits-save-dir"
         " perform-rl-step rl-use-sequence-packing step-batch-size-schedule"),

@@ -19,9 +19,9 @@ from .predict import Link as Link
 from .predict import Machine as Machine
 from .predict import Topology as Topology
 from .predict import machine as machine
-from .predict.hardware import written as written
 from .predict.kernels import rule_products as rule_products
 from .predict.kernels import stage_shapes as stage_shapes
+from .predict.machine_files import written as written
 from .predict.memory import buffer_bytes as buffer_bytes
 from .predict.memory import peak_bytes as peak_bytes
 from .predict.pack_cost import PackCost as PackCost

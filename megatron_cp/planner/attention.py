@@ -42,7 +42,8 @@ from megatron_cp.planner.checks import (
 from megatron_cp.planner.choose import best_chunks, describe_degree, detail_of, priced_candidates, reason
 from megatron_cp.planner.degrees import checked_degree, degrees_to_try
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
-from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
 

@@ -29,7 +29,8 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import UNCODED_CHOICE, checked_codec
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode
 from megatron_cp.planner.linear import plan_linear, unused
-from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.tiled import checked_search
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import checked_machine
 from megatron_cp.planner.choose import VERY_MANY
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
 
 # The candidates of "auto"; among equally fast ones it takes the first.

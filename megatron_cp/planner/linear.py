@@ -28,7 +28,8 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.predict.bound import gathering_exposes_less
-from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced, state_bounds
 from megatron_cp.planner.predict.walk_base import gathers_over_hosts
 

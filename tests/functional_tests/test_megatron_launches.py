@@ -142,6 +142,14 @@ def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed():
     assert typed["--micro-batch-size"] == "--micro-batch-size 2"
 
 
+def test_doctor_refuses_a_length_that_megatron_does(capsys):
+    job = ["--context-parallel-size", "3", "--calculate-per-token-loss", *shlex.split(OURS), "--seq-length"]
+    assert main(["doctor", "--megatron", *job, "4098"]) == 0
+    assert main(["doctor", "--megatron", *job, "4096"]) == 1
+    text = re.sub(" +", " ", capsys.readouterr().out)
+    assert "refused --seq-length 4096 got 4096; allowed: a multiple of 6, as Megatron asks" in text
+
+
 def test_doctor_shortens_long_values(capsys):
     assert main(["doctor", "--megatron", "--cp-layout", "x" * 200]) == 1
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("refused"))
@@ -165,11 +173,12 @@ def test_doctor_accepts_the_launch_that_plan_names(model):
     shape += ["--pp", "2", "--replicas", "16", "--microbatches", "4", "--precision", "fp8", "--recompute", "full"]
     args = parsed([*shape, *(["--ep", "8"] if model == "qwen3-next" else [])])
     take_this = args.run(args).data["take_this"]
-    words = shlex.split(take_this)
-    script = words.index("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py")
-    verdicts, status = judged(shlex.join(words[script + 1 :]))
+    assert ("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py") in shlex.split(take_this)
+    verdicts, status = judged(take_this)
     assert status == 0
-    assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == ["--vocab-size"]
+    assert judged(shlex.quote(take_this)) == (verdicts, status)
+    assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
+    assert ("--expert-tensor-parallel-size" in verdicts) == (model == "qwen3-next")
     assert "--pipeline-model-parallel-size" in verdicts
 
 

@@ -90,7 +90,8 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     assert found["best"]["flags"] in found["take_this"]
     assert all(row["gpus"] == 4 and row["tp"] == 2 and row["fits"] for row in found["rows"])
     search = found["search"]
-    assert f"searched: {search['counted']} jobs; the weights and optimizer of {search['too_large']} exceed" in out
+    said = f"saved activations of {search['too_large']} exceed the memory"
+    assert f"searched: {search['counted']} jobs; weights, optimizer and {said}" in out
     assert search["bound_ms"] is None  # all were priced
     assert search["tried"] == search["counted"] - search["too_large"]
     assert "\nsensitive to: the step would be a tenth shorter if products of weights took " in out

@@ -9,7 +9,7 @@ import torch
 
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case, run_layer
 from tests.random_tiles import assign_at_random

@@ -177,6 +177,6 @@ def test_tiles_are_not_assigned_where_they_cannot_win(monkeypatch):
 
 
 def machine_of():
-    from megatron_cp.planner.predict.hardware import machine
+    from megatron_cp.planner.predict.machine_files import machine
 
     return machine("h100")

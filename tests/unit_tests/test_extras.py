@@ -11,7 +11,7 @@ import pytest
 import megatron_cp
 from megatron_cp import extras
 from megatron_cp.integrations import require
-from megatron_cp.planner.predict.hardware import tomllib
+from megatron_cp.planner.predict.machine_files import tomllib
 from megatron_cp.versions import ADAPTERS
 
 HOUSE = Path(megatron_cp.__file__).parent

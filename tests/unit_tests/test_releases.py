@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp import __version__
-from megatron_cp.planner.predict.hardware import tomllib
+from megatron_cp.planner.predict.machine_files import tomllib
 from tools.versions import ENVIRONMENTS
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from setuptools.dist import Distribution
 
 from megatron_cp.cli.main import COMMANDS
-from megatron_cp.planner.predict.hardware import tomllib
+from megatron_cp.planner.predict.machine_files import tomllib
 from tools import dist
 
 ROOT = Path(__file__).parents[2]

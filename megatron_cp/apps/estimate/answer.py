@@ -19,7 +19,7 @@ def answer_lines(
     best: StepPrice | None,
 ) -> list[str]:  # fmt: skip
     """Returns the lines on model, pack, machine and jobs, with the table of jobs."""
-    choice, middle = rows[0].job, sorted(lengths)[len(lengths) // 2]
+    choice, middle = (best or rows[0]).job, sorted(lengths)[len(lengths) // 2]
     drawn = "given" if args.lengths is not None else f"drawn from the corpus {args.corpus}"
     drawn += " and scaled" if args.lengths is None and args.tokens_per_rank is not None else ""
     return [
@@ -60,11 +60,12 @@ def verdict_lines(
         return [_nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
     gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
-    why = "the smallest size that fits" if args.fit is not None else "the most tokens/s a GPU of those that fit"
+    is_smallest = args.fit is not None and args.gpus is None
+    why = "the smallest size that fits" if is_smallest else "the most tokens/s a GPU of those that fit"
     why += _beside(rows, best, limit)
-    if args.fit is not None and gain > 1.005:
+    if is_smallest and gain > 1.005:
         why += f"; cp {faster.job.cp} has {gain:.2f} times its throughput a GPU"
-    sizes = [best.job.cp] if args.fit is not None else [row.job.cp for row in rows]
+    sizes = [best.job.cp] if is_smallest else [row.job.cp for row in rows]
     others = {
         named(row): row.tokens_per_second_per_gpu
         for row in rows
@@ -123,7 +124,7 @@ def _beside(rows: list[StepPrice], best: StepPrice, limit: float) -> str:
     """Returns a clause on the next best job that fits, with the parts of its step that make it slower."""
     others = [row for row in rows if row is not best and row.memory.total <= limit]
     if not others:
-        return ", the only one"
+        return ", the only one that was priced"
     rate = best.tokens_per_second_per_gpu
     ties = tied({str(number): row.tokens_per_second_per_gpu for number, row in enumerate(others)}, rate)
     apart = [row for number, row in enumerate(others) if str(number) not in ties]
@@ -136,7 +137,10 @@ def _beside(rows: list[StepPrice], best: StepPrice, limit: float) -> str:
     scale = other.job.gpus * best.tokens / (other.tokens * best.job.gpus)  # of the same tokens and GPUs
     more = sorted(((other.parts[name] * scale - value, name) for name, value in best.parts.items()), reverse=True)
     slower = [f"{time:,.1f} ms more {_WORDS.get(name, name)}" for time, name in more[:2] if time > 0.05]
-    return f"; next is {named(other)}, which takes {longer:.1%} longer" + f": {' and '.join(slower)}" * bool(slower)
+    saved, name = -more[-1][0], more[-1][1]
+    faster = f", and {saved:,.1f} ms less {_WORDS.get(name, name)}" if saved > 0.1 * max(more[0][0], 0.5) else ""
+    text = f"; next is {named(other)}, which takes {longer:.1%} longer"
+    return text + f": {' and '.join(slower)}{faster}" * bool(slower)
 
 
 def _waits(row: StepPrice, data: dict[str, Any]) -> list[str]:
@@ -158,9 +162,9 @@ def _searched_text(search: dict[str, Any], rows: list[StepPrice]) -> str:
     """Says what the search left out, and why."""
     left = search["counted"] - search["tried"] - search["too_large"]
     text = (
-        f"searched: {search['counted']:,} jobs; the weights and optimizer of {search['too_large']:,} exceed the memory"
+        f"searched: {search['counted']:,} jobs; weights, optimizer and saved activations of {search['too_large']:,} "
+        f"exceed the memory, {search['tried']:,} were priced"
     )
-    text += f", {search['tried']:,} were priced"
     if search["bound_ms"] is not None:
         is_proof = len(rows) > 0 and search["bound_ms"] >= rows[0].step
         text += f", and the other {left:,} cannot take less than {search['bound_ms']:,.1f} ms"
@@ -172,11 +176,9 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
     """Names the candidate that is nearest to fitting, and the options that are left to try."""
     near = min(rows, key=lambda row: row.memory.total)
     fixed = near.memory.parameters + near.memory.optimizer
-    text = (
-        f"nothing fits {size(int(limit))}: the nearest is cp {near.job.cp}, {near.job.layout}, which takes "
-        f"{size(int(near.memory.total))}"
-    )
-    remedies = ["more ranks or replicas"] + ["--sharding zero3"] * (near.job.sharding != "zero3")
+    text = f"nothing fits {size(int(limit))}: the nearest is {named(near)}, which takes {size(int(near.memory.total))}"
+    more = "--gpus" if args.gpus is not None else "--cp, --tp, --pp, --ep or --replicas"
+    remedies = [f"more ranks ({more})"] + ["--sharding zero3"] * (near.job.sharding != "zero3")
     remedies += ["--recompute full"] * (near.job.recompute != FULL)
     if fixed >= limit:
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"

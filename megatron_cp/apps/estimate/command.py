@@ -140,14 +140,14 @@ def run_whole(args: argparse.Namespace) -> Report:
         "parameters": model.parameters, "active_parameters": model.active_parameters,
         "tokens": int(sum(lengths)), "documents": len(lengths), "machine": described(on, topology),
         "memory_limit": limit, "fits": best is not None,
-        "take_this": launch_of(best, model, on, given) if best else None,
+        "take_this": launch_of(best, model, on, given, args.hosts) if best else None,
         "best": _as_json(chosen, on, limit), "rows": [_as_json(row, on, limit) for row in rows],
         "longest": _longest(args, model, on, chosen, lengths, limit), "plan_ms": milliseconds,
     }  # fmt: skip
     if searched is not None:
         data["search"] = {"counted": searched.counted, "tried": searched.tried, "too_large": searched.too_large,
                           "bound_ms": searched.bound if np.isfinite(searched.bound) else None}  # fmt: skip
-    verdict = verdict_lines(args, rows, best, limit, on.hardware.memory, data)
+    verdict = data["verdict"] = verdict_lines(args, rows, best, limit, on.hardware.memory, data)
     text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]
     if args.report is not None:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, verdict[0])
@@ -270,16 +270,17 @@ def _longest(
     """
     again = argparse.Namespace(**{**vars(args), "recompute": row.job.recompute})
     tokens, found = sum(lengths), row
+    least = tokens if row.memory.total <= limit else 0
     for _ in range(_MOST_TRIES):
         fixed = found.memory.parameters + found.memory.optimizer + RUNTIME_BYTES
         growing = found.memory.total - fixed
         tokens = int(min(tokens * max(limit - fixed, 0.0) / growing, MAX_TOKENS)) if growing > 0 else 0
         tokens -= tokens % _ROUNDED if tokens > _ROUNDED else 0
-        if args.search or tokens < row.job.cp:
-            return tokens if tokens >= row.job.cp else 0
+        if args.search or tokens <= max(least, row.job.cp - 1):
+            return max(tokens if tokens >= row.job.cp else 0, least)
         edges = np.round(np.cumsum(lengths) / sum(lengths) * tokens).astype(int)
         packing = Packing(np.diff(edges, prepend=0))
         found = _row(again, model, on, packing, row.job, limit)
         if found.memory.total <= limit:
             return tokens
-    return 0
+    return least

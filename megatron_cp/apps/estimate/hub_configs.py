@@ -23,6 +23,9 @@ from megatron_cp.errors import ArgumentError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 Blocks = tuple[Block, ...]
+# The defaults of transformers for num_key_value_heads, which a saved configuration leaves out; of others, all heads.
+_KEY_HEADS = dict.fromkeys(("mistral", "mixtral", "gpt_oss", "nemotron_h", "bamba"), 8)
+_KEY_HEADS |= dict.fromkeys(("qwen3_moe", "gemma2", "gemma3_text"), 4) | {"qwen3_next": 2}
 
 
 def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = False) -> AttentionMixer:
@@ -39,7 +42,7 @@ def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = Fals
     else:
         head_dim = config.size("head_dim", head_dim)
     has_bias = config.flag("attention_bias", bias)
-    kv_heads = config.size("num_key_value_heads", heads)
+    kv_heads = config.size("num_key_value_heads", _KEY_HEADS.get(str(config.get("model_type")), heads))
     return AttentionMixer(heads, kv_heads, head_dim, head_dim, bias=has_bias, output_bias=has_bias)
 
 

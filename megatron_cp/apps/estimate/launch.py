@@ -28,7 +28,9 @@ _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _LETTERS = {"mamba": "M", "gdn": "G"}
 
 
-def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None = None) -> str:
+def launch_of(
+    row: StepPrice, model: ModelSpec, on: Machine, given: str | None = None, hosts: int | None = None
+) -> str:  # fmt: skip
     """Returns the launch of a job; the job's flags alone where it is not one of Megatron.
 
     Args:
@@ -36,22 +38,26 @@ def launch_of(row: StepPrice, model: ModelSpec, on: Machine, given: str | None =
         model: the model.
         on: the machine.
         given: Megatron's flags of the model, if it was described by them; those of a job are not repeated.
+        hosts: hosts of a context-parallel group, if they are not full.
     """
     job = row.job
     described = given if given is not None else model_flags(model)
     if job.sharding == "zero3" or described is None:
         return row.flags
     described = _with_stages_of(job, described)
-    per_host = min(job.gpus, on.ranks_per_host)
+    most = on.ranks_per_host if hosts is None else job.cp // hosts
+    per_host = max(count for count in range(1, most + 1) if job.gpus % count == 0)
     is_hybrid = "--hybrid" in described
     tokens = row.tokens // (job.replicas * job.microbatches)
+    multiple = job.tp * (2 * job.cp if job.cp > 1 else 1)  # Megatron wants such a length, which the pack need not have
+    tokens = -(-tokens // multiple) * multiple
     batch = f"--micro-batch-size 1 --global-batch-size {job.replicas * job.microbatches} --seq-length {tokens}"
     words = [
-        f"torchrun --nnodes {-(-job.gpus // per_host)} --nproc-per-node {per_host}",
+        f"torchrun --nnodes {job.gpus // per_host} --nproc-per-node {per_host}",
         "pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py", described, _TRAINING,
         f"{batch} --max-position-embeddings {tokens}", row.flags,
     ]  # fmt: skip
-    if job.cp > 1:
+    if job.cp > 1 or row.documents > 1:  # beside which Megatron's own attention lets documents see each other
         words += ["--no-rope-fusion"] * ("--multi-latent-attention" in described)  # they are for one rank
         words.append(_SPEC.format("hybrid_stack" if is_hybrid else "gpt_layer"))
     return " ".join(words)

@@ -22,9 +22,9 @@ from megatron_cp.apps.estimate.step import (
     price_step,
     step_parts,
 )
-from megatron_cp.apps.estimate.step_memory import least_bytes
+from megatron_cp.apps.estimate.step_memory import least_bytes, least_memory
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import MAX_CP_SIZE, Layout, Packing
 from megatron_cp.planner import CHOICES, Machine, layout_by_name
 
 _INTERLEAVED, _JOINED = (1, 2, 4), (1, 2, 4)  # chunks of layers a stage, and packs in a microbatch, that are tried
@@ -37,7 +37,7 @@ class Found:
     Attributes:
         rows: the fastest jobs that fit, in order; where none fits, the one that takes least memory.
         tried, counted: number of jobs that were priced, and of all that the degrees allow.
-        too_large: number of those whose weights and optimizer alone exceed the memory.
+        too_large: number of those that exceed the memory by weights, optimizer and saved activations alone.
         bound: milliseconds that no job which was left out goes below, if only kernels of context parallelism count.
     """
 
@@ -83,22 +83,29 @@ def best_jobs(
         remedy = f"{batch} packs a step are dealt to the replicas evenly; --global-batch sets them."
         allowed = f"a number that degrees of {model.name} divide" + f" with {asked}" * bool(asked)
         raise ArgumentError("gpus", gpus, allowed, remedy)
-    fitting = [job for job in jobs if least_bytes(model, job) <= limit]
+    held_whole = [job for job in jobs if least_bytes(model, job) <= limit]
     alone: dict[tuple[int, int], tuple[list[Seconds | None], int]] = {}
 
-    def bound(job: Job) -> float:
+    def bound(job: Job) -> tuple[float, float]:
+        """Returns the least milliseconds and bytes."""
         key = job.tp, job.packs
         if key not in alone:
             alone[key] = _alone(model, _joined(packing, job.packs), replace(job, cp=1), on)
         mixers, tokens = alone[key]
         shared = {id(mixer): mixer / job.cp for mixer in mixers if mixer is not None}
-        parts, _ = step_parts(model, [shared.get(id(mixer)) for mixer in mixers], -(-tokens // job.cp), job, on)
-        return sum(parts.values())
+        most = -(-tokens // job.cp)
+        parts, held = step_parts(model, [shared.get(id(mixer)) for mixer in mixers], most, job, on)
+        return sum(parts.values()), least_memory(model, job, most, held)
 
-    ordered = []
-    for number, job in enumerate(fitting):
-        ordered.append((bound(job), number))
-        tell("bounded", number + 1, len(fitting))
+    fitting, ordered, larger = list[Job](), list[tuple[float, int]](), list[tuple[float, int]]()
+    for number, job in enumerate(held_whole):
+        low, least = bound(job)
+        if least <= limit:
+            ordered.append((low, len(fitting)))
+            fitting.append(job)
+        else:
+            larger.append((least, number))
+        tell("bounded", number + 1, len(held_whole))
     ordered.sort()
     prices, found = _Priced(model, packing, on, layout), list[StepPrice]()
     tried, left = 0, float("inf")
@@ -114,7 +121,8 @@ def best_jobs(
     rows = _distinct(found, limit)[:count]
     if not rows:
         sparing = [job for job in jobs if job.recompute == kinds[-1]]
-        smallest = heapq.nsmallest(8, sparing, key=lambda job: least_bytes(model, job))
+        smallest = [held_whole[number] for _, number in heapq.nsmallest(8, larger)]
+        smallest = smallest or heapq.nsmallest(8, sparing, key=lambda job: least_bytes(model, job))
         nearest = [*found, *(row for job in smallest if (row := prices.row(job)))]
         rows = sorted(nearest, key=lambda row: row.memory.total)[:1]
     return Found(rows, tried, len(jobs), len(jobs) - len(fitting), left)
@@ -140,7 +148,7 @@ def _jobs(
     experts = max((block.mlp.experts for block in model.blocks if block.mlp is not None), default=0)
     for tp, pp, cp in itertools.product(
         options("tp", _divisors(min(gpus, on.ranks_per_host, 8))), options("pp", _divisors(gpus)),
-        options("cp", _divisors(gpus)),
+        options("cp", [each for each in _divisors(gpus) if each <= MAX_CP_SIZE]),
     ):  # fmt: skip
         replicas, rest = divmod(gpus, tp * pp * cp)
         if rest or not replicas or batch % replicas:

@@ -61,6 +61,8 @@ class StepPrice:
         schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
         head_chunks: value of `--cp-head-chunks`; None to leave it out.
         has_pattern: True if bars in a hybrid pattern end the stages, beside which Megatron refuses their flags.
+        has_experts: True if a layer has a mixture of experts.
+        documents: number of documents of a microbatch.
     """
 
     job: Job
@@ -73,6 +75,8 @@ class StepPrice:
     schemes: tuple[str, ...] = ()
     head_chunks: int | None = None
     has_pattern: bool = False
+    has_experts: bool = False
+    documents: int = 1
 
     @property
     def step(self) -> float:
@@ -111,6 +115,7 @@ class StepPrice:
             found += [f"--decoder-last-pipeline-num-layers {end - first}"] * uneven
             found += [f"--num-virtual-stages-per-pipeline-rank {job.interleave}"] * (job.interleave > 1)
         found += [f"--expert-model-parallel-size {job.ep}"] * (job.ep > 1)
+        found += ["--expert-tensor-parallel-size 1"] * (job.tp > 1 and self.has_experts)  # by default it is tp
         found += ["--fp8-format hybrid --fp8-recipe tensorwise"] * (job.precision == "fp8")
         found += ["--fp8-param-gather"] * (job.precision == "fp8" and job.sharding == "zero1")
         found += ["--grad-reduce-in-bf16"] * (job.gradients == "bf16")
@@ -212,7 +217,8 @@ def price_step(model: ModelSpec, layout: Layout, job: Job, on: Machine, planned:
     return StepPrice(
         job, parts, memory_of(model, layout, job, plans, held), layout.packing.total * times_a_step,
         operations * times_a_step, plans, _modules(model), _schemes(model, planned.slots, plans), planned.head_chunks,
-        model.has_pattern,
+        model.has_pattern, any(block.mlp is not None and block.mlp.experts for block in model.blocks),
+        int(np.count_nonzero(layout.packing.lengths)),
     )  # fmt: skip
 
 

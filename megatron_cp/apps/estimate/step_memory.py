@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.model_layers import FULL, NONE
@@ -64,14 +65,32 @@ def memory_of(
 ) -> StepMemory:
     """Returns the bytes of the rank that holds most, of the stage that holds most."""
     rank = int(layout.token_counts.argmax())
-    tokens = int(layout.token_counts[rank]) / job.tp
     kept = [
         (peak_bytes(plan, rank, 2, forward=True) if plan.attend else _linear_saved(plan, rank)) for plan, _ in plans
     ]
     worst = max([peak_bytes(plan, rank, 2, forward=False) for plan, _ in plans if plan.attend] + kept, default=0)
     operation = sum(count * most for (_, count), most in zip(plans, kept, strict=True)) / len(model.blocks)
-    buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0) + RUNTIME_BYTES
-    found = []
+    buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0)
+    tokens = int(layout.token_counts[rank])
+    return _memory(model, job, tokens, held, _Operations(operation, max(kept, default=0), worst, buffers))
+
+
+class _Operations(NamedTuple):
+    """Bytes of the layers' operations: saved by the mean and by the largest one, its working set, message buffers."""
+
+    saved: float = 0.0
+    largest: float = 0.0
+    working: float = 0.0
+    buffers: float = 0.0
+
+
+def least_memory(model: ModelSpec, job: Job, tokens: int, held: tuple[int, ...]) -> float:
+    """Returns the bytes of a rank with so many tokens of a microbatch, without what the layers' operations take."""
+    return _memory(model, job, tokens, held, _Operations()).total
+
+
+def _memory(model: ModelSpec, job: Job, tokens: int, held: tuple[int, ...], operations: _Operations) -> StepMemory:
+    found, tokens_of_rank = [], tokens / job.tp
     for stage in range(job.pp):
         saved = 0.0
         ranges = job.layer_ranges(len(model.blocks))[stage :: job.pp]
@@ -80,16 +99,17 @@ def memory_of(
         )
         fp8 = job.precision == "fp8" and job.sharding != "zero3"
         for (kind, recompute), count in blocks.items():
-            saved += count * tokens * model.blocks[kind].saved(model.hidden_size, recompute, fp8=fp8)
+            saved += count * tokens_of_rank * model.blocks[kind].saved(model.hidden_size, recompute, fp8=fp8)
         whole = sum(count for (_, recompute), count in blocks.items() if recompute != FULL)
-        saved += operation * whole if whole else max(kept, default=0)
+        saved += operations.saved * whole if whole else operations.largest
         saved *= held[stage] / job.interleave
-        saved += tokens * model.recomputed_bytes(job.recompute)
-        most = float(worst)
+        saved += tokens_of_rank * model.recomputed_bytes(job.recompute)
+        most = float(operations.working)
         if stage == job.pp - 1:
-            saved += tokens * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
-            most = max(most, tokens * model.vocab_size * _LOGITS.get(job.sharding, 2))
-        found.append(StepMemory(*_state_bytes(model, job, stage), saved + most, float(buffers)))
+            saved += tokens_of_rank * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
+            most = max(most, tokens_of_rank * model.vocab_size * _LOGITS.get(job.sharding, 2))
+        state = _state_bytes(model, job, stage)
+        found.append(StepMemory(*state, saved + most, operations.buffers + RUNTIME_BYTES))
     return max(found, key=lambda memory: memory.total)
 
 

@@ -1,17 +1,11 @@
-"""`Hardware` and `Topology`: the numbers of a machine for predictions. Presets are files, with each number's source.
-
-No torch in here.
-"""
+"""`Hardware` and `Topology`: the numbers of a machine for predictions. No torch in here."""
 
 from __future__ import annotations
 
-import difflib
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache, cached_property
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,15 +15,8 @@ from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_PRESETS = Path(__file__).parent / "presets"
 PRODUCTS = ("fp8", "experts", "experts fp8")
 _SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy: estimates
-SAFE = "h100"  # the default where no machine is named
 
 
 @dataclass(frozen=True)
@@ -307,130 +294,6 @@ class Machine:
     def describe(self) -> str:
         """Returns the name and the description of the preset."""
         return f"{self.hardware.name}: {self.hardware.about}"
-
-
-def presets() -> list[str]:
-    """Returns the names of the presets in the package."""
-    return sorted(path.stem for path in _PRESETS.glob("*.toml"))
-
-
-def machine(name: Machine | str | Path | None = None, *, argument: str = "hardware") -> Machine:
-    """Loads a preset by its name or its file.
-
-    Args:
-        name: one of `presets()`, a file of the same form, a `Machine`, which is returned, or None for `SAFE`.
-        argument: the name of the argument in errors.
-
-    Raises:
-        ArgumentError: an unknown name, or a file that is missing or incomplete.
-
-    Example:
-        >>> machine("h100").topology(16).num_hosts
-        2
-    """
-    if isinstance(name, Machine):
-        return name
-    if name is None:
-        name = SAFE
-    if not isinstance(name, str | Path):
-        raise ArgumentError(argument, name, f"{', '.join(presets())} or a file")
-    path = Path(name)
-    if str(name).lower() in presets() and not path.is_file():
-        return _preset(str(name).lower())
-    if not path.is_file():
-        near = difflib.get_close_matches(str(name).lower(), presets(), 1)
-        remedy = f"Did you mean {near[0]}?" if near else "`megatron-cp bench planner --calibrate` writes such a file."
-        raise ArgumentError(argument, str(name), f"{', '.join(presets())} or a file", remedy)
-    return _read(path, argument)
-
-
-@cache
-def _preset(name: str) -> Machine:
-    return _read(_PRESETS / f"{name}.toml", "hardware")
-
-
-_TABLES = ("hardware", "topology", "sources")
-
-
-def _tables(path: Path, argument: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns what a file has, and its tables; the preset that it names as its `base` fills what they leave out.
-
-    A number that the file changes has no source but the file's own.
-    """
-    try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError(argument, str(path), "a file in TOML, as the presets are", str(error)) from error
-    tables = [given.get(name, {}) for name in _TABLES]
-    if not all(isinstance(table, dict) for table in tables):
-        raise ArgumentError(
-            argument, str(path), "tables [hardware], [topology] and [sources], as the presets have them"
-        )
-    base = given.get("base")
-    if base is None:
-        return given, tables
-    if base not in presets() or _PRESETS / f"{base}.toml" == path:
-        raise ArgumentError(f"base of {path}", base, ", ".join(presets()))
-    _, below = _tables(_PRESETS / f"{base}.toml", argument)
-    changed = {*tables[0], *tables[1]}
-    below[2] = {name: source for name, source in below[2].items() if name not in changed}
-    return given, [under | over for under, over in zip(below, tables, strict=True)]
-
-
-def _read(path: Path, argument: str) -> Machine:
-    given, tables = _tables(path, argument)
-    rates, links, sources = tables
-    wanted = {x.name for x in fields(Hardware) if x.default is MISSING and x.default_factory is MISSING}
-    wanted -= {"name", "about"}
-    lacking = [f"hardware.{name}" for name in sorted(wanted - set(rates))]
-    lacking += [f"topology.{name}" for name in ("ranks_per_host", "within", "between", "rails") if name not in links]
-    unknown = sorted(set(rates) - {x.name for x in fields(Hardware)})
-    if lacking or unknown:
-        remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
-        raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
-    try:
-        numbers, rows = (
-            ("convolution", "wider", "band", "ring", "host"),
-            ("attention", "rule", "row", "chain", "products"),
-        )
-        tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
-        tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
-        about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
-        hardware = Hardware(**{**rates, **tuples, **about}, sources=dict(sources))
-        ends = {name: Link(**links[name]) for name in ("within", "between")}
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(argument, str(path), "numbers as the presets have them", str(error)) from error
-    ranks, rails = (checked_integer(f"topology.{name}", links[name], 1) for name in ("ranks_per_host", "rails"))
-    shares_cores = links.get("shares_cores", False)
-    if not isinstance(shares_cores, bool):
-        raise ArgumentError("topology.shares_cores", shares_cores, "true or false")
-    return Machine(hardware, ranks, **ends, rails=rails, shares_cores=shares_cores)
-
-
-def written(found: Machine) -> str:
-    """Formats a machine as the text of a preset's file."""
-    hardware, sources = found.hardware, found.hardware.sources
-    lines = [f'name = "{hardware.name}"', f'about = "{hardware.about}"', "", "[hardware]"]
-    rates = (each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources"))
-    lines += [f"{rate} = {_toml(getattr(hardware, rate))}" for rate in rates]
-    lines += ["", "[topology]", f"ranks_per_host = {found.ranks_per_host}", f"rails = {found.rails}"]
-    lines += [f"shares_cores = {_toml(found.shares_cores)}"]
-    for name in ("within", "between"):
-        link = getattr(found, name)
-        inside = ", ".join(f"{each.name} = {_toml(getattr(link, each.name))}" for each in fields(Link))
-        lines.append(f"{name} = {{ {inside} }}")
-    lines += ["", "[sources]", *(f'{name} = "{text}"' for name, text in sources.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _is_number(value: Any) -> bool:

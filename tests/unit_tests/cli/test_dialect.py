@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_cp.cli.main import main, parsed
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 
 
 @pytest.mark.parametrize(

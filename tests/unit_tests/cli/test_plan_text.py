@@ -8,7 +8,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.describe import describe_ties, ownership, size, tied
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.predict.hardware import written
+from megatron_cp.planner.predict.machine_files import written
 from tests.commands import reported
 from tests.fixed_machine import FIXED
 

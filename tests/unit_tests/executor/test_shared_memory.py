@@ -17,7 +17,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, RankGroup, shared_memory
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.transport import Transport
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned

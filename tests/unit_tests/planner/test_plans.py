@@ -23,7 +23,7 @@ from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.degrees import degrees_to_try
 from megatron_cp.planner.linear import plan_linear
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
 from tests.fixed_machine import FIXED
 from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, plans, ragged

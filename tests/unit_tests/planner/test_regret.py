@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from tools.regret import BATCHES, HOSTS, LAYERS, RANKS, Cell, all_cells, cells, judged, ways
 
 FEW = [  # with head chunks a2a overtakes by 2 % another candidate, which is 1.16 times as fast without

@@ -10,7 +10,7 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.latent import LATENT_MODES
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention

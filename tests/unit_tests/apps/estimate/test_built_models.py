@@ -51,6 +51,15 @@ def test_fields_and_modules_say_the_same(kind, tmp_path):
     assert built.parameters == by_fields.parameters - biases
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss"])
+def test_key_heads_that_a_configuration_leaves_out_are_those_of_transformers(kind, tmp_path):
+    given = values(kind, num_key_value_heads=None, num_attention_heads=8)
+    by_fields, built = read(tmp_path, **given), read_built(given, "built", "")
+    assert [slot.kv_heads for slot in built.slots()] == [
+        slot.kv_heads for slot in by_fields.slots() if hasattr(slot, "kv_heads")
+    ]
+
+
 @pytest.mark.parametrize("kind", GLM)
 def test_glm_is_read_by_building_it(kind, tmp_path):
     found = read(tmp_path, **values(kind))

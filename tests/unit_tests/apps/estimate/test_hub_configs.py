@@ -207,7 +207,7 @@ def test_left_out_sizes_follow_from_others(read):
         (MIXTRAL, ["num_local_experts", "num_experts_per_tok"]),
         (QWEN3, ["head_dim", "use_sliding_window", "tie_word_embeddings"]),
         (QWEN3_MOE, ["mlp_only_layers", "decoder_sparse_step"]),
-        (QWEN3_NEXT, ["head_dim", "linear_conv_kernel_dim", "full_attention_interval"]),
+        (QWEN3_NEXT, ["head_dim", "num_key_value_heads", "linear_conv_kernel_dim", "full_attention_interval"]),
         (GEMMA2, ["head_dim", "sliding_window"]),
         (GEMMA3, ["head_dim", "sliding_window_pattern"]),
         (GPT_OSS, ["head_dim", "num_experts_per_tok", "sliding_window", "attention_bias", "layer_types"]),

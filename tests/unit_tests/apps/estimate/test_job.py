@@ -252,6 +252,28 @@ def test_a_launch_names_ranks_model_and_job():
     assert "--no-rope-fusion" not in words
 
 
+@pytest.mark.parametrize(
+    ("change", "hosts", "nodes", "per_node"),
+    [({"cp": 3, "replicas": 4}, None, 2, 6), ({"cp": 5, "replicas": 4}, None, 4, 5), ({"cp": 8}, 4, 4, 2)],
+)
+def test_a_launch_starts_as_many_processes_as_the_job_has_gpus(change, hosts, nodes, per_node):
+    words = launch_of(step(**change), LLAMA, H100, hosts=hosts).split()
+    assert words[:5] == ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(per_node)]
+    assert int(words[words.index("--seq-length") + 1]) == -(-4096 // (2 * change["cp"])) * 2 * change["cp"]
+
+
+@pytest.mark.parametrize(("lengths", "names_spec"), [([4096], False), ([4096, 0], False), ([4000, 96], True)])
+def test_a_launch_on_one_rank_has_layers_that_keep_documents_apart(lengths, names_spec):
+    row = predict_step(LLAMA, Layout.contiguous(Packing(lengths), 1), Job(1, "contiguous"), H100, H100.topology(1))
+    assert ("--spec megatron_cp.megatron.specs gpt_layer_spec" in launch_of(row, LLAMA, H100)) == names_spec
+
+
+def test_experts_are_whole_on_tensor_parallel_ranks():
+    for tp in (1, 2):
+        launch = launch_of(step(NEXT, tp=tp, replicas=8, ep=8), NEXT, H100)
+        assert ("--expert-tensor-parallel-size 1" in launch) == (tp > 1)  # as it is priced; Megatron's default is tp
+
+
 def test_a_launch_has_the_jobs_flags_and_not_those_pasted_with_the_models():
     pasted = "--num-layers 2 --fp8-format hybrid --recompute_granularity full --tensor-model-parallel-size 8 --lr 1e-4"
     pasted += " --num-layers-per-virtual-pipeline-stage 1 --account-for-loss-in-pipeline-split --use-megatron-fsdp"

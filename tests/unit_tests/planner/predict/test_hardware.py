@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict import Link, Topology, machine, presets
-from megatron_cp.planner.predict.hardware import SAFE, written
+from megatron_cp.planner.predict.machine_files import SAFE, written
 from tests.fixed_machine import FIXED
 from tests.refusals import rejects
 
@@ -57,6 +57,8 @@ def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
     assert (found.hardware.copy, found.rails) == (9.6e11, 4)
     assert set(h100.hardware.sources) - set(found.hardware.sources) == {"copy"}  # whose source was another number's
     assert base.hardware.products == h100.hardware.products
+    path.write_text('base = "h100"\n[topology]\nbetween = { bandwidth = 1e10 }\n')
+    assert machine(path).between == dataclasses.replace(h100.between, bandwidth=1e10)
     path.write_text('base = "h1000"')
     with pytest.raises(ArgumentError, match=r"^base of .*mine.toml: got 'h1000'; allowed: a100, "):
         machine(path)
@@ -77,6 +79,10 @@ def test_rejects_unknown_machines(name, says):
     [
         (("copy = ", "copies = "), "It lacks hardware.copy. It has copies"),
         (("[topology]", "[topologies]"), "It lacks topology.ranks_per_host"),
+        (("[topology]", "[topologies]"), "It has topologies outside of its table."),
+        (("[hardware]", "memory = 9e10\n[hardware]"), "It has memory outside of its table."),
+        (("rails = 8", "rails = 8\nrail = 8"), "It has topology.rail."),
+        (("bandwidth = ", "bandwith = "), "It has topology.within.bandwith, topology.between.bandwith."),
         (("matrix = 6.5e+14", "matrix = -1"), "matrix: got -1; allowed: a number above 0"),
         (("launch = ", "launch = nonsense"), "a file in TOML"),
         (("attention = [[", "attention = [[1], ["), "rows of a head size and two rates"),
