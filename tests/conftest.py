@@ -91,6 +91,7 @@ def pytest_terminal_summary(terminalreporter):
 _IMPORTS = {
     "megatron": r"(from |import |skip\(.)megatron\.(core|training)|(tiny|whole)_megatron|train_runs|apps\.train",
     "trainers": r"\btests\.(compile|transformers)_cases\b",  # which import torch's compiler too
+    "torch without Triton": r"\brun_(module|code)\(",
     "torch": "",
 }
 

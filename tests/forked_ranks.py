@@ -25,10 +25,13 @@ from tests.shared import once
 _ROOT = Path(__file__).parents[1]
 _ALWAYS = (
     "hypothesis", "megatron_cp.executor.launch", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # which a process imports in its first backward pass
 )  # fmt: skip
 # By kind of server. A fork copies the tables of its server's pages: one that has Megatron takes half as long again.
 _PRELOADED = {
-    "torch": (*_ALWAYS, "megatron_cp.cli.main"),
+    # With torch's compiler, which a process imports in its first mode of dispatch, and which imports Triton.
+    "torch": (*_ALWAYS, "megatron_cp.cli.main", "torch._dynamo"),
+    "torch without Triton": (*_ALWAYS, "megatron_cp.cli.main"),
     "megatron": (
         *_ALWAYS, "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
         "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",

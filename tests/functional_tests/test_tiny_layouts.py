@@ -26,7 +26,7 @@ def layouts(ranks, total=4):
 
 
 ON_TWO = tuple(layouts(2))
-each_half = pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
+each_quarter = pytest.mark.parametrize("first", range(4))
 
 
 def check_all(ranks, held, operation, **fields):
@@ -42,19 +42,17 @@ def test_there_are_as_many_as_orders_and_splits():
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask[0])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.few
-@each_half
+@each_quarter
 def test_attention(scheme, mask, first):
-    # Tiles take 30 ms to assign, and rows travel alike whatever the mask: each layout has one of the masks.
-    held = ON_TWO[MASKS.index(mask) :: len(MASKS)] if scheme == "tiled" else ON_TWO
-    check_all(2, held[first::2], "attention", scheme=scheme, mask=mask)
+    check_all(2, ON_TWO[first::4], "attention", scheme=scheme, mask=mask)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("operation", LINEAR)
 @pytest.mark.few
-@each_half
+@each_quarter
 def test_linear_layers(operation, mode, first):
-    check_all(2, ON_TWO[first::2], operation, scheme=mode, width=3)
+    check_all(2, ON_TWO[first::4], operation, scheme=mode, width=3)
 
 
 @pytest.mark.parametrize("operation", ["gather", "relayout"])
