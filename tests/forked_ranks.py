@@ -25,6 +25,7 @@ from tests.shared import once
 _ROOT = Path(__file__).parents[1]
 _ALWAYS = (
     "hypothesis", "megatron_cp.executor.launch", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",  # of which a backward pass imports sympy
 )  # fmt: skip
 # By kind of server. A fork copies the tables of its server's pages: one that has Megatron takes half as long again.
 _PRELOADED = {
