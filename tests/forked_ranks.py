@@ -25,11 +25,11 @@ from tests.shared import once
 _ROOT = Path(__file__).parents[1]
 _ALWAYS = (
     "hypothesis", "megatron_cp.executor.launch", "megatron_cp.testing.parity", "numpy", "pytest", "torch.distributed",
-    "torch.fx.experimental.symbolic_shapes",  # of which a backward pass imports sympy
 )  # fmt: skip
 # By kind of server. A fork copies the tables of its server's pages: one that has Megatron takes half as long again.
 _PRELOADED = {
-    "torch": (*_ALWAYS, "megatron_cp.cli.main"),
+    # Backward passes, modes and optimizers import the compiler, each rank by itself if it is not there.
+    "torch": (*_ALWAYS, "megatron_cp.cli.main", "torch._dynamo"),
     "megatron": (
         *_ALWAYS, "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
         "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",
