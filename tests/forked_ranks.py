@@ -113,10 +113,11 @@ def as_launched(world: Any, port: int, **others: str) -> None:
 def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
     """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_run_forks, prepare, function, size, timeout).result()
+        return process.submit(run_forks, prepare, function, size, timeout).result()
 
 
-def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:
+def run_forks(prepare: Callable[[], Any], function: Callable[..., Any], size: int, timeout: float | None) -> Any:
+    """`run_ranks` with forks of this process, which calls `prepare` before."""
     prepare()
     gc.collect()
     gc.freeze()  # see `tests.frozen`

@@ -67,8 +67,7 @@ class PeakMemory(OneThreadMode):
             elif storage.cdata not in self._found:
                 self._made[storage.cdata] = storage, size
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self._found = {key: found for key, found in self._found.items() if not found.expired()}
-        self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
         return result
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
+from tests.forked_ranks import forking_context, run_forks
 from tests.limits import limit
 from tests.refusals import rejects
 
@@ -36,9 +36,9 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
 # Ranks that are processes import these functions by name.
 
 
-def raise_on_rank_1(group: RankGroup) -> None:
-    if group.rank == 1:
-        raise KeyError("rank one's own fault")
+def raise_on_last_rank(group: RankGroup) -> None:
+    if group.rank == group.size - 1:
+        raise KeyError("the last rank's own fault")
     group.barrier()
 
 
@@ -138,8 +138,8 @@ def test_threads_run_backward_through_the_group():
 
 def test_a_thread_that_raises_or_does_not_come_is_named():
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 of 3 failed: KeyError: .rank one's own fault") as caught:
-        run_ranks(raise_on_rank_1, 3, timeout=limit(60))
+    with pytest.raises(RankError, match=r"rank 2 of 3 failed: KeyError: .the last rank's own fault") as caught:
+        run_ranks(raise_on_last_rank, 3, timeout=limit(60))
     assert time.monotonic() - start < limit(10)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RankError, match="rank 0 of 1 failed"):
@@ -167,12 +167,14 @@ def test_rejects_an_unknown_kind_of_rank():
     rejects(r"^kind: got ", run_ranks, lambda group: None, 2, kind="fibres")
 
 
-@pytest.mark.usefixtures("spawned")
-def test_process_that_raises_is_named_with_its_traceback():
-    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
-        run_ranks(raise_on_rank_1, 2, kind="processes", timeout=limit(60))
-    assert "in raise_on_rank_1" in str(caught.value)
-    assert 'KeyError: "rank one\'s own fault"' in str(caught.value)
+@pytest.mark.parametrize("start", ["spawned", "forked_ranks"])
+def test_process_that_raises_is_named_with_its_traceback(start: str, request: pytest.FixtureRequest):
+    request.getfixturevalue(start)
+    size = 1 if start == "spawned" else 2
+    with pytest.raises(RankError, match=f"rank {size - 1} of {size} failed") as caught:
+        run_ranks(raise_on_last_rank, size, kind="processes", timeout=limit(60))
+    assert "in raise_on_last_rank" in str(caught.value)
+    assert 'KeyError: "the last rank\'s own fault"' in str(caught.value)
 
 
 def test_where_all_ranks_complain_of_others_all_are_heard():
@@ -226,23 +228,16 @@ def test_process_that_is_killed_is_named():
 
 
 def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):
-    program = (
-        "from megatron_cp.executor.launch import run_ranks\n"
-        "from tests.unit_tests.executor.test_launch import stop_rank_1\n"
-        "if __name__ == '__main__':\n"
-        f"    run_ranks(stop_rank_1, 2, {str(tmp_path)!r}, kind='processes', timeout=None)\n"
-    )
-    script = tmp_path / "caller.py"
-    script.write_text(program)
-    root = str(Path(__file__).parents[3])
-    caller = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root})
+    stop = functools.partial(stop_rank_1, folder=str(tmp_path))
+    caller = forking_context().Process(target=run_forks, args=(list, stop, 2, None))
+    caller.start()
     try:
         notes = [tmp_path / str(rank) for rank in range(2)]
         ranks = [int(_soon(note.read_text)) for note in notes]
         _soon(lambda: _state(ranks[1]) == "T")
     finally:
         caller.kill()
-        caller.wait()
+        caller.join()
     _soon(lambda: all(_state(rank) in ("", "Z") for rank in ranks))
 
 

@@ -19,7 +19,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.fragments import arange_ranges, index_ranges
 from tests.refusals import refusal_of, rejects
 
-ragged = settings(derandomize=True, deadline=None, max_examples=40)
+ragged = settings(derandomize=True, deadline=None, max_examples=24)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
 CP_SIZES = st.integers(1, 9) | st.sampled_from([16, 61, 1023, 1024])
 MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
@@ -227,7 +227,7 @@ def test_pad_rows_belong_to_no_document(layout):
             assert rows[pad].tolist() == [fill] * layout.pad_rows[rank]
 
 
-@settings(ragged, max_examples=100)
+@settings(ragged, max_examples=40)
 @given(
     layout=layouts() | aligned_layouts(), library=st.sampled_from([np, torch]),
     trailing=st.sampled_from([(), (3,), (2, 1)]),
@@ -266,7 +266,7 @@ def sources_by_loop(packing, shift):
     ]
 
 
-@settings(ragged, max_examples=60)
+@ragged
 @given(layout=layouts() | aligned_layouts(), shift=st.integers(1, 3), library=st.sampled_from([np, torch]))
 def test_labels_are_later_tokens_of_the_same_document(layout, shift, library):
     sources = sources_by_loop(layout.packing, shift)

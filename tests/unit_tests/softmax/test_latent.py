@@ -46,17 +46,21 @@ def expanded(inputs, packing, dout):
     return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}
 
 
-def over_ranks(group, packing, scheme, layout, mode):
-    inputs, _, dout = drawn(packing)
-    layout = getattr(cp.Layout, layout)(packing, group.size)
-    plan = cp.plan_attention(packing, layout, scheme=scheme, latent=(SHARED, RANK), latent_mode=mode, **SIZES)
+def planned(packing, size, scheme, layout, mode):
+    layout = getattr(cp.Layout, layout)(packing, size)
+    return cp.plan_attention(packing, layout, scheme=scheme, latent=(SHARED, RANK), latent_mode=mode, **SIZES)
+
+
+def over_ranks(group, plan):
+    layout = plan.layout
+    inputs, _, dout = drawn(layout.packing)
     own = {
         name: (x.clone() if name == "up" else layout.shard(x, group.rank)).requires_grad_()
         for name, x in inputs.items()
     }
     out = cp.latent_attention(**own, plan=plan, group=group)
     out.backward(layout.shard(dout, group.rank))
-    return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}, layout
+    return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}
 
 
 CASES = covering(
@@ -75,10 +79,11 @@ def exact():
 @pytest.mark.filterwarnings("ignore:.*get no")
 @pytest.mark.parametrize(("scheme", "size", "layout", "mode"), CASES)
 def test_every_scheme_is_torchs_attention(scheme, size, layout, mode, exact):
-    ranks = run_ranks(over_ranks, size, cp.Packing(LENGTHS), scheme, layout, mode)
+    plan = planned(cp.Packing(LENGTHS), size, scheme, layout, mode)
+    ranks = run_ranks(over_ranks, size, plan)
     for name, value in exact.items():
-        parts = [rank[0][name] for rank in ranks]
-        found = sum(parts) if name == "up" else ranks[0][1].unshard(parts)
+        parts = [rank[name] for rank in ranks]
+        found = sum(parts) if name == "up" else plan.layout.unshard(parts)
         assert (found - value).abs().max() <= 1e-12 * value.abs().max(), name
 
 

@@ -17,12 +17,13 @@ PACKING = Packing([12, 1, 9])
 EXCHANGED = [scheme.name for scheme in SCHEMES.values() if scheme.exchanges_heads]
 
 
-def inputs_alive(group, scheme, recomputed):
+def planned(scheme):
+    return cp.plan_attention(PACKING, layout_by_name("zigzag", PACKING, 4), heads=4, head_dim=8, scheme=scheme)
+
+
+def inputs_alive(group, plan, recomputed):
     """Returns True for each of q, k and v, to which only the call refers, that outlives its forward pass."""
-    layout = layout_by_name("zigzag", PACKING, group.size)
-    plan = cp.plan_attention(PACKING, layout, heads=4, head_dim=8, scheme=scheme)
-    rows = int(layout.row_counts[group.rank])
-    leaf = torch.ones(rows, 4, 8, requires_grad=True)
+    leaf = torch.ones(int(plan.layout.row_counts[group.rank]), 4, 8, requires_grad=True)
 
     def layer(leaf):
         tensors = [leaf * number for number in (1, 2, 3)]
@@ -38,12 +39,12 @@ def inputs_alive(group, scheme, recomputed):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_recomputed_layer_keeps_no_input(scheme):
-    assert run_ranks(inputs_alive, 4, scheme, True) == [[False] * 3] * 4
+    assert run_ranks(inputs_alive, 4, planned(scheme), True) == [[False] * 3] * 4
 
 
 @pytest.mark.parametrize("scheme", EXCHANGED)
 def test_inputs_that_were_exchanged_are_kept_on_the_head_side_alone(scheme):
-    assert run_ranks(inputs_alive, 4, scheme, False) == [[False] * 3] * 4
+    assert run_ranks(inputs_alive, 4, planned(scheme), False) == [[False] * 3] * 4
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -52,10 +53,9 @@ def test_a_batchs_tables_end_with_its_plan(scheme):
     plans, steps = [], []
 
     def step(group):
-        layout = layout_by_name("zigzag", PACKING, group.size)
-        plan = cp.plan_attention(PACKING, layout, heads=4, head_dim=8, scheme=scheme)
+        plan = planned(scheme)
         plan.explain()
-        tensors = [torch.ones(int(layout.row_counts[group.rank]), 4, 8, requires_grad=True) for _ in "qkv"]
+        tensors = [torch.ones(int(plan.layout.row_counts[group.rank]), 4, 8, requires_grad=True) for _ in "qkv"]
         cp.attention(*tensors, plan, group).sum().backward()
         plans.append(weakref.ref(plan))
         steps.append(weakref.ref(plan.attend))

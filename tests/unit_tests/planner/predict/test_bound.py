@@ -54,7 +54,7 @@ def transport_of(random, hosts):
     return cp.Transport(name, hosts) if name == "hierarchical" else name
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 12 else ()) for seed in range(60)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 8 else ()) for seed in range(60)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -156,16 +156,14 @@ def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed, mo
 def test_auto_finds_the_fastest_of_all_ways():
     """But for what is gained by another preferred way; see `choose`. Tiles are not among them without a search."""
     untiled = [name for name in SCHEMES if name not in TILED]
-    for seed, size in ((0, 8), (1, 16), (2, 32)):
+    for seed, size, name in ((0, 8, "balanced"), (1, 16, "contiguous"), (2, 32, "zigzag")):
         lengths = np.maximum(np.random.default_rng(seed).lognormal(6, 1.5, 12).astype(int), 1)
         packing = cp.Packing(lengths.tolist())
-        for name in ("zigzag", "balanced", "contiguous"):
-            layout = getattr(cp.Layout, name)(packing, size)
-            mask, on = cp.Mask.causal(packing), machine("a100")
-            best = min(priced(plan, on).total for plan in ways(layout, mask, 16, 4, schemes=untiled))
-            chosen = cp.plan_attention(packing, layout, heads=16, kv_heads=4, head_dim=64, hardware=on)
-            assert chosen.prices[0].total <= best * 1.04 + 0.1
-            assert chosen.prices[0].total == pytest.approx(priced(chosen, on).total)
+        layout, mask, on = getattr(cp.Layout, name)(packing, size), cp.Mask.causal(packing), machine("a100")
+        best = min(priced(plan, on).total for plan in ways(layout, mask, 16, 4, schemes=untiled))
+        chosen = cp.plan_attention(packing, layout, heads=16, kv_heads=4, head_dim=64, hardware=on)
+        assert chosen.prices[0].total <= best * 1.04 + 0.1
+        assert chosen.prices[0].total == pytest.approx(priced(chosen, on).total)
 
 
 def test_remote_tiles_are_known_with_who_owns_their_rows_and_keys(monkeypatch):

@@ -113,7 +113,7 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_the_fast_stage_and_the_bound_enclose_the_best_answer(seed):
     problem = drawn(seed)
-    best, ranks = least(problem), fast.search(problem)
+    best, ranks = least(problem), fast.search(problem, steps=200)
     check(problem, ranks)
     assert lower_bound(problem) <= best <= cost(problem, ranks) <= 1.15 * best
 
@@ -122,7 +122,7 @@ def test_the_fast_stage_and_the_bound_enclose_the_best_answer(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_the_exact_stage_finds_the_best_answer(seed):
     problem = drawn(seed)
-    found = solve(problem, search_seconds=20)
+    found = solve(problem, search_seconds=20, steps=100)
     assert found.optimal
     assert found.bound == least(problem) == cost(problem, check(problem, found.ranks))
 
@@ -131,7 +131,7 @@ def test_the_exact_stage_finds_the_best_answer(seed):
 def test_no_answer_is_below_the_lagrangian_bound():
     """From poor starts, so that ranks may have dear patterns; with hosts in every third problem."""
     tight = 0
-    for seed in range(40):
+    for seed in range(16):
         problem = drawn(seed)
         start = longest_first(problem.work, problem.num_ranks)
         if cost(problem, start) == 0:
@@ -139,13 +139,13 @@ def test_no_answer_is_below_the_lagrangian_bound():
         (bound, _), best = lagrangian_bound(problem, start, budget=2.0), least(problem)
         assert bound <= best, seed
         tight += bound == best
-    assert tight >= 15
+    assert tight >= 8
 
 
 @needs_solver
 @pytest.mark.parametrize("weights", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
-    for bits in classes(3)[::8]:
+    for bits in classes(3)[::16]:
         problem = of_bits(bits, 3, 3, weights)
         start = longest_first(problem.work, 3)
         if cost(problem, start):
@@ -157,11 +157,10 @@ def test_the_lagrangian_bound_sees_columns_that_all_need():
     """A rank by itself may take the cheapest tiles of `star`, but all ranks may not take the same."""
     problem = block_problem("star", BACKWARD)
     start = longest_first(problem.work, 8)
-    first, second = (lagrangian_bound(problem, start, budget=10.0) for _ in range(2))
+    bound, left = lagrangian_bound(problem, start, budget=10.0)
     assert lower_bound(problem) == 7
-    assert first == second
-    assert first[0] == 8 == OPTIMA["star"][1]
-    assert 0 < first[1] < 10.0  # time that is left for answers
+    assert bound == 8 == OPTIMA["star"][1]
+    assert 0 < left < 10.0  # time that is left for answers
 
 
 @needs_solver
@@ -169,8 +168,10 @@ def test_the_lagrangian_bound_of_no_time_is_a_bound():
     problem = block_problem("star", FORWARD)
     start = longest_first(problem.work, 8)
     assert lagrangian_bound(problem, start, budget=1e-9)[0] == 0  # not one rank's program was solved
-    bounds = [lagrangian_bound(problem, start, budget=budget)[0] for budget in (0.1, 0.4, 2.0)]
+    found = [lagrangian_bound(problem, start, budget=budget) for budget in (0.1, 0.2, 0.2, 0.4)]
+    bounds = [bound for bound, _ in found]
     assert bounds == sorted(bounds)
+    assert found[1] == found[2]
     assert 0 < bounds[-1] <= OPTIMA["star"][0]
 
 
@@ -220,25 +221,27 @@ OPTIMA = {
 }  # fmt: skip
 
 
-@functools.cache
-def solved(name, weights):
-    """A problem of blocks, and what the fast stage finds."""
-    problem = block_problem(name, weights)
-    return problem, solve(problem)
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("way", [0, 1], ids=["forward", "backward"])
-@pytest.mark.few
-def test_the_fast_stage_is_near_the_optimum(name, way):
-    problem, found = solved(name, (FORWARD, BACKWARD)[way])
+@pytest.mark.parametrize(
+    ("name", "way", "steps"),
+    [
+        ("full", 1, 2000), ("strided", 0, 2000), ("global_local", 1, 2000), ("star", 0, 2000), ("streaming", 1, 2000),
+        ("causal", 0, fast.USUAL_STEPS),  # which needs more than 3000
+        *(
+            pytest.param(name, way, fast.USUAL_STEPS, marks=pytest.mark.thorough)
+            for name in MASKS for way in (0, 1) if (name, way) != ("causal", 0)
+        ),
+    ],
+)  # fmt: skip
+def test_the_fast_stage_is_near_the_optimum(name, way, steps):
+    problem = block_problem(name, (FORWARD, BACKWARD)[way])
+    found = solve(problem, steps=steps)
     best = OPTIMA[name][way]
     assert found.bound <= best <= max(found.sent.max(), found.received.max()) <= 1.15 * best
     assert loads(problem, found.ranks).max() <= problem.load_cap
 
 
 def test_a_bound_that_is_reached_is_an_optimum_and_queries_stay_with_their_owners():
-    _, found = solved("full", FORWARD)
+    found = solve(block_problem("full", FORWARD))
     assert (found.optimal, found.bound) == (True, 8)
     # With few heads of keys, only keys travel: grids of queries and keys would send more.
     packing = cp.Packing([4096])
@@ -315,7 +318,7 @@ def test_a_problem_too_large_to_write_down_is_said_so(monkeypatch):
 def test_ranks_that_own_nothing_are_interchangeable():
     table = np.array([[3, 2, 1], [1, 3, 2]])
     problem = TileProblem.from_table(table, [0, 0], [0, 0, 1], 4, FORWARD)
-    found = solve(problem, search_seconds=20)
+    found = solve(problem, search_seconds=20, steps=100)
     assert found.optimal
     assert found.bound == least(problem)
 
@@ -325,7 +328,7 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
     problem = drawn(1)
     rejects(r"^search_seconds: .*pip install ortools==", solve, problem, search_seconds=5)
-    assert solve(problem).bound > 0
+    assert solve(problem, steps=10).bound > 0
 
 
 def test_rejects_load_caps_and_caches_that_cannot_be(tmp_path):
@@ -344,15 +347,15 @@ def kept(directory):
 
 def test_an_answer_is_kept_and_taken(tmp_path):
     problem, cache = drawn(1), tmp_path / "new" / "cache"
-    first = solve(problem, cache=cache)
+    first = solve(problem, cache=cache, steps=100)
     path = kept(cache)
     assert path.stem == problem.digest
     content = json.loads(path.read_text())
     content["ranks"][:] = other(problem, first.ranks)
     content["bound"] = 0
     path.write_text(json.dumps(content))
-    assert solve(problem, cache=cache).ranks.tolist() == content["ranks"]
-    solve(drawn(2), cache=str(cache))
+    assert solve(problem, cache=cache, steps=100).ranks.tolist() == content["ranks"]
+    solve(drawn(2), cache=str(cache), steps=100)
     assert len(list(cache.iterdir())) == 2
 
 
@@ -364,7 +367,7 @@ def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
         raise AssertionError("the rights of all files of the process are changed")
 
     monkeypatch.setattr(os, "umask", refused)
-    solve(drawn(1), cache=tmp_path / "cache")
+    solve(drawn(1), cache=tmp_path / "cache", steps=100)
     assert kept(tmp_path / "cache").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
@@ -390,10 +393,10 @@ def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, t
 
 @needs_solver
 def test_a_longer_search_takes_a_kept_answer_further(tmp_path):
-    problem = block_problem("streaming", FORWARD)
-    assert not solve(problem, cache=tmp_path).optimal
-    assert solve(problem, cache=tmp_path, search_seconds=60).optimal
-    assert solve(problem, cache=tmp_path).optimal  # what was found at length serves those in a hurry
+    problem = drawn(4)
+    assert not solve(problem, cache=tmp_path, steps=100).optimal
+    assert solve(problem, cache=tmp_path, steps=100, search_seconds=60).optimal
+    assert solve(problem, cache=tmp_path, steps=100).optimal  # what was found at length serves those in a hurry
 
 
 @pytest.fixture(scope="module")
