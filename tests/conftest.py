@@ -90,7 +90,7 @@ def pytest_terminal_summary(terminalreporter):
 # By what modules name, the imports of the process whose forks are their ranks.
 _IMPORTS = {
     "megatron": r"(from |import |skip\(.)megatron\.(core|training)|(tiny|whole)_megatron|train_runs|apps\.train",
-    "trainers": r"\btests\.(compile|transformers)_cases\b",  # which import torch's compiler too
+    "trainers": r"\btests\.(compile|transformers)_cases\b|fsdp2_hybrid",  # which import torch's compiler too
     "torch without Triton": r"\brun_(module|code)\(",
     "torch": "",
 }

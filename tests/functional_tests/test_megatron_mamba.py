@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
-from tests.forked_ranks import run_ranks_after
 from tests.functional_tests import test_megatron_stock as stock
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
@@ -48,23 +48,22 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    """Forks of a process in which Megatron found a stand-in for mamba_ssm when it was imported."""
+    """Ranks whose Megatron finds a stand-in for mamba_ssm."""
     places = [case["place"] for case in selected(request, test_documents_are_apart)]
-    run = partial(run_ranks_after, import_megatron, partial(compare, places=places), 4, timeout=limit(200))
+    run = partial(run_ranks, compare, 4, places, kind="processes", timeout=limit(200))
     return once(tmp_path_factory, "megatron_mamba", run)
 
 
 def compare(group, places):
+    stand_in_for_mamba_ssm()
     tiny.start()
-    found, alone, packed = {}, {}, {}
-    for name in LAYERS:
-        layer = stock_layer(name)
-        found["states", name] = stock.exchanged_states(our_layer(name), layer)
-        alone[name] = on_each_document(layer, tiny.RAGGED)
-        packed[name] = megatrons_packed(layer, tiny.RAGGED)
-        found["two ways", name] = worst(packed[name], alone[name])
-    aligned = on_each_document(stock_layer("mamba"), ALIGNED)
-    found["leak"] = worst(megatrons_packed(stock_layer("mamba"), ALIGNED, total_tokens=None), aligned)
+    oracles = [None] * group.size
+    dist.all_gather_object(oracles, [megatrons(name) for name in [*LAYERS, ALIGNED][group.rank :: group.size]])
+    oracles = {name: others for rank in oracles for name, *others in rank}
+    alone, packed = ({name: both[way] for name, both in oracles.items()} for way in (0, 1))
+    found = {("two ways", name): worst(packed[name], alone[name]) for name in LAYERS}
+    found |= {("states", name): stock.exchanged_states(our_layer(name), stock_layer(name)) for name in LAYERS}
+    found["leak"] = worst(packed[ALIGNED], alone[ALIGNED])
     found["inference"] = [attempt(infer)]
     for place in places:
         tiny.start(cp=place[0])
@@ -72,13 +71,24 @@ def compare(group, places):
             ours = packed_layer(name, *place)
             found[place, name] = worst(ours, alone[name]), worst(ours, packed[name])
         found["isolation", place] = changed_documents(*place)
-        found["megatron's sharding", place] = worst(packed_layer("mamba", *place, how="megatron"), aligned)
+        found["megatron's sharding", place] = worst(packed_layer("mamba", *place, how="megatron"), alone[ALIGNED])
     found["inference"].append(attempt(infer))
     found["two rows"] = attempt(run_two_packed_rows)
     tiny.start(tp=2)
     found["tensor parallel"] = [stock.stored(make("mamba")) for make in (our_layer, stock_layer)]
     found["names"] = [name for name, *_ in stock.stored(tiny.build("hybrid_mamba"))]
     return found
+
+
+def megatrons(name):
+    """Returns a layer's name, or ALIGNED, with the results of Megatron's mixer: on each document, and on the pack."""
+    if name == ALIGNED:
+        return (
+            name,
+            on_each_document(stock_layer("mamba"), ALIGNED),
+            megatrons_packed(stock_layer("mamba"), ALIGNED, None),
+        )
+    return name, on_each_document(stock_layer(name), tiny.RAGGED), megatrons_packed(stock_layer(name), tiny.RAGGED)
 
 
 def worst(actual, expected):
@@ -92,18 +102,11 @@ def attempt(action):
         return str(error)
 
 
-def import_megatron():
-    stand_in_for_mamba_ssm()
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.models.hybrid.hybrid_model
-    import megatron.core.pipeline_parallel
-    import megatron.core.ssm.gated_delta_net.common  # noqa: F401
-
-
 def stand_in_for_mamba_ssm():
-    """Packages by the names that Megatron imports, before it does."""
-    assert "megatron.core.ssm.mamba_mixer" not in sys.modules
+    """Has Megatron's mixer imported anew, with packages by the names that it imports."""
+    from megatron.core.ssm import mamba_mixer
+
+    assert not mamba_mixer.HAVE_MAMBA_SSM
     contents = {
         "mamba_ssm": {"__version__": "2.3.2"},
         "mamba_ssm.ops": {},
@@ -122,9 +125,9 @@ def stand_in_for_mamba_ssm():
         module.__path__ = []
         vars(module).update(values)
         sys.modules[name] = module
-    from megatron.core.ssm import mamba_mixer
     from megatron.core.utils import get_mamba_version, is_causal_conv1d_min_version
 
+    importlib.reload(mamba_mixer)  # classes that are derived from the old one have its functions, and these its names
     mamba_mixer.MAMBA_HAS_STATE_DTYPE = False
     assert mamba_mixer.HAVE_MAMBA_SSM
     # Megatron remembers the versions. Nothing else is to take these for the packages.

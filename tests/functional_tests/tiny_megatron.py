@@ -9,6 +9,7 @@ import logging
 import warnings
 import zlib
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -229,12 +230,12 @@ def share(whole, split, rank, size):
 
 
 def whole(shares, split):
-    """The inverse of `share`; where all ranks have everything, the first rank's."""
+    """The inverse of `share`, of numpy's arrays; where all ranks have everything, the first rank's."""
     if split is None:
         return shares[0]
     dimension, sizes = split
-    sections = zip(*(one.split(sizes, dimension) for one in shares), strict=True)
-    return torch.cat([torch.cat(pieces, dimension) for pieces in sections], dimension)
+    sections = zip(*(np.split(one, np.cumsum(sizes)[:-1], dimension) for one in shares), strict=True)
+    return np.concatenate([np.concatenate(pieces, dimension) for pieces in sections], dimension)
 
 
 def layout_of(name, lengths, cp_size, align=1):
@@ -325,7 +326,7 @@ def microbatches(model, batches, layout="zigzag", how="planned", align=1):
 
 @dataclasses.dataclass
 class Step:
-    """Loss and gradients of one step: per token of the whole batch, gradients whole and by name.
+    """Loss and gradients of one step: per token of the whole batch, gradients whole and by name, as numpy's arrays.
 
     `drift` is how far the gradients of tensor-parallel ranks are apart where all of them should have the same, and
     `collectives` how many operations on groups there were, if they were counted.
@@ -374,9 +375,10 @@ def gathered(own):
     """Whole gradients from all tensor-parallel ranks, and by name how far copies of the same are apart."""
     from megatron.core import parallel_state
 
-    everyone = [None] * parallel_state.get_tensor_model_parallel_world_size()
-    mine = {name: gradient.clone() for name, (gradient, _) in own.items()}
-    dist.all_gather_object(everyone, mine, group=parallel_state.get_tensor_model_parallel_group())
+    mine = {name: gradient.numpy().copy() for name, (gradient, _) in own.items()}  # which is pickled fast
+    everyone = [mine] * parallel_state.get_tensor_model_parallel_world_size()
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine, group=parallel_state.get_tensor_model_parallel_group())
     found = {name: whole([one[name] for one in everyone], split) for name, (_, split) in own.items()}
     drift = {
         name: max(distance(one[name], found[name]) for one in everyone)
@@ -388,7 +390,8 @@ def gathered(own):
 
 def distance(actual, expected):
     """`max|a - b| / max|b|`."""
-    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+    actual, expected = (np.asarray(values, dtype=np.float64) for values in (actual, expected))
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def distances(actual, expected):

@@ -70,6 +70,7 @@ def parameters_of(model, config):
 def step(config, chunks, batches, *, align=None, optimizes=False, looks_ahead=True, groups=()):
     """Loss, gradients and drift of one step over Megatron's schedule; with an optimizer the parameters that it leaves.
 
+    Rank 0 has the gradients and drift of all ranks.
 
     Args:
         align: of the layouts, if not as the configuration asks for.
@@ -112,17 +113,11 @@ def step(config, chunks, batches, *, align=None, optimizes=False, looks_ahead=Tr
     )  # fmt: skip
     loss = loss_of(reduced)
     if optimizer is None:
-        gradients, drift = gathered(chunks, config, "main_grad")
-        return loss, gradients | biases(chunks), drift
+        return loss, *gathered(chunks, config, "main_grad")
     optimizer.step()
     for chunk in wrapped:
         chunk.start_param_sync(force_sync=True)
     return loss, *gathered(chunks, config, "data")
-
-
-def biases(chunks):
-    """Returns the biases of experts after the end of the step, for models that are whole on a rank."""
-    return {name: bias.clone() for chunk in chunks for name, bias in chunk.named_buffers() if "expert_bias" in name}
 
 
 def own_group(sizes):
@@ -172,18 +167,25 @@ def optimizer_of(config, wrapped):
 
 
 def gathered(chunks, config, attribute):
-    """Returns, by whole names, the tensors of all ranks, stages and experts; and the distance between copies."""
+    """Returns, by whole names, the arrays of all ranks, stages and experts, and the distance between copies.
+
+    Biases of experts are among them, as the end of the step leaves them. Ranks but the first return nothing.
+    """
     from megatron.core import parallel_state
 
     tp_rank, tp_size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
     own = {
-        name: (getattr(parameter, attribute).clone(), split)
+        name: (getattr(parameter, attribute).detach().numpy().copy(), split)
         for chunk in chunks
         for name, parameter, split in parameters_of(chunk, config)
     }
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (tp_rank, own))
+    buffers = [pair for chunk in chunks for pair in chunk.named_buffers()]
+    own |= {name: (bias.numpy(), None) for name, bias in buffers if "expert_bias" in name}
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((tp_rank, own), everyone)
     found, drift = {}, {}
+    if everyone is None:
+        return found, drift
     for name in dict.fromkeys(name for _, one in everyone for name in one):
         shares = [[one[name] for rank, one in everyone if rank == part and name in one] for part in range(tp_size)]
         split = shares[0][0][1]

@@ -219,7 +219,9 @@ class _Batches:
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
         self._layouts = dict.fromkeys(CHOICES, 0)
-        self._shown: BatchPlan | None = None  # plans of the pack with the most documents so far
+        # The plans of the pack with the most documents so far, and those that the picture has.
+        self._shown: BatchPlan | None = None
+        self._drawn: BatchPlan | None = None
         self.seconds = 0.0  # that making packs and plans took, to be reset by who reads it
 
     def __iter__(self) -> Iterator[ShardedBatch]:
@@ -271,10 +273,11 @@ class _Batches:
         return _Counts(tokens, pad_rows, {name: n for name, n in zip(CHOICES, packs, strict=True) if n}, why)
 
     def save_picture(self, path: Path) -> None:
-        """Draws the plan of each kind of layer for the pack with the most documents so far."""
-        if plans := self._shown.plans if self._shown else []:
+        """Draws the plan of each kind of layer for the pack with the most documents so far, unless it is drawn."""
+        if self._shown is not self._drawn and (plans := self._shown.plans if self._shown else []):
             with writing(path.parent, path.name):
                 save_picture(plans, path)
+            self._drawn = self._shown
 
     def layers(self) -> list[dict[str, Any]]:
         """Describes the plan of each kind of layer, for the run's page."""

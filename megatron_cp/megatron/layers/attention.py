@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -285,9 +286,15 @@ def refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
         **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec", "latent_mode")},
     }  # fmt: skip
     try:
-        slot.plan(Layout.contiguous(Packing([1]), cp_size))
+        slot.plan(_one_token(cp_size))
     except ArgumentError as error:
         refuse(flags.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
+
+
+@lru_cache(maxsize=8)
+def _one_token(cp_size: int) -> Layout:
+    """Returns one layout for all layers of a model: it remembers prices, so that layers alike are priced once."""
+    return Layout.contiguous(Packing([1]), cp_size)
 
 
 def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:
