@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_cp.data import corpus
 from megatron_cp.executor import launch
 from megatron_cp.testing.case import LayerCase
 from tests.covering import few_of
 from tests.forked_ranks import forking_context, use_server
-from tests.shared import plan_once
+from tests.shared import plan_once, read_once
 
 torch.set_num_threads(1)
 
@@ -117,6 +118,14 @@ def plans_are_shared():
     """Threads plan one at a time, so that each planning for itself would take as many times as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayerCase, "plan", plan_once())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def default_corpus_is_shared():
+    """Commands that draw documents read 1,700 files, which takes more than most of them do otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "read_corpus", read_once())
         yield
 
 

@@ -1,10 +1,13 @@
 """Values that tests of a module share: made once for all workers of a run, and only those that selected tests need."""
 
 import fcntl
+import functools
 import pickle
 import threading
 from weakref import WeakValueDictionary
 
+from megatron_cp.data.corpus import read_corpus
+from megatron_cp.data.tokenizer import ByteTokenizer
 from megatron_cp.testing.case import LayerCase
 
 
@@ -44,5 +47,16 @@ def plan_once(plan=LayerCase.plan):
             if found is None:
                 found = plans[key] = plan(case)
             return found
+
+    return shared
+
+
+def read_once(read=read_corpus):
+    """Returns `read_corpus` that reads the default corpus once a process; what it returns cannot be changed."""
+    default = functools.cache(lambda: read(None, ByteTokenizer()))
+
+    def shared(path, tokenizer):
+        is_default = path is None and isinstance(tokenizer, ByteTokenizer)
+        return default() if is_default else read(path, tokenizer)
 
     return shared

@@ -17,7 +17,9 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
 from megatron_cp.planner.predict import machine
-from tests.commands import command, only_json, reported
+from tests.commands import ROOT, command, only_json, reported
+from tests.forked_commands import run_forked
+from tests.limits import limit
 from tests.terminal import Terminal
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
@@ -199,9 +201,11 @@ def test_rejects_bad_usage_with_status_2(arguments, capsys):
     assert "See megatron-cp bench --help." in capsys.readouterr().err
 
 
-def test_a_run_out_of_time_ends_with_status_1():
+def test_a_run_out_of_time_ends_with_status_1(tmp_path):
     slow = ["--kernel", "reference", "--lengths", "4000,4000", "--ranks", "threads", "--timeout", "0.2"]
-    run = command("bench", "attention", "--device", "cpu", *slow, seconds=60, status=1)
+    command = ["bench", "attention", "--device", "cpu", *slow]
+    run = run_forked(command, tmp_path, timeout=limit(60), folder=ROOT, environment={})
+    assert run.returncode == 1
     assert "did not finish in 0.2 s" in run.stderr
 
 

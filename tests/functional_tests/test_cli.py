@@ -17,7 +17,7 @@ from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import MASKS, sweep
 from tests.commands import ROOT, command, only_json, reported
-from tests.forked_commands import forked
+from tests.forked_commands import forked, run_forked
 from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
@@ -38,7 +38,7 @@ GRADIENTS = {
     "command",
     [
         ["plan", *BATCH],
-        ["plan", "--whole", "--model", "llama3-8b", "--cp", "4,8", "--lengths", "4096"],
+        ["plan", "--whole", "--model", "tiny", "--cp", "2,4", "--layout", "zigzag", "--lengths", "4096"],
         ["check", "--cp", "2", "--lengths", "3"],
         ["doctor"],
     ],
@@ -58,12 +58,12 @@ def test_json_is_one_object_and_nothing_else(command, capsys):
 # Each layer and each layout once or twice: `test_parity.test_layer_equals_one_rank` has their product.
 @pytest.mark.parametrize(("layer", "layout"), [*zip(SHAPE, itertools.cycle(["contiguous", "zigzag", "random"]))])
 def test_check_passes_bitwise_forward(layer, layout, capsys):
-    options = ["--cp", "2,3,4,5,8", "--layout", layout, "--dtype", "float64", "--json"]
+    options = ["--cp", "2,5,8", "--layout", layout, "--dtype", "float64", "--json"]
     assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0
     report = only_json(capsys.readouterr().out)
     assert report["pass"] is True
     assert report["bitwise_forward"] is True
-    assert report["cases"] == 5
+    assert report["cases"] == 3
     assert set(report["max_rel_err"]) == {"out"} | GRADIENTS[layer]
     assert max(report["max_rel_err"].values()) <= 1e-12
 
@@ -144,7 +144,7 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes():
 
 
 def test_plan_names_a_layout_that_is_much_faster():
-    arguments = ["plan", "--documents", "400", "--cp", "32", "--hosts", "4", "--tokens-per-rank", "8192", "--json"]
+    arguments = ["plan", "--documents", "64", "--cp", "8", "--hosts", "2", "--tokens-per-rank", "4096", "--json"]
     found = {}
     for layout in ("zigzag", "contiguous"):
         out, report = reported([*arguments, "--layout", layout])
@@ -284,8 +284,11 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
     lengths = ["--lengths", "7,1,130,3,64"]
     assert main(["plan", "--cp", "3", "--mask", mask, *lengths]) == 0
     assert f", {mask} in each document" in capsys.readouterr().out
-    assert main(["check", "--cp", "3,5", "--mask", mask, "--scheme", "exact", *lengths, "--json"]) == 0
+    assert main(["check", "--cp", "5", "--mask", mask, "--scheme", "exact", *lengths, "--json"]) == 0
     assert only_json(capsys.readouterr().out)["pass"]
+
+
+PLAN = ["plan", "--lengths", "9"]
 
 
 @pytest.mark.parametrize(
@@ -315,16 +318,16 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--layer", "gdn", "--ulysses-degree", "2"], "gdn has none"),
         (["check", "--layer", "gdn", "--cp", "2", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
         (["check", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "none for chunkwise"),
-        (["plan", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
+        ([*PLAN, "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
         (["check", "--layer", "conv1d", "--codec", "fp8"], "none for conv1d"),
         (["check", "--codec", "fp7"], "--codec"),
-        (["plan", "--transport", "pigeon"], "--transport"),
-        (["plan", "--transport", "hierarchical", "--hosts", "9", "--cp", "4"], "at most the 4 ranks"),
-        (["plan", "--hosts", "9"], "1 to the 4 ranks"),
+        ([*PLAN, "--transport", "pigeon"], "--transport"),
+        ([*PLAN, "--transport", "hierarchical", "--hosts", "9", "--cp", "4"], "at most the 4 ranks"),
+        ([*PLAN, "--hosts", "9"], "1 to the 4 ranks"),
         (["plan", "--nodes", "2"], "there is no such option. Did you mean --hosts?"),
-        (["plan", "--layer", "gdn", "--scheme", "relay"], "Did you mean redistribute?"),
-        (["plan", "--dropout", "1.5"], "--dropout"),
-        (["plan", "--scheme", "exact", "--head-chunks", "3"], "1 to 2"),
+        ([*PLAN, "--layer", "gdn", "--scheme", "relay"], "Did you mean redistribute?"),
+        ([*PLAN, "--dropout", "1.5"], "--dropout"),
+        ([*PLAN, "--scheme", "exact", "--head-chunks", "3"], "1 to 2"),
         (["check", "--layer", "attention", "--conv-width", "4"], "attention has none"),
         (["check", "--lengths", "0,0"], "at least one token"),
         (["check", "--cp", "1024", "--lengths", "5"], "at most 64 local ranks"),
@@ -338,8 +341,8 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--kernel", "varlen"], "CUDA"),
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
-        (["plan", "--scheme", "tiles"], "Did you mean tiled?"),
-        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
+        ([*PLAN, "--scheme", "tiles"], "Did you mean tiled?"),
+        ([*PLAN, "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
         (["plan", "--parents", "-1,0"], "--parents: got [-1, 0]; allowed: only with --lengths"),
         (["plan", "--lengths", "4,3", "--parents", "-1,1"], "parents[1]: got 1; allowed: -1 for a root, or"),
         (["plan", "--lengths", "4,3", "--parents", "-1,x"], "--parents: got 'x'"),
@@ -353,7 +356,7 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--layer", "kda", "--groups", "2"], "kda has none"),
         (["check", "--layer", "conv1d", "--state", "2"], "conv1d has none"),
         (["check", "--layer", "mamba", "--heads", "6", "--groups", "4"], "--groups: got 4"),
-        (["plan", "--layer", "gdn", "--conv-width", "65"], "--conv-width: got 65"),
+        ([*PLAN, "--layer", "gdn", "--conv-width", "65"], "--conv-width: got 65"),
         (["plan", "--cp", "2000"], "--cp: got '2000'; allowed: integers from 1 to 1024"),
         (["plan", "--plot", "no/such/folder/plan.png"], "folder"),
     ],
@@ -491,11 +494,10 @@ def test_check_says_first_where_it_ran(every):
     assert list(report.items())[:3] == [("backend", "threads"), ("device", "cpu"), ("dtype", "float32")]
 
 
-def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
-    run = command(
-        "check", "--kernel", "reference", "--cp", "2", "--lengths", "4000,4000", "--timeout", "0.2", seconds=60,
-        status=1,
-    )  # fmt: skip
+def test_a_time_out_ends_with_status_1_and_the_ranks_stacks(tmp_path):
+    slow = ["--kernel", "reference", "--cp", "2", "--lengths", "4000,4000", "--timeout", "0.2"]
+    run = run_forked(["check", *slow], tmp_path, timeout=limit(60), folder=ROOT, environment={})
+    assert run.returncode == 1
     assert "did not finish in 0.2 s" in run.stderr
     assert "run_layer" in run.stderr
 

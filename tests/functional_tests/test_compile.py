@@ -117,7 +117,7 @@ def checkpointed(group, operation, mode):
     """Largest difference of a compiled operation that is computed again in backward, over several packs."""
     function, layer, found = FUNCTIONS[operation], Layer(operation), []
     compiled = partial(checkpoint, compiled_on_the_last(group, function), use_reentrant=False)
-    for number, lengths in enumerate(PACKS[:3]):
+    for number, lengths in enumerate(PACKS[:2]):
         batch = plans(operation, mode, lengths, group.size)
         x = drawn(batch, number, group.rank)
         expected, had = (results(run, layer, x, batch, given(group)) for run in (function, compiled))
@@ -129,7 +129,7 @@ def in_flight(group, operation, mode):
     """Runs every forward before the first backward, and backward in the opposite order."""
     function, layer = FUNCTIONS[operation], Layer(operation)
     compiled, under_way, found = compiled_on_the_last(group, function), [], []
-    for number, lengths in enumerate(PACKS[:3]):
+    for number, lengths in enumerate(PACKS[:2]):
         batch = plans(operation, mode, lengths, group.size)
         x = drawn(batch, number, group.rank)
         expected = results(function, layer, x, batch, given(group))
@@ -153,7 +153,7 @@ def checkpointed_and_in_flight(group, cases):
 
 
 def test_compiled_operations_can_be_checkpointed_and_wait_for_their_backward():
-    cases = [("attention", "a2a, 2 chunks"), ("kda_mixer", "chunkwise"), ("gated_delta_net", "headwise")]
+    cases = [("attention", "a2a, 2 chunks"), ("kda_mixer", "chunkwise")]
     for worst, found in run_ranks(checkpointed_and_in_flight, 2, cases, kind="processes", timeout=240):
         assert max(worst) <= TOLERANCE
         assert found == []
@@ -243,9 +243,9 @@ class Within(torch.nn.Module):
 
 
 def test_a_model_is_compiled_once_for_all_of_its_layers():
-    """Twelve layers of two kinds: two graphs each, and one more of the first, whose input needs no gradient."""
+    """Six layers of two kinds: two graphs each, and one more of the first, whose input needs no gradient."""
     modes, (group,) = {"attention": "a2a", "kda_mixer": "headwise"}, ThreadGroup.create(1)
-    model, graphs = Stack([*modes] * 6), []
+    model, graphs = Stack([*modes] * 3), []
     compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     with complaints() as found:
         for number, lengths in enumerate(PACKS):

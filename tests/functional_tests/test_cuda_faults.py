@@ -1,4 +1,7 @@
-"""Faults that only CUDA shows, planted on purpose: the emulated device sees every one, and nothing without them."""
+"""Faults that only CUDA shows, planted on purpose: the emulated device sees every one, and nothing without them.
+
+It refuses what a GPU refuses, and its values are right.
+"""
 
 import os
 from dataclasses import replace
@@ -191,3 +194,33 @@ def test_nothing_is_seen_without_it(fault):
     with pytest.MonkeyPatch.context() as patch:
         run, _ = fault(patch)  # and takes it back
     run()
+
+
+REFUSED = {
+    "item": lambda x: x[0].item(), "tolist": lambda x: x.tolist(), "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(), "a mask": lambda x: x[x > 2], "two devices": lambda x: x + torch.ones(6),
+    "an index of the host": lambda x: x[torch.tensor([0, 1])],
+    "an index of the device into the host's": lambda x: torch.ones(6)[x.long()],
+    "a pageable copy": lambda x: torch.ones(6).to("cuda"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_a_gpu_refuses_is_refused(call):
+    x = torch.arange(6.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):
+            call(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_values_are_right_and_memory_that_nobody_wrote_is_nan():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = torch.ones(6).pin_memory().to("cuda", non_blocking=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (torch.arange(6.0, device="cuda") @ y).item() == 15
+    assert torch.empty(10_000_000, device="cuda").isnan().all().item()

@@ -15,9 +15,11 @@ import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import judge, whole
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
-from tests.functional_tests.test_cuda import ATTENTION, GDN, KERNELS, in_float64, layer_on_device
+from tests.functional_tests.test_cuda import ATTENTION, GDN, KERNELS, SMALL, in_float64, layer_on_device
 
 pytestmark = pytest.mark.skipif("NULLGPU" not in os.environ, reason="needs the emulated device")
+
+ATTENTION, GDN = replace(ATTENTION, **SMALL), replace(GDN, **SMALL)
 
 
 def agree_with_float64(case, alone, tolerance):

@@ -19,7 +19,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.transport import Transport
 from megatron_cp.testing.parity import judge, whole
-from tests.functional_tests.test_cuda import ATTENTION, GDN, in_float64, layer_on_device
+from tests.functional_tests.test_cuda import ATTENTION, GDN, SMALL, in_float64, layer_on_device
 from tests.limits import limit
 from tests.refusals import rejects
 
@@ -28,9 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 IS_EMULATED = "NULLGPU" in os.environ
 emulated = pytest.mark.skipif(not IS_EMULATED, reason="needs the emulated device")
 BY, DEVICE = Transport("symmetric_memory"), torch.device("cuda", 0)
-LENGTHS = (7, 1, 40, 13, 2)
-ATTENTION = replace(ATTENTION, lengths=LENGTHS, scheme="a2a")
-GDN = replace(GDN, lengths=LENGTHS, scheme="headwise")
+ATTENTION, GDN = replace(ATTENTION, **SMALL, scheme="a2a"), replace(GDN, **SMALL, scheme="headwise")
 CASES = {
     **{scheme: replace(ATTENTION, cp=4, layout="balanced", scheme=scheme) for scheme in SCHEMES},
     **{f"p2p over {cp}": replace(ATTENTION, cp=cp, layout="zigzag", scheme="p2p") for cp in (2, 3, 5)},

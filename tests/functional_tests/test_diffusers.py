@@ -175,6 +175,7 @@ def single(x, dtype):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few
 def test_half_precision(name, autocast):
     assert max(run_ranks(half_on_rank, 2, name, autocast)) <= 3e-2
 

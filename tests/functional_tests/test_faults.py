@@ -93,7 +93,7 @@ def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
     def rank(group, case):
         return Job(case, group, group, None).run()
 
-    for case in (draw(0, number) for number in range(3)):
+    for case in (draw(0, number) for number in (2, 13, 22)):  # which search for no tiles
         case = dataclasses.replace(case, fault=dataclasses.replace(case.fault, kind="kill"), own_reduce=False)
         assert run_ranks(rank, case.cp_size, case) == run_ranks(rank, case.cp_size, case)
 

@@ -21,13 +21,13 @@ RAGGED = [7, 1, 70, 0, 13]  # chunks have 64 tokens
 ACROSS = [3, 150, 1, 9]  # of three ranks one holds nothing but the middle of a document
 CASES = {
     "gdn": [  # few and of few heads, because the interpreter takes seconds for each
-        {"lengths": RAGGED, "groups": [0, 0, 1, 1], "dk": 16, "dv": 16},  # as fla shares key heads
+        {"lengths": [70, 0, 3], "groups": [0, 0, 1, 1], "dk": 16, "dv": 16},  # as fla shares key heads
         {"lengths": RAGGED, "groups": [0, 0, 1], "dk": 16, "dv": 32},
         {"lengths": RAGGED, "groups": [0, 1], "dk": 24, "dv": 8},
         {"lengths": [65], "groups": [0], "dk": 32, "dv": 16},
         {"lengths": [7, 70, 0, 0, 13], "groups": [0, 0], "dk": 16, "dv": 16, "fixed": True},
         {"lengths": [1, 2, 3], "groups": [0], "dk": 16, "dv": 16, "fixed": True},  # as many chunks as there may be
-        {"lengths": ACROSS, "groups": [0, 0, 1, 1], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
+        {"lengths": ACROSS, "groups": [0, 0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
         {"lengths": ACROSS, "groups": [0, 0, 1], "dk": 16, "dv": 24, "layout": "contiguous", "ranks": 3},
         {"lengths": [140, 1, 5], "groups": [0, 0], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
         {"lengths": [2], "groups": [0], "dk": 16, "dv": 16, "layout": "contiguous", "ranks": 2},
@@ -37,7 +37,7 @@ CASES = {
         },
     ],
     "kda": [
-        {"lengths": [7, 1, 66], "groups": [0], "dk": 16, "dv": 8},
+        {"lengths": [1, 66], "groups": [0], "dk": 16, "dv": 8},
         {"lengths": [7, 66, 0], "groups": [0], "dk": 16, "dv": 8, "fixed": True},
         {"lengths": ACROSS, "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
         {"lengths": [3, 40, 1, 9], "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 3},

@@ -169,6 +169,7 @@ def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
 
 @pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
 @pytest.mark.parametrize("fit", ["17GiB", "30GiB", "70GiB"])
+@pytest.mark.few(of=lambda fit, batch: (fit, tuple(batch)))
 def test_the_length_that_is_said_to_fit_does(fit, batch):
     """Asked again, with the documents scaled to it; and a tenth more does not."""
     shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit, "--sharding", "zero3"]

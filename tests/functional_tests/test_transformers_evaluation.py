@@ -29,7 +29,7 @@ if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets",
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of up to three worlds, each of many trainers
 
 KINDS = {
-    "Trainer": {"sft": False},
+    "Trainer": {"sft": False, "scheme": "auto"},
     "Trainer, flattened": {"sft": False, "flatten": True},
     "Trainer, a model that takes no number of labels": {"sft": False, "flatten": True, "means": True},
     "SFTTrainer": {"sft": True},
@@ -62,8 +62,8 @@ def nll(found):
     return {"nll": losses.sum().item() / (labels != -100).sum().item(), "count": (labels != -100).sum().item()}
 
 
-def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, **changed):
-    """Ours over `cp` ranks, or the stock trainer if it is None.
+def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, scheme="a2a", **changed):
+    """Ours over `cp` ranks, or the stock trainer if it is None. One kind prices schemes.
 
     Args:
         means: the model takes no number of labels, and the first of its batches' documents have few to learn.
@@ -83,7 +83,7 @@ def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, **changed
     if cp is not None:
         kind = type("Ours", (ContextParallelMixin, kind), {})
         parallelism = ParallelismConfig(cp_size=cp, **({"dp_shard_size": size // cp} if size > cp else {}))
-        own = {"layout": "contiguous"} if means else {}
+        own = {"scheme": scheme} | ({"layout": "contiguous"} if means else {})
     args = (SFTConfig if sft else TrainingArguments)(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
         learning_rate=1e-2, parallelism_config=parallelism, include_num_input_tokens_seen="non_padding",

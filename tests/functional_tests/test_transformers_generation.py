@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 # The trainer, the model, an adapter (whose base is the reference), and other arguments.
 KINDS = {
-    "GRPO": ("GRPO", "Llama", False, {"gradient_accumulation_steps": 2}),
+    "GRPO": ("GRPO", "Llama", False, {"gradient_accumulation_steps": 2, "scheme": "auto"}),
     "GRPO, hybrid": ("GRPO", "Qwen3Next", False, {}),
     "GRPO, reference": ("GRPO", "Llama", True, {"beta": 0.1, "num_iterations": 2, "loss_type": "grpo"}),
     "RLOO, reference": ("RLOO", "Llama", True, {"beta": 0.1}),
@@ -79,8 +79,8 @@ def roll_out(prompts, trainer):
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
-def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **changed):
-    """Makes our trainer over ranks of these sizes, or the stock trainer if they are None."""
+def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, scheme="a2a", **changed):
+    """Makes our trainer over ranks of these sizes, or the stock trainer if they are None. One kind prices schemes."""
     import torch
     import trl
     from accelerate.state import AcceleratorState
@@ -91,25 +91,26 @@ def trainer_of(folder, name, model, adapter, sizes, dropout=0.0, given=None, **c
     from tests.transformers_cases import build, tokenizer
 
     AcceleratorState._reset_state(True)
-    kind, config, parallelism = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), None
+    kind, config, parallelism, more = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"), None, {}
     if sizes is not None:
         kind, parallelism = type("Ours", (ContextParallelGRPOMixin, kind), {}), Parallelism(**sizes)
+        more = {"scheme": scheme}
     args = config(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
         learning_rate=0.1, optim="sgd", parallelism_config=parallelism, save_strategy="no", bf16=False,
         per_device_train_batch_size=4, per_device_eval_batch_size=4, num_generations=2,
-        router_aux_loss_coef=0.0, **{"max_steps": 2, "max_completion_length": 9} | changed,
+        router_aux_loss_coef=0.0, **{"max_steps": 2, "max_completion_length": 6} | changed,
     )  # fmt: skip
     model = build(model, dtype=torch.float32, **(HYBRID if model == "Qwen3Next" else {"num_hidden_layers": 1}))
     model.set_attn_implementation("eager")
     random = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 97, (2 + n % 5,), generator=random).tolist() for n in range(8)]
     words, text = [" ".join(f"t{token}" for token in tokens) for tokens in prompts], tokenizer()
-    more = {}
     if given == "tools":
         words = [[{"role": "user", "content": each}] for each in words]
         text.chat_template, text.response_template = TEMPLATE, "for `parsed`"
-        trl.trainer.grpo_trainer.parse_response, more = parsed, {"tools": [look_up], "rollout_func": roll_out}
+        trl.trainer.grpo_trainer.parse_response = parsed
+        more |= {"tools": [look_up], "rollout_func": roll_out}
     data = Dataset.from_list([{"prompt": each} for each in words])
     own = {
         "peft_config": LoraConfig(
