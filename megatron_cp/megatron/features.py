@@ -57,8 +57,10 @@ FEATURES = (
         " no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs"
         " tp-comm-overlap-rs-dgrad no-tp-comm-split-ag no-tp-comm-split-rs tp-comm-bootstrap-backend"
         " tp-comm-overlap-cfg"),
-    row("parallelism", UNTRIED, "other sharding of weights, other schedules of experts", "expert-tensor-parallel-size"
-        " tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm"
+    row("parallelism", PROVED, f"{_MATRIX}: experts whole on two tensor-parallel ranks, and split over them",
+        "expert-tensor-parallel-size"),
+    row("parallelism", UNTRIED, "other sharding of weights, other schedules of experts",
+        "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm"
         " overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release mtp-standalone"),
     row("batch", PROVED, f"{_EXAMPLE}: both branches", "micro-batch-size global-batch-size seq-length sft"
         " sft-tokenizer-prompt-format dataloader-type data-path split train-data-path valid-data-path"),

@@ -75,6 +75,7 @@ MEANS = {
 }  # fmt: skip
 PLACES = {
     "tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}),
+    "tp2 cp2 sp ep2, experts whole": Place(4, {"tp": 2, "cp": 2, "ep": 2, "etp": 1}, {"sequence_parallel": True}),
     "pp2 cp2": Place(4, {"pp": 2, "cp": 2}, SEVERAL, patterns=STAGES),
     "interleaved pp2 cp2": Place(4, {"pp": 2, "cp": 2, "vpp": 2}, INTERLEAVED, patterns=VIRTUAL),
     "dp2 cp2, distributed optimizer": Place(4, {"cp": 2}, optimizes=True),
@@ -105,6 +106,7 @@ def configured(model, place, sizes):
         "pipeline_model_parallel_size": sizes.get("pp", 1),
         "virtual_pipeline_model_parallel_size": sizes.get("vpp"),
         "expert_model_parallel_size": sizes.get("ep", 1),
+        "expert_tensor_parallel_size": sizes.get("etp"),
     }
     config = tiny.configure(kind, **changes, **parallel)
     return kind, config, place.patterns.get(model, pattern)
@@ -112,6 +114,8 @@ def configured(model, place, sizes):
 
 def models_in(place):
     """Returns the models to run: with experts in every model, one of both GPTs; FP8 experts need Transformer Engine."""
+    if "etp" in PLACES[place].sizes:
+        return ["gpt with experts"]
     skipped = {"num_moe_experts": "gpt", "fp8": "gpt with experts"}
     asked = PLACES[place].changes | PLACES[place].there
     return [model for model in MODELS if not any(option in asked and name == model for option, name in skipped.items())]

@@ -63,7 +63,7 @@ PATTERNS = {
 }
 
 
-def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
+def start(tp=1, cp=1, pp=1, vpp=None, ep=1, etp=None):
     """Megatron's process groups over all ranks, anew: what tp * cp * pp leaves over is data parallelism."""
     # Megatron says much in every rank that a machine without CUDA makes it say.
     warnings.simplefilter("ignore")
@@ -82,7 +82,8 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
 
     run_megatron_on_cpu()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, vpp, context_parallel_size=cp, expert_model_parallel_size=ep)
+    experts = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    parallel_state.initialize_model_parallel(tp, pp, vpp, context_parallel_size=cp, **experts)
     model_parallel_cuda_manual_seed(1)
     # What is logged of these losses is kept by layer, and the next model may have more layers.
     moe_logging.get_moe_metrics_tracker()._metrics.clear()
@@ -203,7 +204,8 @@ def parameters_of(model, config):
 
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
-        if not getattr(parameter, "tensor_model_parallel", False):
+        is_whole = ".experts." in name and config.expert_tensor_parallel_size == 1
+        if is_whole or not getattr(parameter, "tensor_model_parallel", False):
             yield name, parameter, None
             continue
         dimension = parameter.partition_dim

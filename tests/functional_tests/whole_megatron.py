@@ -188,6 +188,7 @@ def gathered(chunks, config, attribute):
         return found, drift
     for name in dict.fromkeys(name for _, one in everyone for name in one):
         shares = [[one[name] for rank, one in everyone if rank == part and name in one] for part in range(tp_size)]
+        shares = [copies for copies in shares if copies]  # experts that are whole may be on ranks of one part alone
         split = shares[0][0][1]
         found[name] = tiny.whole([copies[0][0] for copies in shares], split)
         same = shares if split is not None else [[one for copies in shares for one in copies]]
