@@ -107,6 +107,13 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     assert all((row["gradients"], row["tp_overlap"]) == ("fp32", False) for row in found["rows"])
 
 
+def test_the_length_that_fits_is_that_of_joined_packs():
+    shape = ["--whole", "--model", "llama3-8b", "--cp", "8", "--layout", "zigzag", "--packs", "4"]
+    longest = printed(*shape, "--lengths", "8192", "--fit", "60GiB")[1]["longest"]
+    for more, fits in ((0, True), (4096, False)):
+        assert printed(*shape, "--lengths", str(longest + more), "--fit", "60GiB")[1]["fits"] == fits
+
+
 def test_where_no_job_fits_the_nearest_recomputes_everything():
     shape = ["--whole", "--model", "llama3-8b", "--lengths", "32768", "--gpus", "4", "--global-batch", "16"]
     _, found = printed(*shape, "--fit", "4GiB")

@@ -79,7 +79,7 @@ def verdict_lines(
         *([f"left out: {left}, which the model has"] if (left := data["source"].partition(", without ")[2]) else []),
         f"step: {best.step:,.1f} ms predicted, {best.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, "
         f"{size(int(best.memory.total))} of {size(int(limit))} a rank; up to {about}{longest} "
-        "fit this way",
+        f"{'a pack ' * (best.job.packs > 1)}fit this way",
         *_close(best.memory.total, memory),
         f"why: {why}",
         *_waits(best, data),

@@ -264,7 +264,7 @@ _NAMES = (
 def _longest(
     args: argparse.Namespace, model: ModelSpec, on: Machine, row: StepPrice, lengths: Sequence[int], limit: float
 ) -> int:
-    """Returns the number of tokens that fit this candidate with the documents scaled to them; 0 if none is found.
+    """Returns the tokens of a pack that fit this candidate with the documents scaled to them; 0 if none is found.
 
     A second price confirms that they fit; it is left out if tiles are searched, and the number is then approximate.
     """
@@ -279,7 +279,7 @@ def _longest(
         if args.search or tokens <= max(least, row.job.cp - 1):
             return max(tokens if tokens >= row.job.cp else 0, least)
         edges = np.round(np.cumsum(lengths) / sum(lengths) * tokens).astype(int)
-        packing = Packing(np.diff(edges, prepend=0))
+        packing = Packing(np.diff(edges, prepend=0).tolist() * row.job.packs)
         found = _row(again, model, on, packing, row.job, limit)
         if found.memory.total <= limit:
             return tokens
