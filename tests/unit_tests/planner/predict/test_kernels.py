@@ -139,3 +139,34 @@ def test_a_convolution_takes_its_channels():
     for forward, rate in ((True, 2), (False, 1)):
         seconds = convolution_seconds(plan, hardware, 2, np.array([10]), forward=forward)
         assert seconds == pytest.approx([elements / rate + 0.5])
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "products", "copied"),
+    [
+        ("heads", (4, 192, 128), (1, 2), (320, 320)),  # own keys and values are made
+        ("expand", (4, 192, 128), (1, 3), (192, 192 + 256)),  # in backward once more, and their gradients added
+        ("absorb", (1, 576, 512), (1, 2), (2 * 576, 4 * 576)),  # of queries and results, beside keys of one head
+    ],
+)
+def test_products_of_an_up_projection_count_beside_those_of_attention(mode, sizes, products, copied):
+    packing, hardware = Packing([1000]), machine("h100").hardware
+    layout = Layout.contiguous(packing, 1)
+    kv_heads, size, value = sizes
+    of_latents = {"heads": 4, "head_dim": 192, "value_head_dim": 128, "latent": (64, 512), "latent_mode": mode}
+    seconds = [
+        [
+            attention_seconds(plan.attend, hardware, 2, np.array([0]), np.array([4]), forward=way).sum()
+            for way in (True, False)
+        ]
+        for plan in (
+            plan_attention(packing, layout, scheme="p2p", **of_latents),
+            plan_attention(
+                packing, layout, scheme="p2p", heads=4, kv_heads=kv_heads, head_dim=size, value_head_dim=value
+            ),
+        )
+    ]
+    rate = hardware.matrix / (1 + hardware.matrix_rows / 1000)
+    for more, plain, times, features in zip(*seconds, products, copied, strict=True):
+        by_hand = 1000 * 4 * (2 * 512 * 256 * times / rate + 2 * features / hardware.copy)
+        assert more - plain == pytest.approx(by_hand)
