@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan import KINDS
 from tests.refusals import refusal_of, rejects
 
 ragged = settings(derandomize=True, deadline=None, max_examples=100)
@@ -257,3 +258,9 @@ def test_rejects_sections_over_other_numbers_of_ranks():
 def test_is_local_where_nothing_moves(layout, local):
     partition = partition_heads(4, 4, layout.cp_size)
     assert Exchange(layout, Sections((Section("q", 4, 8, partition.heads),))).is_local == local
+
+
+def test_gates_decays_and_step_sizes_are_never_coded():
+    exact = {kind.name: {each.name for each in kind.sections if each.exact} for kind in KINDS.values()}
+    found = {name: sections for name, sections in exact.items() if sections}
+    assert found == {"gdn": {"beta", "alpha"}, "kda": {"g", "beta"}, "mamba": {"dt"}}

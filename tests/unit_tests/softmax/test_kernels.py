@@ -284,6 +284,11 @@ class EmulatedFlash(SegmentedAttention):
         return backward(BY_NAME["reference"], dout, q, k, v, out, lse.to(q.dtype), tiles, call)
 
 
+@pytest.mark.parametrize(("sizes", "padded"), [((8, 8), 8), ((20, 12), 24), ((12, 64), 64), ((64, 65), 72)])
+def test_heads_are_padded_to_the_operators_next_size(sizes, padded):
+    assert EmulatedFlash().head_sizes(call_for(*sizes)) == (padded, padded)
+
+
 @given(tiles=tiles_strategy(), sizes=st.sampled_from([(8, 8), (6, 3), (3, 12)]))
 @DRAWN
 def test_segment_calls_see_what_the_bands_see(tiles, sizes):
