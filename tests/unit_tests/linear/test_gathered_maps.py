@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,3 +84,13 @@ def test_a_long_chain_over_several_hosts_is_gathered(cp, lengths, taken):
         assert "maps gathered" in plan.prices[0].detail
         assert "one all-gather" in plan.explain()
     assert plan.fingerprint() != gathered(plan, gathers=not taken).fingerprint()
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_transfers_of_both_directions_count(hidden, monkeypatch):
+    """Where the rule of one direction hides all of its transfers, those of the other one make a gather faster."""
+    monkeypatch.setattr(
+        "megatron_cp.planner.predict.bound.rule_seconds",
+        lambda plan, *_, forward: np.full(plan.cp_size, 1e9 * (forward == hidden)),
+    )
+    assert plan_linear(LONG, Layout.contiguous(LONG, 64), **SIZES).recurrent_steps[-1].gathers

@@ -373,8 +373,12 @@ def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
     """The first candidate alone, which is the one that it would be without chunks."""
     packing, hardware = Packing([10000, 4500, 4500, 4500, 4500, 4768]), machine("h100")
     request = {"heads": 32, "kv_heads": 16, "head_dim": 128, "hardware": hardware, "topology": hardware.topology(8, 8)}
+    all_prices = plan_attention(packing, Layout.zigzag(packing, 8), **request).prices
     monkeypatch.setattr("megatron_cp.planner.choose.VERY_MANY", 10)
     chosen = plan_attention(packing, Layout.zigzag(packing, 8), **request)
+    assert sorted((price.scheme, price.detail.partition(",")[0]) for price in chosen.prices) == sorted(
+        (price.scheme, price.detail.partition(",")[0]) for price in all_prices if "exact" not in price.scheme
+    )
     fixed = [
         plan_attention(packing, Layout.zigzag(packing, 8), **request, scheme=chosen.scheme, head_chunks=chunks)
         for chunks in (1, 2)
