@@ -88,7 +88,7 @@ def test_a_long_chain_over_several_hosts_is_gathered(cp, lengths, taken):
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_transfers_of_both_directions_count(hidden, monkeypatch):
-    """Where the rule of one direction hides all of its transfers, those of the other one make a gather faster."""
+    """The rule hides all transfers of one direction; those of the other one still make a gather faster."""
     monkeypatch.setattr(
         "megatron_cp.planner.predict.bound.rule_seconds",
         lambda plan, *_, forward: np.full(plan.cp_size, 1e9 * (forward == hidden)),
