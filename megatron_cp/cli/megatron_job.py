@@ -75,7 +75,10 @@ def _judged(words: Sequence[str]) -> Report:
 
 def _of_launch(words: list[str]) -> list[str]:
     """Returns the flags behind the script of a launch, which may be quoted as one word; flags alone as they are."""
-    words = shlex.split(words[0]) if len(words) == 1 else words
+    try:
+        words = shlex.split(words[0]) if len(words) == 1 else words
+    except ValueError as error:
+        raise UsageError(f"--megatron: {error} in {_shortened(words[0])}.") from None
     scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
     return words[scripts[0] + 1 :] if scripts and not words[0].startswith("-") else words
 

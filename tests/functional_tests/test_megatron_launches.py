@@ -150,6 +150,11 @@ def test_doctor_refuses_a_length_that_megatron_does(capsys):
     assert "refused --seq-length 4096 got 4096; allowed: a multiple of 6, as Megatron asks" in text
 
 
+def test_doctor_names_a_quotation_that_does_not_end(capsys):
+    assert main(["doctor", "--megatron", "torchrun pretrain_gpt.py --load it's"]) == 2
+    assert "--megatron: No closing quotation in torchrun pretrain_gpt.py" in capsys.readouterr().err
+
+
 def test_doctor_shortens_long_values(capsys):
     assert main(["doctor", "--megatron", "--cp-layout", "x" * 200]) == 1
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("refused"))

@@ -102,9 +102,17 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     assert lines["job"].startswith(words)
     assert f"a step is {batches} microbatch" in lines["job"]
     longer = best["tokens_per_second_per_gpu"] / max(row["tokens_per_second_per_gpu"] for row in others) - 1
+    assert found["verdict"] == out.split("\n\n")[0].splitlines()
     assert "; next is tp 2, " in lines["why"]
     assert f", which takes {longer:.1%} longer: " in lines["why"]
     assert all((row["gradients"], row["tp_overlap"]) == ("fp32", False) for row in found["rows"])
+
+
+def test_a_pack_that_fits_is_among_the_lengths_that_fit():
+    """The number is rounded down, but not below the pack's own."""
+    shape = ["--whole", "--model", "llama3-8b", "--cp", "1", "--lengths", "4000", "--gpu", "b200"]
+    predicted = sum(printed(*shape)[1]["best"]["bytes"].values())
+    assert printed(*shape, "--fit", str(int(predicted) + 1))[1]["longest"] == 4000
 
 
 def test_the_length_that_fits_is_that_of_joined_packs():
@@ -112,6 +120,19 @@ def test_the_length_that_fits_is_that_of_joined_packs():
     longest = printed(*shape, "--lengths", "8192", "--fit", "60GiB")[1]["longest"]
     for more, fits in ((0, True), (4096, False)):
         assert printed(*shape, "--lengths", str(longest + more), "--fit", "60GiB")[1]["fits"] == fits
+
+
+def test_of_searched_jobs_the_fastest_that_fits_is_taken_and_what_the_next_saves_is_said():
+    shape = ["--whole", "--model", "llama3-8b", "--lengths", "65536", "--gpus", "8", "--global-batch", "8"]
+    out, found = printed(*shape, "--fit", "60GiB")
+    best, other = found["rows"][:2]
+    assert found["best"]["flags"] == best["flags"]
+    assert "\nwhy: the most tokens/s a GPU of those that fit; next is " in out
+    scale = found["best"]["tokens_per_second_per_gpu"] / other["tokens_per_second_per_gpu"]
+    assert f", which takes {scale - 1:.1%} longer: " in out
+    more = {name: other["milliseconds"][name] - value for name, value in best["milliseconds"].items() if name != "step"}
+    name, saved = min(more.items(), key=lambda pair: pair[1])
+    assert f", and {-saved:,.1f} ms less " in out, (name, out)
 
 
 def test_where_no_job_fits_the_nearest_recomputes_everything():

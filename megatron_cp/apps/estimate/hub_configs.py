@@ -23,7 +23,8 @@ from megatron_cp.errors import ArgumentError
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 Blocks = tuple[Block, ...]
-# The defaults of transformers for num_key_value_heads, which a saved configuration leaves out; of others, all heads.
+# The defaults of transformers for num_key_value_heads, which a saved configuration leaves out; of other types, and
+# where it is null, all heads.
 _KEY_HEADS = dict.fromkeys(("mistral", "mixtral", "gpt_oss", "nemotron_h", "bamba"), 8)
 _KEY_HEADS |= dict.fromkeys(("qwen3_moe", "gemma2", "gemma3_text"), 4) | {"qwen3_next": 2}
 
@@ -42,7 +43,9 @@ def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = Fals
     else:
         head_dim = config.size("head_dim", head_dim)
     has_bias = config.flag("attention_bias", bias)
-    kv_heads = config.size("num_key_value_heads", _KEY_HEADS.get(str(config.get("model_type")), heads))
+    is_usual = "num_key_value_heads" not in config.nulls
+    usual = _KEY_HEADS.get(str(config.get("model_type")), heads) if is_usual else heads
+    kv_heads = config.size("num_key_value_heads", usual)
     return AttentionMixer(heads, kv_heads, head_dim, head_dim, bias=has_bias, output_bias=has_bias)
 
 

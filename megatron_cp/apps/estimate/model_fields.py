@@ -16,9 +16,13 @@ class Fields:
 
     Args:
         values: integers, truth values, strings, and lists of them.
+
+    Attributes:
+        nulls: the names that were given as None.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
+        self.nulls = {name for name, value in values.items() if value is None}
         self._values = {name: value for name, value in values.items() if value is not None}
 
     def __contains__(self, name: str) -> bool:

@@ -217,10 +217,8 @@ class Block:
     def _narrower(self, hidden_size: int, recompute: str) -> int:
         """Returns the bytes by which inputs of products in FP8 are smaller than in bf16."""
         is_kept = recompute != SELECTIVE
-        has_router = self.mlp is not None and bool(
-            self.mlp.experts
-        )  # which saves its input, the norm's output, in bf16
-        found = hidden_size * (len(self.parts) - has_router) * is_kept
+        # A norm's output is the input of products behind it, but a router saves it in bf16.
+        found = hidden_size * sum(not (isinstance(part, MLP) and part.experts) for part in self.parts) * is_kept
         if isinstance(self.mixer, AttentionMixer):
             found -= self.mixer.heads * self.mixer.value_head_dim
         if self.mlp is not None and self.mlp.experts:

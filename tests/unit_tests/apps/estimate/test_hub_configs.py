@@ -197,6 +197,12 @@ def test_left_out_sizes_follow_from_others(read):
     config = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     slot = read(config).slots()[0]
     assert (slot.heads, slot.kv_heads, slot.head_dim) == (32, 32, 128)
+    # Mistral's usual number is 8, which a configuration with null does not mean.
+    mistral = {name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"}
+    assert [read(config).slots()[0].kv_heads for config in (mistral, mistral | {"num_key_value_heads": None})] == [
+        8,
+        32,
+    ]
     bamba = {name: value for name, value in BAMBA.items() if name != "mamba_d_head"}
     assert read(bamba).blocks == read(BAMBA, mamba_d_head="auto").blocks == read(BAMBA).blocks
 
