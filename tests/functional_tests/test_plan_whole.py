@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megatron_cp.apps.estimate import command as whole
 from megatron_cp.cli.main import main, parsed
 from megatron_cp.cli.report import Report
 
@@ -115,11 +116,14 @@ def test_a_pack_that_fits_is_among_the_lengths_that_fit():
     assert printed(*shape, "--fit", str(int(predicted) + 1))[1]["longest"] == 4000
 
 
-def test_the_length_that_fits_is_that_of_joined_packs():
-    shape = ["--whole", "--model", "llama3-8b", "--cp", "8", "--layout", "zigzag", "--packs", "4"]
-    longest = printed(*shape, "--lengths", "8192", "--fit", "60GiB")[1]["longest"]
+def test_the_length_that_fits_is_that_of_joined_packs(monkeypatch):
+    priced, row = [], whole._row
+    monkeypatch.setattr(whole, "_row", lambda *given: priced.append(given[3].total) or row(*given))
+    shape = ["--whole", "--model", "llama3-8b", "--cp", "8", "--layout", "zigzag", "--packs", "4", "--fit", "60GiB"]
+    longest = printed(*shape, "--lengths", "8192")[1]["longest"]
+    assert priced == [4 * 8192, 4 * longest]  # the job, and the length that it is said to fit
     for more, fits in ((0, True), (4096, False)):
-        assert printed(*shape, "--lengths", str(longest + more), "--fit", "60GiB")[1]["fits"] == fits
+        assert printed(*shape, "--lengths", str(longest + more))[1]["fits"] == fits
 
 
 def test_of_searched_jobs_the_fastest_that_fits_is_taken_and_what_the_next_saves_is_said():
