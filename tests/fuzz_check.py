@@ -195,7 +195,7 @@ def operate(call, plan, group, leaves):
         tensors = {n: moved(x, plan.hidden_layout, plan.layout) if n in rows else x for n, x in tensors.items()}
     if call.operation == "causal_conv1d":
         tensors.setdefault("bias", None)
-    out = getattr(cp, call.operation)(**tensors, plan=plan, group=group, kernel=call.kernel, **options)
+    out = getattr(cp, call.operation)(**tensors, plan=plan.inside, group=group, kernel=call.kernel, **options)
     return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
 

@@ -214,6 +214,8 @@ def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
     layouts = [subject] if isinstance(subject, Layout) else []
     for plan in plans:
         ranks.agreed.add_plan(*_digest_and_lines(plan))
+        if plan.hidden_layout is not None:
+            ranks.agreed.add_plan(*_digest_and_lines(plan.inside))
         layouts += [plan.layout] if plan.hidden_layout is None else [plan.layout, plan.hidden_layout]
     for layout in layouts:
         ranks.agreed.add_plan(*_digest_and_lines(layout))

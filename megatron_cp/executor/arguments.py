@@ -114,7 +114,16 @@ def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
 
 
 def check_plan(plan: Plan, kind: str, maker: str) -> None:
-    """Refuses an object that is no plan of `kind`; the error names `maker`, which makes one."""
+    """Refuses an object that is no plan of `kind`; the error names `maker`, which makes one.
+
+    Refuses as well a plan whose rows have to be moved first: an operation cannot see whether they were.
+    """
     if not isinstance(plan, Plan) or plan.kind != kind:
         given = f"a plan for {plan.kind}" if isinstance(plan, Plan) else plan
         raise ArgumentError("plan", given, f"a plan made by {maker}")
+    if plan.redistribution is not None:
+        raise ArgumentError(
+            "plan", "one that redistributes hidden states", "plan.inside, for rows in plan.layout",
+            "Move hidden states before the layer with relayout(hidden, plan.hidden_layout, plan.layout, group), and "
+            "back after it; or plan without hidden_size, so that nothing is redistributed.",
+        )  # fmt: skip

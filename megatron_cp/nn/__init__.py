@@ -1,7 +1,8 @@
 """Whole layers as torch modules, for models without Megatron: they map this rank's hidden states to hidden states.
 
 Each layer projects its own rows, runs its operation by the batch's plan, and projects back. Batches are planned for its
-`.slot`. No framework but torch in here. Names and shapes of parameters are those of published checkpoints.
+`.slot`. Linear layers whose plan redistributes hidden states move them in and back, a `LinearRun` of them once for all
+of its layers. No framework but torch in here. Names and shapes of parameters are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from megatron_cp.nn.attention import Attention as Attention
 from megatron_cp.nn.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from megatron_cp.nn.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
+from megatron_cp.nn.linear_run import LinearRun as LinearRun
 from megatron_cp.nn.mamba2 import Mamba2 as Mamba2
 
-__all__ = ["Attention", "GatedDeltaNet", "KimiDeltaAttention", "Mamba2"]
+__all__ = ["Attention", "GatedDeltaNet", "KimiDeltaAttention", "LinearRun", "Mamba2"]

@@ -10,7 +10,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.groups import Group
 from megatron_cp.layout.mask_like import MaskLike
-from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
+from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, checked_rows, positions_of
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
@@ -85,7 +85,7 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps, **factory) if qk_norm else None for _ in range(2))
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        ranks = self._ranks(hidden, batch, group)
+        ranks = checked_rows(hidden, self.hidden_size, batch, group)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(hidden).unflatten(-1, (-1, self.head_dim)) for project in projections)
         if self.q_norm is not None and self.k_norm is not None:

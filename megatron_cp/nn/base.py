@@ -14,8 +14,9 @@ from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.executor.relayout import relayout
 from megatron_cp.nn.parts import reset_children
-from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec, Slot
 
 
 class Layer(nn.Module):
@@ -57,21 +58,56 @@ class Layer(nn.Module):
         raise NotImplementedError
 
     @no_compile
-    def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
-        """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""
-        if not isinstance(batch, LocalBatch | BatchPlan):
-            raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
-        ranks = as_rank_group(group, batch.layout.cp_size)
-        check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size), like=hidden)
-        return ranks
-
-    @no_compile
     def _run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], batch: LocalBatch | BatchPlan,
         ranks: RankGroup, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Runs an operation by the batch's plan, out of a compiler's sight."""
         return operation(*inputs, batch.plan(self.slot), ranks, kernel=self.kernel, **options)
+
+
+@no_compile
+def checked_rows(hidden: Tensor, hidden_size: int, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
+    """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""
+    if not isinstance(batch, LocalBatch | BatchPlan):
+        raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
+    ranks = as_rank_group(group, batch.layout.cp_size)
+    check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), hidden_size), like=hidden)
+    return ranks
+
+
+class LinearLayer(Layer):
+    """A linear layer, around which hidden states are moved to the layout of its plan where that redistributes them."""
+
+    slot: LinearSpec
+
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
+        ranks = checked_rows(hidden, self.hidden_size, batch, group)
+        inside = plans_inside(batch, [self])
+        hidden = moved(hidden, batch, inside, ranks, self.slot)
+        return moved(self._mixed(hidden, inside, ranks), inside, batch, ranks, self.slot)
+
+    def _mixed(self, hidden: Tensor, batch: LocalBatch | BatchPlan, ranks: RankGroup) -> Tensor:
+        """Computes the layer of hidden states that are in the layout of its plan."""
+        raise NotImplementedError
+
+
+@no_compile
+def plans_inside(batch: LocalBatch | BatchPlan, layers: Sequence[LinearLayer]) -> LocalBatch | BatchPlan:
+    """Returns the plans of a run of linear layers in the layout to which it is redistributed; else the batch itself."""
+    plans = batch.plans if isinstance(batch, LocalBatch) else batch
+    redistributed = [inside for layer in layers if (inside := plans.inside(layer.slot)) is not plans]
+    return redistributed[0] if redistributed else batch
+
+
+@no_compile
+def moved(
+    hidden: Tensor, source: LocalBatch | BatchPlan, target: LocalBatch | BatchPlan, ranks: RankGroup, slot: LinearSpec
+) -> Tensor:
+    """Moves hidden states between the layouts of two batches, by the transport of `slot`."""
+    if source is target:
+        return hidden
+    return relayout(hidden, source.layout, target.layout, ranks, transport=source.plan(slot).transport)
 
 
 @no_compile

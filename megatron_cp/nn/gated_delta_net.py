@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import checked_integer
-from megatron_cp.executor.groups import Group
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import RULES, LinearKernel
-from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory, checked_heads
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(LinearLayer):
     """Gated DeltaNet of a packed batch over ranks (arXiv 2412.06464), with the parameters of Qwen3-Next.
 
     They are, by key head, `in_proj_qkvz` (q, k, v and the output gate z) and `in_proj_ba` (write strength and decay);
@@ -37,8 +37,6 @@ class GatedDeltaNet(Layer):
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
     """
-
-    slot: LinearSpec
 
     def __init__(
         self,
@@ -74,8 +72,8 @@ class GatedDeltaNet(Layer):
         super().reset_parameters()
         reset_decay(self.A_log, self.dt_bias)
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        ranks, slot = self._ranks(hidden, batch, group), self.slot
+    def _mixed(self, hidden: Tensor, batch: LocalBatch | BatchPlan, ranks: RankGroup) -> Tensor:
+        slot = self.slot
         shared = slot.heads // slot.key_heads  # value heads that share a key head
         values = shared * slot.value_head_dim
         by_key_head = self.in_proj_qkvz(hidden).unflatten(-1, (slot.key_heads, -1))

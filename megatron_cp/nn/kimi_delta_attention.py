@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import checked_integer
-from megatron_cp.executor.groups import Group
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
-from megatron_cp.nn.base import Layer, checked_eps, checked_factory
+from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
-class KimiDeltaAttention(Layer):
+class KimiDeltaAttention(LinearLayer):
     """Kimi Delta Attention of a packed batch over ranks (Kimi Linear, arXiv 2510.26692).
 
     Parameters are those of transformers' `KimiLinearDeltaAttention`, whose state dict loads unchanged: `q_proj`,
@@ -38,8 +38,6 @@ class KimiDeltaAttention(Layer):
     Raises:
         ArgumentError: sizes that are none, or what `LinearSpec` refuses.
     """
-
-    slot: LinearSpec
 
     def __init__(
         self,
@@ -72,8 +70,8 @@ class KimiDeltaAttention(Layer):
         self.o_proj = nn.Linear(width, hidden_size, bias=False, **factory)
         self.reset_parameters()
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        ranks, decay = self._ranks(hidden, batch, group), self.forget_gate
+    def _mixed(self, hidden: Tensor, batch: LocalBatch | BatchPlan, ranks: RankGroup) -> Tensor:
+        decay = self.forget_gate
         qkv = torch.cat([project(hidden) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
         out = self._run(
             kda_mixer, (qkv, decay(hidden), self.b_proj(hidden)), batch, ranks, conv=self.conv1d.weight,

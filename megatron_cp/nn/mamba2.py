@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import checked_flag, checked_integer
-from megatron_cp.executor.groups import Group
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory, checked_heads
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
-class Mamba2(Layer):
+class Mamba2(LinearLayer):
     """Mamba-2 of a packed batch over ranks (arXiv 2405.21060), with the parameters of mamba_ssm's `Mamba2`.
 
     They are `in_proj` (the gate z, then x, B and C, then the step sizes), `conv1d.weight` `[channels, 1, conv_width]`
@@ -39,8 +39,6 @@ class Mamba2(Layer):
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
     """
-
-    slot: LinearSpec
 
     def __init__(
         self,
@@ -77,8 +75,7 @@ class Mamba2(Layer):
         reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        ranks = self._ranks(hidden, batch, group)
+    def _mixed(self, hidden: Tensor, batch: LocalBatch | BatchPlan, ranks: RankGroup) -> Tensor:
         z, x, dt = self.in_proj(hidden).split(self._widths, dim=-1)
         out = self._run(
             mamba2_mixer, (x, dt), batch, ranks, conv=self.conv1d.weight, conv_bias=self.conv1d.bias,

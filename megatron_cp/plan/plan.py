@@ -155,6 +155,14 @@ class Plan(Memo):
         return None if self.redistribution is None else self.redistribution.hidden_layout
 
     @property
+    def inside(self) -> Plan:
+        """The plan that operations take for rows that are in `layout` already: without the redistribution."""
+        if self.redistribution is None:
+            return self
+        inside: Plan = self.memo(("inside",), lambda: replace(self, redistribution=None))
+        return inside
+
+    @property
     def packing(self) -> Packing:
         return self.layout.packing
 

@@ -283,6 +283,7 @@ class BatchPlan:
             lengths = frozen(np.array(lengths, np.int64))  # read again when a spec is planned later
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
+        self._inside: dict[Layout, BatchPlan] = {}
 
     @property
     def cp_size(self) -> int:
@@ -302,6 +303,20 @@ class BatchPlan:
         found = self._plans.get(_checked_slot("slot", slot))
         if found is None:
             found = self._plans[slot] = self._made(slot)
+        return found
+
+    def inside(self, slot: Slot) -> BatchPlan:
+        """Returns the plans of the layers in a run whose hidden states are redistributed for `slot`.
+
+        Their layout is that of the moved hidden states. It is this batch's plans where nothing is redistributed.
+        """
+        plan = self.plan(slot)
+        if plan.hidden_layout is None:
+            return self
+        found = self._inside.get(plan.layout)
+        if found is None:
+            found = self._inside[plan.layout] = BatchPlan(plan.layout, lengths=self.lengths)
+        found._plans[slot] = plan.inside
         return found
 
     def _use_tables(self, tables: Iterable[CallTables]) -> None:

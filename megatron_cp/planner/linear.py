@@ -120,8 +120,8 @@ def plan_linear(
         conv_width: taps of the mixer's convolution; the bare rules do not use it.
         mode: one of the above, or "auto", which takes the mode that is predicted to be fastest.
         hidden_size: features of the hidden states, if they may be redistributed; else None. The plan's `layout` may
-            then differ from the given one, which is its `hidden_layout`; `relayout` moves hidden states between the
-            two.
+            then differ from the given one, which is its `hidden_layout`: `relayout` moves hidden states between the
+            two, and operations take `plan.inside` for the rows in between.
         layers: the number of linear layers that share such a redistribution.
         hardware: the machine of predictions: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: the hosts of the ranks; full hosts of that machine if None.

@@ -150,7 +150,7 @@ def run_linear(
     tensors, moved = list(inputs.values()), partial(relayout, group=group, transport=plan.transport)
     if plan.hidden_layout is not None:
         tensors = [moved(tensor, plan.hidden_layout, plan.layout) for tensor in tensors]
-    out = run_mixer(case.layer, tensors, parameters, plan, group, case.softmax_scale, case.kernel)
+    out = run_mixer(case.layer, tensors, parameters, plan.inside, group, case.softmax_scale, case.kernel)
     return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
 

@@ -45,7 +45,7 @@ class LayerStep:
         outer = plan.hidden_layout
         arrived = [relayout(x, outer, plan.layout, group, transport=plan.transport) for x in self.hidden if outer]
         out = run_mixer(
-            self.case.layer, list(self.inputs.values()), self.parameters, plan, group, self.case.softmax_scale,
+            self.case.layer, list(self.inputs.values()), self.parameters, plan.inside, group, self.case.softmax_scale,
             self.case.kernel,
         )  # fmt: skip
         if outer is not None:

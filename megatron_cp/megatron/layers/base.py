@@ -134,7 +134,7 @@ class LinearModule(ContextParallelModule):
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
             self.check_rows(rows, plan.layout, self.ranks_of(packed_seq_params))
-            return plan
+            return plan.inside  # the hooks of the run have moved its rows
         if self.slot.mode == REDISTRIBUTE.name:
             refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")
         slot = replace(self.slot, hidden_size=None, run=())  # no run: only packed batches are redistributed

@@ -88,7 +88,7 @@ def test_equals_the_recurrence(mode, cp_size, kernel):
         rows = torch.from_numpy(plan.layout.tokens(group.rank))  # where hidden states are redistributed to, if they are
         own = [x.detach()[rows].requires_grad_() for x in leaves[:3]]
         own.append(leaves[3].detach().clone().requires_grad_())
-        out = retention(*own, plan, group, kernel)
+        out = retention(*own, plan.inside, group, kernel)
         return rows, out.detach(), torch.autograd.grad((out * weights[rows]).sum(), own)
 
     of_decay = torch.zeros(HEADS, dtype=torch.float64)

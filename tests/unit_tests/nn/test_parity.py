@@ -23,7 +23,7 @@ LAYERS = {
     "mamba2": lambda **how: cp.nn.Mamba2(HIDDEN, 6, head_dim=4, state=8, groups=2, **WIDE, **how),
     "kimi delta attention": lambda **how: cp.nn.KimiDeltaAttention(HIDDEN, 3, head_dim=8, **WIDE, **how),
 }
-WAYS = {True: ("a2a", "p2p", "exact", "all_gather"), False: ("headwise", "chunkwise")}
+WAYS = {True: ("a2a", "p2p", "exact", "all_gather"), False: ("headwise", "chunkwise", "redistribute", "auto")}
 # Sums run over other pieces where states are exchanged: as much as the operations' own parity allows.
 CLOSE = 1e-12
 
