@@ -179,16 +179,16 @@ def _lying(x, strides):
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-def operate(call, plan, group, leaves):
-    """The operation on this rank's tensors."""
+def operate(call, plan, group, leaves, **cache):
+    """The operation on this rank's tensors; `cache` is its keyword argument, if there is one."""
     tensors = arguments(call, leaves)
     if call.operation == "gather":
         return cp.gather(tensors["x"], plan[0], group, same_loss=call.scheme == "same_loss")
     if call.operation == "relayout":
         return cp.relayout(tensors["x"], *plan, group)
     if call.operation in ATTENTIONS:
-        return _attended(call, plan, group, tensors)
-    options = _linear_options(call)
+        return _attended(call, plan, group, tensors, **cache)
+    options = _linear_options(call) | cache
     moved = partial(cp.relayout, group=group, transport=plan.transport)
     if plan.hidden_layout is not None:
         rows = _sharded(call)
@@ -199,18 +199,18 @@ def operate(call, plan, group, leaves):
     return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
 
-def _attended(call, plan, group, tensors):
+def _attended(call, plan, group, tensors, **cache):
     if call.block:
-        return cp.sparse_attention(**tensors, plan=plan, group=group, softmax_scale=call.scale).out.flatten(1)
+        return cp.sparse_attention(**tensors, plan=plan, group=group, softmax_scale=call.scale, **cache).out.flatten(1)
     if call.operation == "sparse_attention":
         found = cp.sparse_attention(
             **tensors, plan=plan, group=group, softmax_scale=call.scale, index_relu=call.has("relu"),
-            index_loss="dense" if call.has("dense") else "sparse",
+            index_loss="dense" if call.has("dense") else "sparse", **cache,
         )  # fmt: skip
         return torch.cat([found.out.flatten(1), found.index_loss[:, None]], 1)
     options = {
         "softmax_scale": 256.0 if call.whole else call.scale, "softcap": call.softcap, "dropout": call.dropout,
-        "seed": call.seed, "kernel": call.kernel, "sink": tensors.get("sink"),
+        "seed": call.seed, "kernel": call.kernel, "sink": tensors.get("sink"), **cache,
     }  # fmt: skip
     if call.operation == "attention":
         return cp.attention(tensors["q"], tensors["k"], tensors["v"], plan, group, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ class LinearOnRank:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.comm = Communicator(self.ranks, plan.transport, plan.kind, plan.scheme)
         self.cache, self.states = cache, dict[str, StateShape]()
         if cache is not None:
             self.states = _state_shapes(plan, values.dtype, convolves=convolves)
@@ -89,6 +88,11 @@ class LinearOnRank:
     def chunk(self, number: int) -> LinearOnRank:
         """Returns the layer for one chunk of heads."""
         return self if number == 0 else copy.copy(self)._set_chunk(number, self.call.dtype, self.call.device)
+
+    @cached_property
+    def comm(self) -> Communicator:
+        """The ranks and the transport between them. Not made before a call: some transports set up all ranks."""
+        return Communicator(self.ranks, self.plan.transport, self.plan.kind, self.plan.scheme)
 
     @property
     def is_chunkwise(self) -> bool:

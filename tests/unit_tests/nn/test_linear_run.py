@@ -87,7 +87,7 @@ def test_auto_weighs_the_run_as_a_whole():
 
 
 def test_rejects_a_run_with_other_layers_or_none():
-    attention = cp.nn.Attention(HIDDEN, 4)
+    attention = cp.nn.Attention(HIDDEN, 3)
     rejects("blocks: got 'Attention'; allowed: blocks with linear layers", cp.nn.LinearRun, [attention])
     rejects("blocks: got 'none with a linear layer'", cp.nn.LinearRun, [nn.Linear(2, 2)])
 
