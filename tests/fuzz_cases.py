@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import random
 
 import numpy as np
 
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict import machine
 from tests import mask_oracle
 
 KINDS = {
@@ -55,6 +57,8 @@ class Call:
             "backward" (through a graph that is kept).
         strides: how tensors lie in memory: "dense", "last", "turned" or "odd".
         ones: the gradient is one number, expanded.
+        planner: "function" of planning, or the layer's "slot", whose plan must be the function's.
+        prices: by which "auto" chooses: "" for the default, the name of a machine, or a number of `machine_drawn`.
         seed: of all numbers and of random layouts.
     """
 
@@ -95,6 +99,8 @@ class Call:
     twice: str = ""
     strides: str = "dense"
     ones: bool = False
+    planner: str = "function"
+    prices: str | int = ""
     seed: int = 0
 
     @property
@@ -142,6 +148,10 @@ class Call:
     def transport_of_ranks(self):
         return Transport("hierarchical", self.hosts) if self.transport == "hierarchical" else self.transport
 
+    def machine(self):
+        """What predictions are made for; None for the default."""
+        return machine_drawn(self.prices) if isinstance(self.prices, int) else self.prices or None
+
     def has(self, option):
         return option in self.options
 
@@ -186,6 +196,25 @@ def _unusual(thing):
 
 def _frozen(value):
     return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
+
+
+def machine_drawn(number):
+    """Returns a machine whose rates and links are off by up to a thousand times, so that any candidate may be the
+    cheapest.
+    """
+    r, real = random.Random(number), machine("h100")
+
+    def off(value):
+        return value * 10 ** r.uniform(-3, 3)
+
+    links = {
+        name: dataclasses.replace(link, latency=off(link.latency), bandwidth=off(link.bandwidth))
+        for name, link in (("within", real.within), ("between", real.between))
+    }
+    rates = {name: off(getattr(real.hardware, name)) for name in ("matrix", "copy", "call", "launch", "rule_floor")}
+    attention = tuple((size, *map(off, rates_of)) for size, *rates_of in real.hardware.attention)
+    hardware = dataclasses.replace(real.hardware, attention=attention, **rates)
+    return dataclasses.replace(real, hardware=hardware, ranks_per_host=r.randint(1, 4), **links)
 
 
 LAYOUTS = (

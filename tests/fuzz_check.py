@@ -43,7 +43,16 @@ def check(case, limit=60.0):
         problems = [problem_of(call, case.cp_size) for call in case.calls]
         found = run_ranks(run_rank, case.cp_size, case, plans, problems, timeout=limit)
         for number, call in enumerate(case.calls):
-            _compare(call, plans[number], problems[number], [rank[number] for rank in found])
+            chosen = _chosen(call, plans[number])
+            _compare(chosen, plans[number], problems[number], [rank[number] for rank in found])
+
+
+def _chosen(call, plan):
+    """Returns the call with the scheme that "auto" has chosen."""
+    if call.operation not in ATTENTIONS or call.scheme != "auto":
+        return call
+    modes = {"latent_mode": plan.attend.latent_mode} if call.operation == "latent_attention" else {}
+    return dataclasses.replace(call, scheme=plan.scheme, **modes)
 
 
 def plan_of(call, cp_size):
@@ -53,6 +62,7 @@ def plan_of(call, cp_size):
     is_cross = call.operation in ATTENTIONS and call.kv_lengths
     layout = layout_named(call.layout, call.packing, cp_size, mask=None if is_cross else mask, **options)
     wire = {"head_chunks": call.head_chunks, "codec": call.codec, "transport": call.transport_of_ranks()}
+    wire["hardware"] = call.machine()
     if call.operation not in KINDS:
         other = layout_named(call.kv_layout, call.kv_packing, cp_size, seed=call.seed + 1, align=call.align)
         if call.operation not in ATTENTIONS:
@@ -60,11 +70,14 @@ def plan_of(call, cp_size):
         cross = {"kv_packing": call.kv_packing, "kv_layout": other} if is_cross else {}
         if call.latent:
             cross |= {"latent": call.latent, "latent_mode": call.latent_mode}
-        return cp.plan_attention(
-            call.packing, layout, heads=call.heads, kv_heads=call.groups, head_dim=call.head_dim,
-            value_head_dim=call.value_head_dim, mask=mask, scheme=call.scheme, ulysses_degree=call.ulysses_degree,
-            **cross, **_selection(call), **wire,
-        )  # fmt: skip
+        layer = {
+            "heads": call.heads, "kv_heads": call.groups, "head_dim": call.head_dim,
+            "value_head_dim": call.value_head_dim, "mask": mask, "scheme": call.scheme,
+            "ulysses_degree": call.ulysses_degree, **_selection(call), **wire,
+        }  # fmt: skip
+        return _by_slot(
+            call, cp.plan_attention(call.packing, layout, **layer, **cross), cp.AttentionSpec, layer | cross
+        )
     kind = KINDS[call.operation]
     sizes = {"heads": call.heads, "key_heads": call.groups, "head_dim": call.head_dim}
     sizes |= {"value_head_dim": call.value_head_dim}
@@ -73,9 +86,22 @@ def plan_of(call, cp_size):
     elif kind == "conv1d":
         sizes = {"channels": call.heads * call.value_head_dim}
     hidden_size = 64 if call.scheme == "redistribute" or call.seed % 2 else None
-    return cp.plan_linear(
-        call.packing, layout, kind, conv_width=call.width, mode=call.scheme, hidden_size=hidden_size, **sizes, **wire
-    )
+    layer = {"conv_width": call.width, "mode": call.scheme, "hidden_size": hidden_size, **wire}
+    plan = cp.plan_linear(call.packing, layout, kind, **sizes, **layer)
+    heads = call.heads * call.value_head_dim if kind == "conv1d" else call.heads
+    of_slot = {"kind": kind, "heads": heads, "key_heads": heads if kind == "conv1d" else call.groups}
+    of_slot |= {"head_dim": call.head_dim, "value_head_dim": call.value_head_dim}
+    return _by_slot(call, plan, cp.LinearSpec, of_slot | layer)
+
+
+def _by_slot(call, plan, kind, fields):
+    """Returns the plan of a slot with these fields, if the call wants it, which must be the same one."""
+    if call.planner != "slot":
+        return plan
+    made = kind(**fields).plan(plan.hidden_layout or plan.layout)
+    if made.describe() != plan.describe():
+        raise MismatchError(f"{call.operation}: the slot's plan is another one than the function's")
+    return made
 
 
 def _selection(call):

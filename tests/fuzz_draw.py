@@ -37,6 +37,8 @@ def case_of(seed, number, operations=OPERATIONS):
         calls.append(_next(r, calls[0]) if r.random() < 0.5 else _call(r, cp_size, *r.choices(operations, weights)))
     r_of_forests = random.Random(f"{seed}/{number}/forests")
     calls = [_branched(r_of_forests, call) for call in calls]
+    r_of_plans = random.Random(f"{seed}/{number}/plans")
+    calls = [_planned(r_of_plans, call) for call in calls]
     if r.random() < 0.03:
         calls = [_without_gradients(r, call) for call in calls]
     return Case(cp_size, tuple(calls), _schedule(r, len(calls)), poison=r.random() < 0.04, own_plans=r.random() < 0.1)
@@ -72,6 +74,26 @@ def _branched(r, call):
     layout = "random" if call.layout == "stripes" and sum(lengths) > 24 else call.layout
     mask = (kind, *options.get(kind, ()))
     return dataclasses.replace(call, lengths=lengths, parents=parents, mask=mask, layout=layout)
+
+
+def _planned(r, call):
+    """Returns the call, or a part of the calls planned by a slot, or by what "auto" chooses for some prices."""
+    if call.operation in ("gather", "relayout"):
+        return call
+    if r.random() < 0.15 and not call.kv_lengths:
+        call = dataclasses.replace(call, planner="slot")
+    if call.operation in KINDS:
+        return dataclasses.replace(call, prices=_prices(r)) if call.scheme == "auto" else call
+    if r.random() < 0.15 and not call.whole:
+        modes = {"latent_mode": None} if call.latent and r.random() < 0.5 else {}
+        return dataclasses.replace(
+            call, scheme="auto", ulysses_degree=None, head_chunks=None, prices=_prices(r), **modes
+        )  # fmt: skip
+    return call
+
+
+def _prices(r):
+    return r.choice(("", "h100", r.randrange(10**6), r.randrange(10**6), r.randrange(10**6)))
 
 
 def forest(r):

@@ -3,11 +3,13 @@
     make fuzz SECONDS=600            for so long, from a new seed, which is printed
     make fuzz CASES=20000 SEED=1     the same cases always
     python tools/fuzz.py --case '{"cp_size":2,...}'     one case, as a failure prints it
+    python tools/fuzz.py --row nn,gdn,auto,zigzag,...   one row of the table of entries, likewise
     python tools/fuzz.py --only forest --cases 2000     those alone that have a feature of `tests/fuzz_features.py`
     python tools/fuzz.py --features --cases 10000 --seed 1     what these draws have, without running them
 
 What is drawn: `tests/fuzz_draw.py`. What it is compared with: `tests/fuzz_oracle.py`. A failing case is made smaller
-and printed as the line that runs it again. Exit code 1 if any failed.
+and printed as the line that runs it again. Among the cases are rows of `tests/entries.py`: layers and models, each with
+drawn options, beside one rank. Exit code 1 if any failed.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import random
 import re
 import shlex
 import signal
@@ -27,12 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from tests.entries import Row, judged
+from tests.entries import drawn as drawn_row
 from tests.fuzz_cases import OPERATIONS, Case, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
 from tests.fuzz_features import Seen, features_of
 
 SAY_EVERY = 30.0  # seconds
+ROW_EVERY = 10  # cases
 HUNG = ("did not finish in", "waited", "not finished")  # in the messages of what took too long
 
 
@@ -44,12 +50,16 @@ def main() -> int:
         error = _failure(Case.read(args.case), args.limit)
         print("passed" if error is None else "".join(traceback.format_exception(error)))
         return int(error is not None)
+    if args.row:
+        print(judged(Row.read(args.row)) or "exact")
+        return 0
     if args.features:
         return _print_features(args)
     print(f"seed {args.seed}", flush=True)
     started = said = time.monotonic()
     drawn: collections.Counter[tuple[str, str]] = collections.Counter()
     failed: collections.Counter[str] = collections.Counter()
+    rows: collections.Counter[str] = collections.Counter()
     number, ran = args.first, 0
     while (ran < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
         case = case_of(args.seed, number, args.operations)
@@ -60,6 +70,8 @@ def main() -> int:
         drawn.update((call.operation, call.scheme) for call in case.calls)
         error = _failure(case, args.limit)
         number += 1
+        if not args.only and number % ROW_EVERY == 0:
+            rows[_row(args.seed, number, failed)] += 1
         if error is not None:
             failed[_report(case, number - 1, error, args)] += 1
             if args.stop:
@@ -68,6 +80,7 @@ def main() -> int:
             said = time.monotonic()
             print(f"{ran} cases in {said - started:.0f} s, {failed.total()} failed", flush=True)
     _summary(drawn, failed, ran, time.monotonic() - started, args.seed)
+    print(f"rows of entries: {', '.join(f'{entry} {count}' for entry, count in sorted(rows.items())) or 'none'}")
     return int(bool(failed))
 
 
@@ -84,6 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")
     parser.add_argument("--case", metavar="JSON", help="run this case")
+    parser.add_argument("--row", metavar="VALUES", help="run this row of the table of entries")
     parser.add_argument("--features", action="store_true",
                         help="run nothing: count what the draws have, and name the pairs that no call has")  # fmt: skip
     return parser.parse_args()
@@ -117,6 +131,18 @@ def _failure(case: Case, limit: float) -> BaseException | None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return None
+
+
+def _row(seed: int, number: int, failed: collections.Counter[str]) -> str:
+    """Draws and runs a row of the table of entries, and returns its entry. A failure is printed and counted."""
+    row = drawn_row(random.Random(f"{seed}/{number}/row"))
+    try:
+        judged(row)
+    except Exception as error:
+        print(f"\nrow {number} of seed {seed} failed: {type(error).__name__}: {error}")
+        print(f"  python tools/fuzz.py --row {shlex.quote(row.line())}", flush=True)
+        failed[f"{row.entry}: {' '.join(str(error).split()[:16])}"] += 1
+    return row.entry
 
 
 def _report(case: Case, number: int, error: BaseException, args: argparse.Namespace) -> str:
