@@ -59,6 +59,13 @@ COLUMNS: dict[str, tuple[Any, ...]] = {
     "cp": (2, 3, 4, 5),
 }
 
+# The schemes that "auto" takes for the layers of real models (`test_auto_answers`): each is run at every entry.
+_FETCHING = ("a2a", "all_gather", "exact", "exact_by_host", "a2a+all_gather")
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "attention": (*_FETCHING, "a2a+exact"), "latent": _FETCHING, "sparse": ("exact", "all_gather"),
+    **dict.fromkeys(KINDS, tuple(MODES)),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Row:
@@ -627,8 +634,11 @@ def _refusals_of_tables(row: Row) -> set[str]:
 
 
 def pairs_of(row: Row) -> set[tuple[tuple[str, Any], ...]]:
-    """Returns each two values of the row, with their columns."""
-    return set(itertools.combinations(((each.name, getattr(row, each.name)) for each in fields(row)), 2))
+    """Returns each two values of the row, with their columns, and the answer of "auto" that the row forces."""
+    pairs = set(itertools.combinations(((each.name, getattr(row, each.name)) for each in fields(row)), 2))
+    if row.scheme in ANSWERS[row.layer]:
+        pairs.add((("entry", row.entry), ("layer", row.layer), ("scheme", row.scheme), ("mode", row.latent_mode)))
+    return pairs
 
 
 def drawn(draws: random.Random, entries: Sequence[str] = ()) -> Row:

@@ -1,0 +1,92 @@
+"""What `auto` answers for the layers of real models: each answer is forced in the table of entries, at every entry.
+
+`python -m tests.functional_tests.test_auto_answers` counts the answers over all cells.
+"""
+
+import collections
+import dataclasses
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+
+import megatron_cp as cp
+from megatron_cp.plan.recurrence import Scan
+from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict import machine
+from tests.entries import ANSWERS, ENTRIES, refusals, table
+
+# The sizes are those of the published configurations.
+_MLA = {"head_dim": 192, "value_head_dim": 128, "latent": (64, 512)}
+LAYERS = {
+    "Qwen3-Next attention": cp.AttentionSpec(16, 2, 256),
+    "Qwen3-Next GDN": cp.LinearSpec("gdn", 32, 16, 128, 128, hidden_size=2048),
+    "Kimi-Linear latents": cp.AttentionSpec(32, 32, **_MLA),
+    "Kimi-Linear KDA": cp.LinearSpec("kda", 32, 32, 128, 128, hidden_size=2304),
+    "Nemotron-H attention": cp.AttentionSpec(32, 8, 128),
+    "Nemotron-H Mamba-2": cp.LinearSpec("mamba", 128, 8, 128, 64, hidden_size=4096),
+    "Llama-3-8B": cp.AttentionSpec(32, 8, 128),
+    "GPT-OSS, window": cp.AttentionSpec(64, 8, 64, mask="window:128"),
+    "GPT-OSS": cp.AttentionSpec(64, 8, 64),
+    "Gemma-3-27B, window": cp.AttentionSpec(32, 16, 128, mask="window:1024"),
+    "Gemma-3-27B": cp.AttentionSpec(32, 16, 128),
+    "DeepSeek-V3": cp.AttentionSpec(128, 128, **_MLA),
+}
+SIZES, LAYOUTS, HOSTS = (2, 4, 8, 16, 32, 64), ("balanced", "zigzag", "contiguous"), ("full", "many")
+PACKS = ("one document", "many short")
+
+
+def packing_of(pack, size):
+    if pack == "one document":
+        return cp.Packing([8192 * size])
+    lengths = np.random.default_rng(size).integers(16, 1200, 8 * size)
+    return cp.Packing(lengths.tolist())
+
+
+def answer(name, size, pack, layout, hosts):
+    """Returns the layer's kind, and the scheme, chunks, mode of latents and gathering of maps that `auto` takes."""
+    slot, h100 = LAYERS[name], machine("h100")
+    if hosts == "many":
+        slot = dataclasses.replace(slot, topology=h100.topology(size, max(2, size // 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # ranks without heads
+        plan = slot.plan(layout_by_name(layout, packing_of(pack, size), size))
+    if plan.attend is None:
+        gathers = isinstance(plan.steps[-1], Scan) and plan.steps[-1].gathers
+        scheme = "redistribute" if plan.redistribution else plan.scheme
+        return plan.kind, scheme, "", plan.head_chunks > 1, gathers
+    layer = "latent" if slot.latent else "attention"
+    chunks = max(plan.head_chunks, plan.attend.head_chunks)
+    return layer, plan.scheme, plan.attend.latent_mode, chunks > 1, False
+
+
+def cells(names=tuple(LAYERS), sizes=SIZES):
+    return itertools.product(names, sizes, PACKS, LAYOUTS, HOSTS)
+
+
+def check(answers):
+    exact = {(row.entry, row.layer, row.scheme) for row in table() if not refusals(row)}
+    refused = {(row.entry, row.layer, row.scheme) for row in table() if refusals(row)}
+    for layer, scheme, *_ in answers:
+        assert scheme in ANSWERS[layer], f"auto takes {scheme} for {layer}: add it to ANSWERS of tests/entries.py"
+        for name, entry in ENTRIES.items():
+            if layer in entry.layers:
+                assert (name, layer, scheme) in exact | refused, f"{scheme} of {layer} is never run in {name}"
+
+
+def test_answers_are_forced_at_every_entry():
+    check({answer(*cell) for cell in cells(sizes=(4,)) if cell[3] == "zigzag"})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYERS)
+def test_all_answers_are_forced_at_every_entry(name):
+    check({answer(*cell) for cell in cells((name,))})
+
+
+if __name__ == "__main__":
+    found = collections.Counter(answer(*cell) for cell in cells())
+    for each, count in sorted(found.items()):
+        print(count, *each)
+    print(sum(found.values()), "cells")
