@@ -69,6 +69,7 @@ class ContextParallelModule:
         assert packed_seq_params is not None
         packed = self.planned(packed_seq_params)
         assert packed.plans is not None
+        assert packed.run_layout is None, "runs have linear layers only"
         ranks = self.ranks_of(packed)
         self.check_rows(rows.shape[0], packed.plans.layout, ranks)
         return packed.plans, ranks, packed
@@ -133,6 +134,11 @@ class LinearModule(ContextParallelModule):
         if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
+            assert packed_seq_params is not None
+            if plan.hidden_layout is not None and self.planned(packed_seq_params).layout != plan.layout:
+                remedy = "The stack's layers move hidden states when they are called: call them, and not their parts."
+                allowed = "headwise or chunkwise for a linear layer that is called outside of its stack"
+                refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, remedy)
             self.check_rows(rows, plan.layout, self.ranks_of(packed_seq_params))
             return plan
         if self.slot.mode == REDISTRIBUTE.name:
