@@ -36,8 +36,8 @@ def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
             linear = [place for place, layer in enumerate(members) if _linear_of(layer)]
             if linear:
                 own = [module for layer in members for module in _linear_of(layer)]
-                run = members[linear[0] : linear[-1] + 1]
-                arrange_run(run, own, [module.slot for module in own], config)
+                inside = members[linear[0] : linear[-1] + 1]
+                arrange_run(inside, own, [module.slot for module in own], config)
 
 
 def arrange_run(
@@ -58,8 +58,6 @@ def arrange_run(
         config: Megatron's configuration.
         is_first, is_last: True if `layers` begin with the run's first layer, and end with its last.
     """
-    if config.context_parallel_size == 1:
-        return
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
         if any(slot.mode == REDISTRIBUTE.name for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
@@ -130,11 +128,10 @@ def _attends(layer: nn.Module) -> bool:
 
     These are our other layers, and any module that is told the documents, such as Megatron's own attention.
     """
-    linear = {inner for module in _linear_of(layer) for inner in module.modules()}
     return any(
         isinstance(module, ContextParallelModule) or "packed_seq_params" in inspect.signature(module.forward).parameters
         for module in layer.modules()
-        if module is not layer and module not in linear
+        if module is not layer and not isinstance(module, LinearModule)
     )
 
 

@@ -14,6 +14,7 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.redistribution import _RunHooks, arrange_runs
+from megatron_cp.megatron.modules import layer_slots
 from megatron_cp.megatron.packed_seq_params import planned_params
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 from tests.counting_group import CountingGroup
@@ -94,14 +95,21 @@ def test_linear_layers_know_all_kinds_of_their_run():
     assert len(set(own)) == 3  # equal layers of a run share a plan
 
 
-@pytest.mark.parametrize(
-    "config", [Config(context_parallel_size=1), Config(sequence_parallel=True, tensor_model_parallel_size=2)], ids=str
-)
-def test_nothing_is_redistributed_on_one_rank_or_with_sequence_parallelism(config):
+def test_nothing_is_redistributed_with_sequence_parallelism():
     layers = stack("GG*-")
-    arrange_runs(layers, config)
+    arrange_runs(layers, Config(sequence_parallel=True, tensor_model_parallel_size=2))
     assert hooked(layers) == [[], [], []]
     assert layers[0][0].slot == SLOTS["G"]
+
+
+def test_rejects_redistribution_of_a_layer_in_no_stack(batch):
+    (layer,) = stack("G", "redistribute")
+    refused = "--linear-cp-mode: got 'redistribute'; .* in no stack of megatron_cp.megatron.specs"
+    rejects(refused, layer_slots, layer)
+    rejects(refused, layer[0].packed_plan, batch)
+    arrange_runs([layer], Config())
+    assert layer_slots(layer) == [layer[0].slot]
+    assert layer[0].packed_plan(batch).redistribution is not None
 
 
 def test_rejects_redistribution_with_sequence_parallelism():
