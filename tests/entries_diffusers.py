@@ -1,4 +1,4 @@
-"""One case of the entry of diffusers: a tiny transformer on ranks that are threads, beside the stock one on one rank."""
+"""Cases of the entry of diffusers: a tiny transformer on ranks that are threads, beside the stock one on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case of Megatron's entry: a small stack of layers on ranks that are threads, beside the same stack on one rank.
+"""Cases of Megatron's entry: a small stack of layers on ranks that are threads, beside the same stack on one rank.
 
 What makes Megatron run on a CPU lasts as long as the process, so `outcomes` runs cases in a process of their own.
 """
