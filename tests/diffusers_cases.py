@@ -38,7 +38,7 @@ def qwen(text=7, batch=2):
         joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
     )  # fmt: skip
     mask = torch.ones(batch, text, dtype=torch.long)
-    mask[1, 4:] = mask[0, 2] = 0  # the model takes holes
+    mask[1, 4:] = mask[0, 2:3] = 0  # the model takes holes
     return model, {
         "hidden_states": torch.randn(batch, 25, 16), "encoder_hidden_states": torch.randn(batch, text, 16),
         "encoder_hidden_states_mask": mask, "timestep": torch.full((batch,), 0.4), "img_shapes": [(1, 5, 5)] * batch,

@@ -85,7 +85,7 @@ class RowAttention:
 
     def _index(self, rows: PassRows, device: torch.device) -> Tensor | None:
         """Returns which local rows are real, on the device; None if all are."""
-        if rows.real_text is None:
+        if rows.real_text is None and not rows.stand_ins(self.ranks.rank):
             return None
         made = _kept(self._indices, (rows, device), lambda: _table(rows.real_rows(self.ranks.rank), device))
         order_tables(device)

@@ -19,7 +19,7 @@ from megatron_cp.batch.gradients import reduce_gradients
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.diffusers.attend import RowAttention
 from megatron_cp.diffusers.families import IMAGE, TEXT, Family, Rows, family_of, modules_at
-from megatron_cp.diffusers.rows import PassRows, image_layout, share
+from megatron_cp.diffusers.rows import PassRows, image_layout, own_range, share
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_inputs
 from megatron_cp.executor.gather import gather
@@ -186,7 +186,8 @@ class _Enabled:
             raise ArgumentError("model", given, f"all {len(self._layers)} of them", remedy)
         rows = self._sizes[IMAGE]
         layout = image_layout(rows, output.shape[0], self.ranks.size)
-        whole = gather(output.flatten(0, 1), layout, self.ranks, same_loss=self.same_loss)
+        real = int(share(rows, self.ranks.size, IMAGE)[self.ranks.rank])  # without a stand-in
+        whole = gather(output[:, :real].flatten(0, 1), layout, self.ranks, same_loss=self.same_loss)
         if whole.requires_grad:  # blocks that are recomputed in backward have the rows of their own pass
             rows_of_pass = self._sizes, self._real_text
             whole.register_hook(lambda _: self._resume(*rows_of_pass))
@@ -206,8 +207,7 @@ class _Enabled:
             raise ArgumentError("model inputs", given, f"{self._sizes[rows.stream]} rows, as the tensors before it")
         if rows.stream == TEXT and self.holds_text:
             return x
-        shares = share(size, self.ranks.size, rows.stream)
-        return x.narrow(rows.dim, int(shares[: self.ranks.rank].sum()), int(shares[self.ranks.rank]))
+        return x.narrow(rows.dim, *own_range(size, self.ranks.size, self.ranks.rank, rows.stream))
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

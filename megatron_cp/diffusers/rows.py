@@ -19,6 +19,17 @@ def share(rows: int, cp_size: int, stream: str) -> IntArray:
     return shares[::-1] if stream == TEXT else shares
 
 
+def own_range(rows: int, cp_size: int, rank: int, stream: str) -> tuple[int, int]:
+    """Returns the first of a rank's rows of a stream, and how many it has.
+
+    A rank without a share has the stream's first row, as a stand-in that is not real: models slice by the number of
+    rows from the end, where 0 means all, and have reshapes that infer a size.
+    """
+    shares = share(rows, cp_size, stream)
+    first, count = int(shares[:rank].sum()), int(shares[rank])
+    return (first, count) if count or not rows else (0, 1)
+
+
 @lru_cache(64)
 def image_layout(rows: int, batch: int, cp_size: int) -> Layout:
     """Returns the layout of a batch of images, each a document of `rows` rows."""
@@ -64,10 +75,14 @@ class PassRows:
         """Returns `(name, first, count)` of the rows that a rank has of each stream of one entry."""
         found = []
         for name, rows in self.streams:
-            shares = share(rows, self.cp_size, name)
             is_whole = name == TEXT and self.holds_text
-            found.append((name, 0, rows) if is_whole else (name, int(shares[:rank].sum()), int(shares[rank])))
+            found.append((name, 0, rows) if is_whole else (name, *own_range(rows, self.cp_size, rank, name)))
         return found
+
+    def stand_ins(self, rank: int) -> set[str]:
+        """Returns the streams of which the rank has a row that stands for none."""
+        split = [each for each in self.streams if not (each[0] == TEXT and self.holds_text)]
+        return {name for name, rows in split if rows and not share(rows, self.cp_size, name)[rank]}
 
     def local_rows(self, rank: int) -> int:
         """Returns how many rows of one entry a rank's attention has."""
@@ -75,11 +90,11 @@ class PassRows:
 
     def real_rows(self, rank: int) -> IntArray:
         """Returns which of the rank's rows `[batch * local_rows]` are real, as increasing indices."""
-        found, start = [], 0
+        found, start, stand_ins = [], 0, self.stand_ins(rank)
         for entry in range(self.batch):
             for name, first, count in self.ranges(rank):
-                own = np.arange(count)
-                if name == TEXT and self.real_text is not None:
+                own = np.arange(0 if name in stand_ins else count)
+                if name == TEXT and self.real_text is not None and name not in stand_ins:
                     real = np.array(self.real_text[entry], np.int64) - first
                     own = real[(real >= 0) & (real < count)]
                 found.append(start + own)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pkgutil
 import sys
 import types
 from collections.abc import Callable
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
@@ -24,22 +25,13 @@ from torch import Tensor
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.torch_private import multiply_each
 
-# Modules that would otherwise be imported after `torch` is replaced, and keep the original.
-_IMPORTED_FIRST = (
-    "megatron.core.distributed",
-    "megatron.core.models.gpt",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.ssm.gated_delta_net.common",
-    "megatron.core.ssm.mamba_mixer",
-)
-
 
 def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     """Makes the Megatron-Core of this process run without CUDA: model, optimizer, data parallelism, checkpoints.
 
-    It is meant for local runs and tests. Call it before Megatron is used; a second call changes nothing. It also turns
-    off torch.compile in this process, which Megatron uses for small fusions and which needs a compiler on the CPU.
+    It is meant for local runs and tests. Call it before Megatron is used; its modules may be imported before or after.
+    A second call changes nothing. It also turns off torch.compile in this process, which Megatron uses for small
+    fusions and which needs a compiler on the CPU.
 
     Args:
         pretrain: True to patch Megatron's own training loop too (`megatron.training.pretrain`), which requires a
@@ -51,9 +43,6 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
-    for name in (*_IMPORTED_FIRST, *_modules_below("megatron.core.dist_checkpointing")):
-        with contextlib.suppress(ImportError):  # some formats of checkpoints need packages that may be missing
-            import_module(name)
     torch.compiler.set_stance("force_eager")
     _exchange_torch("megatron.core", _torch_without_cuda())
     if pretrain:
@@ -71,14 +60,36 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
 
 
 def _exchange_torch(package: str, substitute: types.ModuleType) -> None:
+    """Replaces `torch` in the modules of a package, and in those that are imported later."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(package) and getattr(module, "torch", None) is torch:
-            module.torch = substitute  # type: ignore[attr-defined]
+        if name.startswith(package):
+            _exchange_in(module, substitute)
+    if not any(isinstance(finder, _Later) and finder.package == package for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Later(package, substitute))
 
 
-def _modules_below(package: str) -> list[str]:
-    path = import_module(package).__path__
-    return [info.name for info in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
+def _exchange_in(module: types.ModuleType, substitute: types.ModuleType) -> None:
+    if getattr(module, "torch", None) is torch:
+        module.torch = substitute  # type: ignore[attr-defined]
+
+
+class _Later(MetaPathFinder):
+    """The finder of a package's modules, which replaces `torch` in each after it was imported."""
+
+    def __init__(self, package: str, substitute: types.ModuleType) -> None:
+        self.package, self.substitute = package, substitute
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name.startswith(f"{self.package}.") else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                _exchange_in(module, self.substitute)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _torch_without_cuda() -> types.ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn, TypeVar
@@ -46,6 +47,7 @@ class PlannedSeqParams(PackedSeqParams):
             rotary embedding computes phases for all positions that it is given.
         has_global_mean: True if the batch's loss is divided by the tokens of all ranks where Megatron takes means, as
             `loss_of` does. Without `--calculate-per-token-loss` the layers refuse other batches on several ranks.
+        run_layout: the layout of the hidden states inside a redistributed run of linear layers; None outside of one.
     """
 
     plans: BatchPlan | None = None
@@ -55,7 +57,23 @@ class PlannedSeqParams(PackedSeqParams):
     ranks: RankGroup | None = None
     has_axes: bool = False
     has_global_mean: bool = False
+    run_layout: Layout | None = None
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the rows that a layer with these parameters is given."""
+        assert self.plans is not None
+        return self.plans.layout if self.run_layout is None else self.run_layout
+
+    def within(self, layout: Layout) -> PlannedSeqParams:
+        """Returns the parameters for layers inside a run, whose rows have the run's layout.
+
+        They have the same plans. What belongs to the batch's own rows is left out, so that nothing can read it there.
+        """
+        inner = copy.copy(self)
+        inner.run_layout, inner.positions, inner.stream, inner.tokens_per_sample = layout, None, None, None
+        return inner
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of `make`, which is called once a microbatch and `key`, also under recomputation."""

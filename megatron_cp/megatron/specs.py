@@ -135,7 +135,8 @@ def _replace_mtp_layer(layer: ModuleSpec) -> ModuleSpec:
         if value is WrappedTorchNorm:
             setattr(layer.submodules, name, Norm)
     if layer.submodules.mtp_model_layer is not None:
-        layer.submodules.mtp_model_layer = _replace_modules(layer.submodules.mtp_model_layer)
+        inner = layer.submodules.mtp_model_layer = _replace_modules(layer.submodules.mtp_model_layer)
+        inner.module = getattr(inner.module, "outside_of_run", inner.module)  # of the decoder's
     return layer
 
 
@@ -158,10 +159,10 @@ def _run_member(layer_class: type, count: int, *, is_first: bool, is_last: bool)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         layer_class.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
         own = self.self_attention
-        edges = self if is_first else None, self if is_last else None
-        arrange_run(*edges, [own], [own.slot] * count, config)
+        arrange_run([self], [own], [own.slot] * count, config, is_first=is_first, is_last=is_last)
 
-    return type(f"{layer_class.__name__}InRun", (layer_class,), {"__init__": __init__, "__doc__": layer_class.__doc__})
+    attributes = {"__init__": __init__, "__doc__": layer_class.__doc__, "outside_of_run": layer_class}
+    return type(f"{layer_class.__name__}InRun", (layer_class,), attributes)
 
 
 _ATTENTION = {

@@ -19,6 +19,7 @@ from megatron_cp import ArgumentError, CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
+from tests.entries_diffusers import Case, outcome
 from tests.refusals import rejects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
@@ -101,9 +102,20 @@ def test_heads_that_travel_in_fp8(text):
     assert 1e-6 < error(found[0][0], out) < 0.2
 
 
-@pytest.mark.parametrize("text", ["split", "held"])
-def test_fewer_rows_than_ranks(text):
-    check("flux", 4, sizes={"text": 1}, text=text)
+OF_FEW_ROWS = [("hunyuan", "split"), ("qwen", "held"), ("ltx", "split")]
+MORE_OF_FEW_ROWS = [(name, text) for name in MODELS for text in ("split", "held") if text == "split" or name in JOINT]
+
+
+@pytest.mark.parametrize("image_rows", ["", "one"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*OF_FEW_ROWS, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE_OF_FEW_ROWS
+                     if each not in OF_FEW_ROWS)],
+)  # fmt: skip
+def test_fewer_rows_than_ranks(name, text, image_rows):
+    found = outcome(Case(name, cp_size=3, text_rows=2, image_rows=image_rows, text=text))
+    assert found.errors["output"] <= 1e-12
+    assert found.worst <= 1e-6
 
 
 def recomputed_on_rank(group, name, options):

@@ -37,6 +37,7 @@ MODELS = {
 STAGES = {"GG*-": "GG|*-", "MM*-": "MM|*-"}
 VIRTUAL = {"GG*-": "G|G|*|-", "MM*-": "M|M|*|-"}
 WITH_EXPERTS = {"GG*-": "GG*E", "MM*-": "MM*E"}
+IN_RUNS = {"GG*-": "GEG*", "MM*-": "MEM*"}
 AHEAD = {"GG*-": "GG*-/*-", "MM*-": "MM*-/M-"}
 
 
@@ -62,6 +63,7 @@ class Place:
     optimizes: bool = False
 
 
+REDISTRIBUTED = {"linear_cp_mode": "redistribute"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEVERAL = {"variable_seq_lengths": True, "pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
 # Without Transformer Engine Megatron computes as without it: what is left are the rows that it wants, and sizes.
@@ -83,15 +85,16 @@ PLACES = {
     "dp2 ep2 cp2, auxiliary losses": Place(
         4, {"cp": 2, "ep": 2}, changes={**EXPERTS, **BALANCED_BY_PACKS}, patterns=WITH_EXPERTS
     ),
+    # Experts are inside a run of linear layers, whose rows have another layout than the batch's.
     "cp2 with pad rows, auxiliary losses and expert bias": Place(
-        2, {"cp": 2}, changes={**EXPERTS, **BALANCED, **BIAS}, patterns=WITH_EXPERTS, align=8
+        2, {"cp": 2}, REDISTRIBUTED, changes={**EXPERTS, **BALANCED, **BIAS}, patterns=IN_RUNS, align=8
     ),
     "cp2 with rows for MXFP8": Place(2, {"cp": 2}, MXFP8, changes=FOR_MXFP8),
     "dp2 cp2, means of microbatches": Place(4, {"cp": 2}, **MEANS),
     "cp3, means of microbatches": Place(3, {"cp": 3}, **MEANS),
-    "mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
+    "mtp cp2": Place(2, {"cp": 2}, REDISTRIBUTED, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
     "recompute cp2": Place(2, {"cp": 2}, FULL),
-    "groups of 2 and 3": Place(5, {"cp": 1}, groups=(2, 3)),
+    "groups of 2 and 3": Place(5, {"cp": 1}, REDISTRIBUTED, groups=(2, 3)),
 }
 
 

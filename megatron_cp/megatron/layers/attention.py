@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,14 +18,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.config import scheme_name
+from megatron_cp.megatron.config import scheme_name, schemes_of
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.refusals import (
+    named_by_flags,
     refuse,
     refuse_feature,
     refuse_other_means,
@@ -32,7 +33,7 @@ from megatron_cp.megatron.layers.refusals import (
     unsupported_attention,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
-from megatron_cp.plan.schemes import may_assign_tiles, scheme_named
+from megatron_cp.plan.schemes import AUTO, may_assign_tiles, scheme_named
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -81,22 +82,21 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         tp_size = pg_collection.tp.size()
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
         options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}")
-        if not scheme_named(scheme).takes_chunks:
+        if _is_for_others(config, scheme, lambda each: scheme_named(each).takes_chunks):
             options["head_chunks"] = None
-        sizes = config.hierarchical_context_parallel_sizes
-        self.slot = AttentionSpec(
+        self.slot = plannable(
+            self.ranks.size,
             heads=config.num_attention_heads // tp_size,
             kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
             head_dim=config.kv_channels if k_channels is None else k_channels,
             value_head_dim=config.kv_channels if v_channels is None else v_channels,
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
-            ulysses_degree=sizes[0] if sizes and scheme_named(scheme).is_product else None,
+            ulysses_degree=ulysses_degree(config, scheme, self.ranks.size),
             **_latents(config, k_channels),
             **options,
             **_search(config, scheme),
         )
-        refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
         sinks = config.softmax_type
         self.agree(softmax_scale=softmax_scale, dropout=self.dropout, sinks=sinks, mask=attn_mask_type)
@@ -262,6 +262,29 @@ def comm_scheme(cp_comm_type: str | None, cp_size: int) -> str:
     return require("scheme", scheme_name(cp_comm_type), name="--cp-comm-type")
 
 
+def _is_for_others(config: Any, scheme: str, takes: Callable[[str], bool]) -> bool:
+    """True if an option is for other layers: their schemes in a list take it, and this layer's does not.
+
+    An option that no layer takes stays in the layer's spec, so that planning refuses it by name.
+    """
+    return not takes(scheme) and any(takes(each) for each in schemes_of(config))
+
+
+def ulysses_degree(config: Any, scheme: str, cp_size: int) -> int | None:
+    """Returns the number of ranks that exchange heads, of `--hierarchical-context-parallel-sizes`."""
+    sizes = config.hierarchical_context_parallel_sizes
+    if (
+        not sizes
+        or cp_size == 1
+        or _is_for_others(config, scheme, lambda each: each == AUTO or scheme_named(each).is_product)
+    ):
+        return None
+    if len(sizes) > 2:
+        remedy = "Heads change places within groups of the first number of ranks; keys travel among the groups."
+        refuse("hierarchical_context_parallel_sizes", sizes, "two numbers", remedy)
+    return int(sizes[0])
+
+
 def _search(config: Any, scheme: str) -> dict[str, Any]:
     """Returns the options of the search for tiles, or none for a scheme without tiles, since other layers may have."""
     if not may_assign_tiles(scheme):
@@ -278,17 +301,12 @@ def _latents(config: Any, k_channels: int | None) -> dict[str, Any]:
     return {"latent": (config.qk_pos_emb_head_dim, config.kv_lora_rank), "latent_mode": mode}
 
 
-def refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
-    """Plans a batch of one token, so that refusals are raised while the model is built."""
-    flags = {
-        "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
-        "search_seconds": "cp_search", "search_cache": "cp_search_cache",
-        **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec", "latent_mode")},
-    }  # fmt: skip
-    try:
+def plannable(cp_size: int, **arguments: Any) -> AttentionSpec:
+    """Returns a spec, and plans a batch of one token, so that refusals are raised while the model is built."""
+    with named_by_flags():
+        slot = AttentionSpec(**arguments)
         slot.plan(_one_token(cp_size))
-    except ArgumentError as error:
-        refuse(flags.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
+    return slot
 
 
 @lru_cache(maxsize=8)

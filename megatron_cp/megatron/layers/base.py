@@ -14,7 +14,7 @@ from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.megatron.layers.communication import no_heads, spec_options
-from megatron_cp.megatron.layers.refusals import refuse, refuse_other_means, refuse_unaligned
+from megatron_cp.megatron.layers.refusals import named_by_flags, refuse, refuse_other_means, refuse_unaligned
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -69,6 +69,7 @@ class ContextParallelModule:
         assert packed_seq_params is not None
         packed = self.planned(packed_seq_params)
         assert packed.plans is not None
+        assert packed.run_layout is None, "runs have linear layers only"
         ranks = self.ranks_of(packed)
         self.check_rows(rows.shape[0], packed.plans.layout, ranks)
         return packed.plans, ranks, packed
@@ -109,8 +110,10 @@ class LinearModule(ContextParallelModule):
     def set_slot(self, kind: str, name: str, **sizes: Any) -> None:
         """Sets the spec by the configuration, and compares it between ranks; `name` is the layer's, for warnings."""
         mode = require("mode", getattr(self.config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
-        options = spec_options(self.config, self.ranks, f"{name}, {mode}", uncoded=no_heads(mode))
-        self.slot = LinearSpec(kind, mode=mode, **sizes, **options)
+        unused = no_heads(mode)
+        options = spec_options(self.config, self.ranks, f"{name}, {mode}", uncoded=unused, unchunked=unused)
+        with named_by_flags():
+            self.slot = LinearSpec(kind, mode=mode, **sizes, **options)
         self.agree()
 
     def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:
@@ -120,7 +123,15 @@ class LinearModule(ContextParallelModule):
         assert packed_seq_params is not None
         plans = self.planned(packed_seq_params).plans
         assert plans is not None
+        self.refuse_outside_of_stack(plans.layout.cp_size)
         return plans.plan(self.slot)
+
+    def refuse_outside_of_stack(self, cp_size: int) -> None:
+        """Refuses redistribution around a layer of no run: nothing there moves hidden states."""
+        if cp_size > 1 and self.slot.mode == REDISTRIBUTE.name and self.slot.hidden_size is None:
+            allowed = "headwise, chunkwise or auto for a linear layer in no stack of megatron_cp.megatron.specs"
+            remedy = "Build GPTModel with gpt_layer_spec and HybridModel with hybrid_stack_spec, or call arrange_runs"
+            refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, f"{remedy} of megatron_cp.megatron.layers.")
 
     def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
         """Returns the plan for `[rows, batch, ...]`: packed documents, or else `batch` sequences in zigzag order.
@@ -133,6 +144,11 @@ class LinearModule(ContextParallelModule):
         if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
+            assert packed_seq_params is not None
+            if plan.hidden_layout is not None and self.planned(packed_seq_params).layout != plan.layout:
+                remedy = "The stack's layers move hidden states when they are called: call them, and not their parts."
+                allowed = "headwise or chunkwise for a linear layer that is called outside of its stack"
+                refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, remedy)
             self.check_rows(rows, plan.layout, self.ranks_of(packed_seq_params))
             return plan.inside  # the hooks of the run have moved its rows
         if self.slot.mode == REDISTRIBUTE.name:

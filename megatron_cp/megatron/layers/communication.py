@@ -19,26 +19,29 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def no_heads(mode: str) -> str:
-    """Returns the reason why a linear layer codes nothing, if it exchanges no heads in this mode."""
+    """Returns the reason why a linear layer uses neither codec nor head chunks, if it has no heads to exchange."""
     return "" if may_exchange_heads(mode) else "which exchanges no heads"
 
 
-def spec_options(config: Any, ranks: RankGroup, how: str, *, uncoded: str = "") -> dict[str, Any]:
+def spec_options(config: Any, ranks: RankGroup, how: str, *, uncoded: str = "", unchunked: str = "") -> dict[str, Any]:
     """Returns the arguments that the specs of all kinds of layers read from the configuration.
 
-    It is collective: call it while the model is built. A codec that nothing is coded with is left out, with a warning.
+    It is collective: call it while the model is built. A codec and head chunks that a layer does not use are left out,
+    with a warning.
 
     Args:
         how: the layer and its scheme, for the warning.
-        uncoded: the reason why none of the layer's messages is coded, for the warning; empty if they may be.
+        uncoded, unchunked: the reason why none of the layer's messages is coded, and why its heads do not travel in
+            chunks, for the warning; empty if they may.
     """
     transport, codec = getattr(config, "cp_transport", "collective"), getattr(config, "cp_codec", "none")
-    if codec != "none" and uncoded:
-        if ranks.size > 1:
-            warnings.warn(f"--cp-codec {codec} does nothing for {how}, {uncoded}.", stacklevel=3)
-        codec = "none"
+    chunks = getattr(config, "cp_head_chunks", None)
+    for flag, given, reason in (("codec", codec, uncoded), ("head-chunks", chunks, unchunked)):
+        if given not in ("none", None, 1) and reason and ranks.size > 1:
+            warnings.warn(f"--cp-{flag} {given} does nothing for {how}, {reason}.", stacklevel=3)
+    codec, chunks = "none" if uncoded else codec, None if unchunked else chunks
     return {
-        "head_chunks": getattr(config, "cp_head_chunks", None),
+        "head_chunks": chunks,
         "transport": Transport(transport, hosts_of(ranks)) if knows_hosts(transport) else Transport.named(transport),
         "codec": codec,
         "hardware": getattr(config, "cp_hardware", None),

@@ -108,7 +108,7 @@ def mask_pads(layer_class: type) -> type:
                 remedy = "They are means over the tokens of the model's own group."
                 refuse("moe_aux_loss_coeff", "an auxiliary loss", "none with groups for each batch", remedy)
             if padding_mask is None:
-                padding_mask = _pads(packed_seq_params, self, hidden_states.shape[0])
+                padding_mask = _pads(packed_seq_params, self, hidden_states)
         return layer_class._forward_mlp(  # type: ignore[attr-defined]
             self, hidden_states, inference_context, padding_mask=padding_mask, packed_seq_params=packed_seq_params,
             **others,
@@ -117,16 +117,14 @@ def mask_pads(layer_class: type) -> type:
     return type(layer_class.__name__, (layer_class,), {"_forward_mlp": _forward_mlp, "__doc__": layer_class.__doc__})
 
 
-def _pads(params: PlannedSeqParams, layer: Any, rows: int) -> Tensor | None:
-    """Returns bools `[1, rows]`, True for pad rows of this rank; None if no rank has any."""
-    assert params.plans is not None
-    assert params.positions is not None
-    layout = params.plans.layout
+def _pads(params: PlannedSeqParams, layer: Any, hidden_states: Tensor) -> Tensor | None:
+    """Returns bools `[1, rows]`, True for pad rows among the layer's own; None if no rank has any."""
+    layout, rows = params.layout, hidden_states.shape[0]
     rank = layer.pg_collection.cp.rank() if params.ranks is None else params.ranks.rank
     if not layout.pad_rows.any():
         return None
-    held, device = int(layout.token_counts[rank]), params.positions.device
+    held, device = int(layout.token_counts[rank]), hidden_states.device
     first = layer.pg_collection.tp.rank() * rows if layer.config.sequence_parallel else 0
     return params.remember(
-        ("pads", first, rows), lambda: (torch.arange(first, first + rows, device=device) >= held)[None]
+        ("pads", layout, first, rows), lambda: (torch.arange(first, first + rows, device=device) >= held)[None]
     )

@@ -11,6 +11,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.layers.redistribution import arrange_runs
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 from megatron_cp.megatron.patches import exchange_multi_token_prediction
 
@@ -29,6 +30,8 @@ class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         exchange_multi_token_prediction(process_mtp_loss, roll_tensor_checked)
         super().__init__(*args, **kwargs)
+        inner = self.mtp_model_layer  # one layer, or a stack of HybridModel's
+        arrange_runs(getattr(inner, "layers", [inner]), self.config)
 
     def _get_embeddings(
         self,

@@ -1,15 +1,18 @@
 """Redistributes hidden states around runs of linear layers.
 
 A run is a sequence of a stack's layers that mix tokens by linear layers only: linear layers and the MLPs between them.
-If the plan requires it, hidden states are moved to contiguous ranges before a run and back after it. A stack belongs to
-one pipeline stage, so runs do not cross stages.
+If the plan requires it, hidden states are moved to contiguous ranges before a run and back after it, and all layers of
+the run are given the batch's parameters with the layout that their rows have. A stack belongs to one pipeline stage, so
+runs do not cross stages.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,23 +36,28 @@ def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
             linear = [place for place, layer in enumerate(members) if _linear_of(layer)]
             if linear:
                 own = [module for layer in members for module in _linear_of(layer)]
-                arrange_run(members[linear[0]], members[linear[-1]], own, [module.slot for module in own], config)
+                inside = members[linear[0] : linear[-1] + 1]
+                arrange_run(inside, own, [module.slot for module in own], config)
 
 
 def arrange_run(
-    first: nn.Module | None,
-    last: nn.Module | None,
+    layers: Sequence[nn.Module],
     linear: Sequence[LinearModule],
     slots: Sequence[LinearSpec],
     config: Any,
+    *,
+    is_first: bool = True,
+    is_last: bool = True,
 ) -> None:
     """Arranges one run, or the part of it that is built so far.
 
-    `first` and `last` are the run's first and last layer, None if built elsewhere; `slots` are the specs of all of its
-    linear layers.
+    Args:
+        layers: the run's layers in order, or a part of them.
+        linear: the linear layers of these.
+        slots: the specs of all linear layers of the run.
+        config: Megatron's configuration.
+        is_first, is_last: True if `layers` begin with the run's first layer, and end with its last.
     """
-    if config.context_parallel_size == 1:
-        return
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
         if any(slot.mode == REDISTRIBUTE.name for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
@@ -58,20 +66,21 @@ def arrange_run(
     for module in linear:
         module.slot = replace(module.slot, hidden_size=config.hidden_size, run=tuple(slots))
     hooks = _RunHooks(linear[0])
-    if first is not None:
-        first.register_forward_pre_hook(hooks.redistribute, with_kwargs=True)
-    if last is not None:
-        last.register_forward_hook(hooks.restore, with_kwargs=True)
+    for layer in layers:
+        moves = is_first and layer is layers[0]
+        layer.register_forward_pre_hook(partial(hooks.enter, moves=moves), with_kwargs=True)
+    if is_last:
+        layers[-1].register_forward_hook(hooks.restore, with_kwargs=True)
 
 
 class _RunHooks:
-    """The hooks of a run's first and last layer."""
+    """The hooks of a run's layers."""
 
     def __init__(self, linear: LinearModule) -> None:
         self.linear = linear
 
-    def redistribute(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Moves the hidden states to the run's layout."""
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, moves: bool) -> Any:
+        """Gives a layer the parameters that have the run's layout; moves the hidden states before the first layer."""
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = self._plan(kwargs, hidden)
         if plan is None or plan.hidden_layout is None:
@@ -83,7 +92,11 @@ class _RunHooks:
                 "headwise or chunkwise with a padding mask",
                 "Its rows are those outside.",
             )
-        ranks = self.linear.ranks_of(kwargs.get("packed_seq_params"))
+        params = self.linear.planned(kwargs["packed_seq_params"])
+        kwargs = {**kwargs, "packed_seq_params": params.within(plan.layout)}
+        if not moves:
+            return args, kwargs
+        ranks = self.linear.ranks_of(params)
         self.linear.check_rows(len(hidden), plan.hidden_layout, ranks)
         hidden = self._moved(layer, hidden, plan, plan.hidden_layout, plan.layout, ranks)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
@@ -111,9 +124,14 @@ class _RunHooks:
 
 
 def _attends(layer: nn.Module) -> bool:
-    """True if the layer mixes tokens by other modules than linear layers."""
+    """True if the layer mixes tokens by other modules than our linear layers.
+
+    These are our other layers, and any module that is told the documents, such as Megatron's own attention.
+    """
     return any(
-        isinstance(module, ContextParallelModule) and not isinstance(module, LinearModule) for module in layer.modules()
+        isinstance(module, ContextParallelModule) or "packed_seq_params" in inspect.signature(module.forward).parameters
+        for module in layer.modules()
+        if module is not layer and not isinstance(module, LinearModule)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,22 @@ from megatron_cp.planner.capabilities import remark
 def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
     """Raises an `ArgumentError` that names Megatron's flag, while the model is built."""
     raise ArgumentError(f"--{argument.replace('_', '-')}", given, allowed, remedy)
+
+
+_FLAGS = {
+    "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
+    "search_seconds": "cp_search", "search_cache": "cp_search_cache",
+    **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec", "latent_mode")},
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def named_by_flags() -> Iterator[None]:
+    """Names Megatron's flag in errors about the argument of a plan."""
+    try:
+        yield
+    except ArgumentError as error:
+        refuse(_FLAGS.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
 
 
 def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
@@ -180,6 +197,10 @@ def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
         remedy = "The indexer learns from the weights of all heads, of which a tensor-parallel rank has a share."
         given = config.dsa_indexer_loss_coeff
         yield ArgumentError("--dsa-indexer-loss-coeff", given, "0 with --tensor-model-parallel-size above 1", remedy)
+    if getattr(config, "cp_latent_mode", "heads") == "expand":
+        remedy = "Latents travel and meet queries that the up-projection is multiplied into: they are never expanded."
+        allowed = "heads, absorb or auto with an indexer that chooses keys"
+        yield ArgumentError("--cp-latent-mode", "expand", allowed, remedy)
     if config.dsa_kernel_backend != "none":
         remedy = "These kernels are not called here. Leave --spec out to keep Megatron's own layers, with their limits."
         yield ArgumentError("--dsa-kernel-backend", config.dsa_kernel_backend, "none", remedy)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import layer_operation
-from megatron_cp.megatron.layers.attention import comm_scheme, refuse_attention, refuse_unplannable
+from megatron_cp.megatron.layers.attention import comm_scheme, plannable, refuse_attention, ulysses_degree
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.multi_latent_attention import PlannedRotary
@@ -35,7 +35,7 @@ from megatron_cp.megatron.layers.refusals import (
     uses_transformer_engine,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
-from megatron_cp.planner.batch import AttentionSpec, BatchPlan
+from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.softmax.sparse import SparseOutput, sparse_attention
 
 
@@ -70,17 +70,22 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         )  # fmt: skip
         self.ranks = cp_ranks(pg_collection.cp)
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, "sparse attention", uncoded="whose keys keep their type") | {
-            "head_chunks": None
-        }
+        options = spec_options(
+            config,
+            self.ranks,
+            "sparse attention",
+            uncoded="whose keys keep their type",
+            unchunked="whose keys are one head",
+        )
         sizes = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        self.slot = AttentionSpec(
+        self.slot = plannable(
+            self.ranks.size,
             heads=config.num_attention_heads // pg_collection.tp.size(),
             kv_heads=config.num_attention_heads // pg_collection.tp.size(),
             head_dim=sum(latent), value_head_dim=latent[1], scheme=scheme, latent=latent,
+            ulysses_degree=ulysses_degree(config, scheme, self.ranks.size),
             topk=config.dsa_indexer_topk, indexer=None if self.skip_topk else sizes, **options,
         )  # fmt: skip
-        refuse_unplannable(self.slot, self.ranks.size)
         self._refuse_a_choice_of_another_stage()
         if self.indexer is not None:
             self.indexer.rotary_pos_emb = _IndexerRotary(self.indexer.rotary_pos_emb, config)

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
-from megatron_cp.layout import Packing
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
@@ -134,23 +134,52 @@ def test_windows_and_sinks_are_megatrons():
     assert list(learnable.state_dict()) == ["softmax_offset"]
 
 
-def test_rejects_a_product_that_the_ranks_are_not(monkeypatch):
+@pytest.fixture
+def build_on(monkeypatch):
+    """Returns a function that builds the attention of one of `cp_size` ranks."""
+
     def one_of(group):
         rank = ThreadGroup.create(group.size())[0]
         compare_calls(rank, False)  # there are no others
         return rank
 
-    monkeypatch.setattr(attention, "cp_ranks", one_of)
-
-    def build_on(cp_size, cp_comm_type, **changes):
+    def build_one(cp_size, cp_comm_type, number=1, **changes):
+        config = configure(OurConfig, cp_comm_type=cp_comm_type, context_parallel_size=cp_size, **changes)
+        own = cp_comm_type[number - 1] if isinstance(cp_comm_type, list) else cp_comm_type
         groups = Groups(cp=Group(cp_size))
-        return CoreAttention(configure(**changes), 1, AttnMaskType.causal, "self", cp_comm_type, pg_collection=groups)
+        return CoreAttention(config, number, AttnMaskType.causal, "self", own, pg_collection=groups)
 
-    with refused("cp-comm-type", "'a2a[+]p2p'"):
-        build_on(3, "a2a+p2p")
-    with refused("hierarchical-context-parallel-sizes", 4):
-        build_on(6, "a2a+p2p", hierarchical_context_parallel_sizes=[4, 2])
+    monkeypatch.setattr(attention, "cp_ranks", one_of)
+    return build_one
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "cp_size", "scheme", "options"),
+    [
+        ("cp-comm-type", "'a2a[+]p2p'", 3, "a2a+p2p", {}),
+        ("hierarchical-context-parallel-sizes", 4, 6, "a2a+p2p", {"hierarchical_context_parallel_sizes": [4, 2]}),
+        ("hierarchical-context-parallel-sizes", r"\[2, 2, 2\]", 8, "a2a+p2p",
+         {"hierarchical_context_parallel_sizes": [2, 2, 2]}),
+        *(("hierarchical-context-parallel-sizes", 2, 4, scheme, {"hierarchical_context_parallel_sizes": [2, 2]})
+          for scheme in ("a2a", "p2p", "exact", ["p2p", "exact"])),
+        *(("cp-head-chunks", 2, 2, scheme, {"cp_head_chunks": 2}) for scheme in ("p2p", ["p2p", "p2p"])),
+    ],
+)  # fmt: skip
+def test_rejects_options_that_no_layers_scheme_takes(flag, given, cp_size, scheme, options, build_on):
+    with refused(flag, given):
+        build_on(cp_size, scheme, **options)
+
+
+def test_sizes_and_head_chunks_are_those_of_auto_and_of_the_layers_of_a_list_that_take_them(build_on):
+    options = {"hierarchical_context_parallel_sizes": [2, 2], "cp_head_chunks": 1}
     assert build_on(6, "a2a+p2p", hierarchical_context_parallel_sizes=[3, 2]).slot.ulysses_degree == 3
+    slots = [build_on(4, ["a2a+p2p", "p2p"], number, **options).slot for number in (1, 2)]
+    assert [(slot.ulysses_degree, slot.head_chunks) for slot in slots] == [(2, 1), (None, None)]
+    for scheme in ("auto", None):
+        slot = build_on(4, scheme, **options).slot
+        assert (slot.ulysses_degree, slot.head_chunks) == (2, 1)
+        plan = slot.plan(Layout.zigzag(Packing([96, 1, 31]), 4))
+        assert (plan.scheme.startswith("a2a+"), plan.ulysses_degree) == (True, 2)
 
 
 def test_keys_and_values_of_latents_have_sizes_and_heads_of_their_own():
@@ -285,6 +314,7 @@ DSA = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_he
         ("dsa-indexer-topk", "None", {"dsa_indexer_topk": None}),
         ("dsa-kernel-backend", "'tilelang'", {"dsa_kernel_backend": "tilelang"}),
         ("softmax-type", "'learnable'", {"softmax_type": "learnable"}),
+        ("cp-latent-mode", "'expand'", {"cp_latent_mode": "expand"}),
         ("tensor-model-parallel-size", "2", {"tensor_model_parallel_size": 2}),
         ("dsa-indexer-topk-freq", "2",
          {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "selective"}),
@@ -481,6 +511,14 @@ def test_heads_and_keys_are_coded_and_what_is_not_says_so(scheme):
     ranks = types.SimpleNamespace(size=2)
     with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which exchanges no heads"):
         assert spec_options(config, ranks, "Mamba, chunkwise", uncoded=no_heads("chunkwise"))["codec"] == "none"
+
+
+def test_head_chunks_that_a_layer_does_not_use_are_left_out_and_said():
+    config, ranks = configure(OurConfig, cp_head_chunks=2), types.SimpleNamespace(size=2)
+    warned = "--cp-head-chunks 2 does nothing for Mamba, chunkwise, which exchanges no heads"
+    with pytest.warns(UserWarning, match=warned):
+        assert spec_options(config, ranks, "Mamba, chunkwise", unchunked=no_heads("chunkwise"))["head_chunks"] is None
+    assert spec_options(config, ranks, "Mamba, headwise", unchunked=no_heads("headwise"))["head_chunks"] == 2
 
 
 def test_an_order_in_another_spelling_is_that_order():
