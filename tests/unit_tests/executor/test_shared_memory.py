@@ -56,10 +56,9 @@ def over_processes(group: RankGroup, case: Case) -> tuple[bool, int, float]:
 
 def test_processes_have_the_bits_of_gloo_which_carries_nothing():
     case = replace(CASE, scheme="exact", transport="shared_memory", dtype=torch.float32)
-    seconds = limit(60)
-    found = run_ranks(over_processes, 3, case, kind="processes", timeout=seconds)
+    found = run_ranks(over_processes, 3, case, kind="processes", timeout=240)
     assert [each[:2] for each in found] == [(True, 0)] * 3
-    assert [each[2] for each in found] == pytest.approx([0.75 * seconds] * 3, abs=1e-3)  # by `launch.py`
+    assert [each[2] for each in found] == pytest.approx([180] * 3, abs=1e-3)  # by `launch.py`
 
 
 def test_more_messages_than_a_ring_of_notes_has_room_for(monkeypatch):
