@@ -12,11 +12,11 @@ from hypothesis import given, settings
 def drawn(
     few: int, many: int, *strategies: Any, **named: Any
 ) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """Decorates a test of drawn cases: the same `few` or `many` in each run, with no deadline for one."""
+    """Decorates a test of drawn cases: the same `few` or `many` in each run."""
 
     def decorate(test: Callable[..., None]) -> Callable[[int], None]:
         def looks_at(examples: int) -> None:
-            how = settings(derandomize=True, deadline=None, max_examples=examples)
+            how = settings(max_examples=examples)
             how(given(*strategies, **named)(test))()
 
         # Not with `functools.wraps`: pytest would ask for the arguments of the test.

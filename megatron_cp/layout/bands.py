@@ -219,15 +219,22 @@ def disjoint(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
 def joined(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
     """Joins disjoint bands into fewer ones, where one ends and another continues it; all bands end at `barriers`."""
     pieces = _edges(shrink(bands))
-    while True:
-        heads, tails = _continued(pieces, barriers)
-        if not heads.size:
-            return _bands_from_edges(pieces)
+    kept = np.ones(len(pieces), dtype=bool)
+    heads, tails = _continued(pieces, barriers)
+    while heads.size:
         # In a chain of pieces every second one absorbs the next: the length of a chain halves in each round.
-        taken = _places_in_chains(heads, tails, len(pieces))[heads] % 2 == 0
-        heads, tails = heads[taken], tails[taken]
-        pieces[heads[:, None], [1, 3, 5]] = pieces[tails[:, None], [1, 3, 5]]
-        pieces = np.delete(pieces, tails, axis=0)
+        linked = np.union1d(heads, tails)
+        head, tail = np.searchsorted(linked, heads), np.searchsorted(linked, tails)
+        taken = _places_in_chains(head, tail, linked.size)[head] % 2 == 0
+        into, gone = heads[taken], tails[taken]
+        pieces[into[:, None], [1, 3, 5]] = pieces[gone[:, None], [1, 3, 5]]
+        kept[gone] = False
+        # What it joins bends a piece no less, so it goes on only where the absorbed piece did.
+        linked[tail[taken]] = into
+        heads, tails = linked[head[~taken]], tails[~taken]
+        fits = _goes_on(pieces[heads], pieces[tails])
+        heads, tails = heads[fits], tails[fits]
+    return _bands_from_edges(pieces[kept])
 
 
 def _edges(bands: IntArray) -> IntArray:

@@ -33,15 +33,6 @@ class Runs(NamedTuple):
     parents: IntArray
     positions: IntArray
 
-    def paths(self) -> tuple[IntArray, IntArray]:
-        """Returns every pair of a run and a run of its path, itself included, sorted by the first."""
-        runs, ancestors = [np.arange(self.starts.size)], [np.arange(self.starts.size)]
-        while (known := self.parents[ancestors[-1]] >= 0).any():
-            runs.append(runs[-1][known])
-            ancestors.append(self.parents[ancestors[-1][known]])
-        order = np.lexsort((np.concatenate(ancestors), np.concatenate(runs)))
-        return np.concatenate(runs)[order], np.concatenate(ancestors)[order]
-
 
 class Branches(Memo):
     """The segments of documents that branch, in stream order, and the segment that each one continues.

@@ -22,6 +22,7 @@ from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.testing import isolation, oracles
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
+from tests.counts import calls_of, peak_of
 from tests.covering import covering
 from tests.fuzz_cases import LAYOUTS, layout_named
 from tests.fuzz_draw import forest
@@ -181,6 +182,20 @@ def test_queries_see_their_paths_alone(spec):
         assert mask.area == seen.sum()
         assert mask.seen.tolist() == seen.sum(1).tolist()
         assert re.fullmatch(mask.name, spec) or Mask.named(packing, mask.name) == mask
+
+
+@pytest.mark.parametrize("leaf_first", [True, False])
+@pytest.mark.parametrize("spec", ["causal", "window:20", "window:1000", "first:4+window:20,0", "chunk:64"])
+def test_bands_calls_and_memory_grow_no_faster_than_levels(spec, leaf_first):
+    """Looks at 500 levels, each of which has a leaf beside the next level, behind it at once or at the very end."""
+    spine = range(0, 999, 2) if leaf_first else range(500)
+    parents = [-1, *np.repeat(spine[:-1], 2)] if leaf_first else [*range(-1, 499), *spine[-2::-1]]
+    packing, found = Packing.tree([7 if segment in spine else 3 for segment in range(999)], parents), []
+    runs = packing.branches.runs.starts.size
+    assert runs == 999
+    assert peak_of(lambda: found.append(Mask.named(packing, spec))) < 1_000 * runs
+    assert len(found[0].bands) < 3 * runs
+    assert calls_of(lambda: Mask.named(packing, spec)) < 100 * runs
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 9])

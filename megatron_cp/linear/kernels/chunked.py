@@ -31,7 +31,7 @@ from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
-from megatron_cp.linear.kernels.common.chunks import CHUNK, Chunks, PieceClass
+from megatron_cp.linear.kernels.common.chunks import Chunks, Parts, PieceClass
 from megatron_cp.linear.kernels.common.decayed import decayed_products
 from megatron_cp.linear.kernels.common.products import product
 from megatron_cp.linear.reductions import expand_to_tokens
@@ -51,14 +51,52 @@ class ChunkedRule(RuleKernel):
         return None
 
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
-        chunks, inputs, size = Chunks.from_call(call), *_padded(inputs)
-        out = chunks.join(_WholeDocuments.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
-        return out[..., :size].to(call.dtype)
+        inputs, size = _padded(inputs)
+        if call.tables is not None:
+            return _whole_documents(inputs, groups, scale, call.tables["chunks"])[..., :size].to(call.dtype)
+        parts = Parts.from_call(call)
+        *short, (rest, chunks) = _by_parts(inputs, parts)
+        found = [_short_documents(own, groups, scale, of_part) for own, of_part in short]
+        if chunks.num_chunks or not found:
+            found.append(_whole_documents(rest, groups, scale, chunks))
+        return parts.join(found)[..., :size].to(call.dtype)
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
-        chunks = Chunks.from_call(call)
-        tensors = list(_prepared(inputs, groups, scale, chunks))
-        return ScanWork(tensors, _ChunkScan(chunks), lambda out: chunks.join(out).to(call.dtype))
+        parts = Parts.from_call(call)
+        *short, (rest, chunks) = _by_parts(inputs, parts)
+        found = [_short_documents(own, groups, scale, of_part) for own, of_part in short]
+        tensors = list(_prepared(rest, groups, scale, chunks))
+        return ScanWork(tensors, _ChunkScan(chunks), lambda out: parts.join([*found, chunks.join(out)]).to(call.dtype))
+
+
+def _by_parts(inputs: Inputs, parts: Parts) -> list[tuple[Inputs, Chunks]]:
+    moved = {name: parts.in_order(x) for name, x in inputs._asdict().items() if name != "A"}
+    inputs = inputs._replace(**moved)
+    if len(parts.chunks) == 1:
+        return [(inputs, parts.chunks[0])]
+    return [(inputs.piece(*span), chunks) for span, chunks in zip(parts.spans, parts.chunks, strict=True)]
+
+
+def _whole_documents(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> Tensor:
+    return chunks.join(_WholeDocuments.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
+
+
+def _short_documents(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> Tensor:
+    """Computes documents of one chunk each: the state before it is zero, and nobody needs the one after it."""
+    inputs, size = _padded(inputs)
+    terms = _prepared(_with_whole_keys(inputs), groups, scale, chunks)
+    return chunks.join(product(terms.attention, terms.updates))[..., :size]
+
+
+def _with_whole_keys(inputs: Inputs) -> Inputs:
+    """Pads the features of the keys to whole cache lines too, so that the matrices of narrow chunks begin at one."""
+    spare = -inputs.keys.shape[-1] % (CACHE_LINE // accumulation_dtype(inputs.values.dtype).itemsize)
+    if not spare:
+        return inputs
+    if isinstance(inputs, StateSpace):
+        return inputs._replace(B=F.pad(inputs.B, (0, spare)), C=F.pad(inputs.C, (0, spare)))
+    g = F.pad(inputs.g, (0, spare)) if inputs.g.ndim == 3 else inputs.g
+    return inputs._replace(q=F.pad(inputs.q, (0, spare)), k=F.pad(inputs.k, (0, spare)), g=g)
 
 
 def _padded(inputs: Inputs) -> tuple[Inputs, int]:
@@ -152,10 +190,11 @@ def _expand_groups(x: Tensor, groups: list[int]) -> Tensor:
 
 def _decay(g: Tensor) -> Tensor:
     """Returns `exp(G_i - G_j)` for j <= i, else 0, as `[n, h, C, C]` from `[n, h, C, 1]`."""
-    not_earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu()
+    size = g.shape[2]
+    not_earlier = torch.ones(size, size, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal G_i - G_j is positive and could overflow.
     earlier = (g - g.transpose(2, 3)).masked_fill(not_earlier, -torch.inf).exp()
-    return earlier + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+    return earlier + torch.eye(size, dtype=g.dtype, device=g.device)
 
 
 def _suffix_sums(each: Tensor) -> Tensor:

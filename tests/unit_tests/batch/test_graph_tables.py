@@ -16,7 +16,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import conv
-from megatron_cp.linear.kernels.common.chunks import Chunks, fixed_chunks
+from megatron_cp.linear.kernels.common.chunks import fixed_chunks
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls, segment_calls
@@ -119,7 +119,7 @@ def test_layers_read_the_tables_that_were_loaded(monkeypatch):
         calls = device_calls(read[-1], CPU)
         assert read[-2:] == plans.plan(kinds[0]).tables.stage_tiles * 2  # in forward and in backward
         linear = LinearOnRank(plans.plan(kinds[1]), group, "auto", "qkv", torch.ones(CAPACITY, 160)).call
-        chunks, heads = Chunks.from_call(linear), conv._piece_heads(linear, 4)
+        chunks, heads = linear.tables["chunks"], conv._piece_heads(linear, 4)
         assert chunks.slots.tolist() == fixed_chunks(plans.layout.packing)["slots"].tolist()
         assert [table.tolist() for table in heads] == [
             table.tolist() for table in conv.fixed_heads(plans.layout.packing, 4).values()

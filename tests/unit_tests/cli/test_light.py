@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -106,21 +105,6 @@ def test_plan_imports_no_torch():
     for line, status, said, heavy in answers([*lines, *refused]):
         assert (status, heavy) == (2 if line in refused else 0, []), (line, said)
         assert line not in refused or said.startswith(f"megatron-cp plan: {line[1]}: got ")
-
-
-def quickest(*command):
-    """Seconds, the least of three: other processes can only add to it."""
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, timeout=limit(60), cwd=ROOT, check=True)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
-
-
-@pytest.mark.thorough
-def test_help_takes_a_share_of_importing_torch():
-    assert quickest("-m", "megatron_cp.cli.main", "train", "--help") < 0.5 * quickest("-c", "import torch")
 
 
 def test_ranks_are_of_the_kinds_that_can_be_launched():

@@ -82,7 +82,7 @@ def test_ranks_exchange_documents_and_keep_peaks():
     assert made.work.tolist() == [[8, 9], [1, 2]]
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     packs=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8), min_size=4, max_size=12),
     ranks=st.sampled_from([1, 2, 4]),

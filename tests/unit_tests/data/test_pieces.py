@@ -11,7 +11,7 @@ from megatron_cp.data import Piece, best_fit
 from megatron_cp.data.pieces import cut
 from tests.refusals import rejects
 
-ragged = settings(derandomize=True, deadline=None, max_examples=150)
+ragged = settings(max_examples=150)
 
 
 @st.composite

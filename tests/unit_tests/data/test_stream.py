@@ -14,7 +14,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
 from tests.refusals import rejects
 
-ragged = settings(derandomize=True, deadline=None, max_examples=60)
+ragged = settings(max_examples=60)
 LENGTHS = [1, 7, 30, 2, 2, 13, 8, 9, 1, 16, 5, 17, 3, 97]
 
 

@@ -58,7 +58,7 @@ def refusal_of(path, remedy):
     assert remedy in str(caught.value)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=st.text(st.characters(codec="utf-8")))
 def test_bytes_are_those_of_utf_8(text):
     tokenizer = ByteTokenizer()

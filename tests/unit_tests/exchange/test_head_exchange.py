@@ -231,7 +231,7 @@ def test_the_drawn_cases_reach_what_they_are_for():
     seen: Counter[str] = Counter()
 
     @given(cases())
-    @settings(derandomize=True, deadline=None, max_examples=150)  # as the tests above draw together
+    @settings(max_examples=150)  # as the tests above draw together
     def look(case: Case) -> None:
         layout, q = case.layout, case.blocks[0]
         seen.update({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,14 +81,13 @@ def _one_way(group: RankGroup) -> list[float]:
     return arrived.tolist()
 
 
-def _barrier(group: RankGroup) -> bool:
-    """Does no rank leave before the last one has come?"""
+def _barrier(group: RankGroup, folder: Path) -> list[str]:
+    """Returns the ranks that have come when this one leaves."""
     if group.rank == 1:
         time.sleep(0.2)
-    came = time.time()
+    (folder / str(group.rank)).touch()
     group.barrier()
-    left = time.time()
-    return left >= max(group.all_gather_object(came))
+    return sorted(path.name for path in folder.iterdir())
 
 
 def _by_host(group: RankGroup) -> list[Any]:
@@ -123,7 +123,7 @@ def _together(group: RankGroup) -> list[Any]:
     return [heard, again, made, following.tolist()]
 
 
-def conversation(group: RankGroup) -> dict[str, Any]:
+def conversation(group: RankGroup, folder: Path) -> dict[str, Any]:
     """Runs every operation of a group. It is at module level, so that processes can import it."""
     return {
         "place": (type(group).__name__, group.rank, group.size),
@@ -132,14 +132,15 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "all_gather of nothing": _all_gather(group, torch.float32, count=0), "messages": _messages(group),
         "messages by the host": _by_host(group), "messages together": _together(group),
         "no messages": _no_messages(group), "one way": _one_way(group), "meta": _under_another_default_device(group),
-        "barrier": _barrier(group), "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
+        "barrier": _barrier(group, folder), "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
         "objects": group.all_gather_object({"rank": group.rank, "text": "é" * 50 * group.rank}),
     }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RANK_KINDS)
-def answers(request) -> list[dict[str, Any]]:
-    return run_ranks(conversation, SIZE, kind=request.param, timeout=limit(60))
+def answers(request, tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("barrier")
+    return run_ranks(conversation, SIZE, folder, kind=request.param, timeout=limit(60))
 
 
 def test_all_to_all_and_all_gather_have_the_order_of_ranks(answers, request):
@@ -153,7 +154,7 @@ def test_all_to_all_and_all_gather_have_the_order_of_ranks(answers, request):
         assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
         assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
     assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
-    assert all(answer["barrier"] for answer in answers)
+    assert [answer["barrier"] for answer in answers] == [["0", "1", "2"]] * SIZE
 
 
 def test_messages_of_a_pair_stay_in_order_staged_or_in_one_collective(answers):

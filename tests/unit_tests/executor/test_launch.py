@@ -91,7 +91,7 @@ def hang_on_rank_1(group: RankGroup) -> None:
 
 
 def never_come() -> None:
-    time.sleep(120)
+    threading.Event().wait()
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -137,10 +137,8 @@ def test_threads_run_backward_through_the_group():
 
 
 def test_a_thread_that_raises_or_does_not_come_is_named():
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 2 of 3 failed: KeyError: .the last rank's own fault") as caught:
-        run_ranks(raise_on_last_rank, 3, timeout=limit(60))
-    assert time.monotonic() - start < limit(10)
+        run_ranks(raise_on_last_rank, 3, timeout=None)  # although the others wait
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RankError, match="rank 0 of 1 failed"):
         run_ranks(lambda group: [][0], 1)
@@ -199,20 +197,16 @@ def test_processes_that_end_or_refuse_are_errors():
 
 
 def test_process_that_hangs_has_its_stack_shown(capfd):
-    start = time.monotonic()
     with pytest.raises(RankError):
-        run_ranks(hang_on_rank_1, 2, kind="processes", timeout=6)
-    assert time.monotonic() - start < limit(60)
+        run_ranks(hang_on_rank_1, 2, kind="processes", timeout=limit(6))
     shown = capfd.readouterr().err
     assert "Thread" in shown
     assert "in never_come" in shown  # the rank that hangs, not only those that wait for it
 
 
 def test_a_refusal_of_a_process_arrives_as_itself():
-    start = time.monotonic()
     with pytest.raises(ArgumentError) as caught:
-        run_ranks(refuse_on_rank_1, 2, kind="processes", timeout=None)
-    assert time.monotonic() - start < limit(60)  # although rank 0 waits
+        run_ranks(refuse_on_rank_1, 2, kind="processes", timeout=None)  # although rank 0 waits
     error = caught.value
     assert str(error) == "heads: got 3; allowed: even numbers. Use 4."
     assert (error.argument, error.given, error.allowed, error.remedy) == ("heads", 3, "even numbers", "Use 4.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import megatron_cp as cp
+from megatron_cp.errors import PeerError
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, RankGroup, shared_memory
@@ -56,10 +56,9 @@ def over_processes(group: RankGroup, case: Case) -> tuple[bool, int, float]:
 
 def test_processes_have_the_bits_of_gloo_which_carries_nothing():
     case = replace(CASE, scheme="exact", transport="shared_memory", dtype=torch.float32)
-    seconds = limit(60)
-    found = run_ranks(over_processes, 3, case, kind="processes", timeout=seconds)
+    found = run_ranks(over_processes, 3, case, kind="processes", timeout=240)
     assert [each[:2] for each in found] == [(True, 0)] * 3
-    assert [each[2] for each in found] == pytest.approx([0.75 * seconds] * 3, abs=1e-3)  # by `launch.py`
+    assert [each[2] for each in found] == pytest.approx([180] * 3, abs=1e-3)  # by `launch.py`
 
 
 def test_more_messages_than_a_ring_of_notes_has_room_for(monkeypatch):
@@ -122,24 +121,25 @@ def test_a_rank_that_does_not_come_is_named():
         group._limit = 0.5
         if group.rank == 0:
             swapped(comm, 5, 1.0)
-        else:
-            time.sleep(1.5)
 
     with pytest.raises(RankError, match=r"rank 0 of 2, in an operation, a scheme: rank 1 did not answer in 0 s"):
         run_ranks(rank_main, 2)
 
 
 def test_ranks_that_are_threads_do_not_wait_for_one_that_failed():
+    heard = []
+
     def rank_main(group: RankGroup) -> None:
         comm = talk(group)
         if group.rank == 0:
             raise ValueError("of its own")
-        swapped(comm, 5, 1.0)
+        with pytest.raises(PeerError) as caught:
+            swapped(comm, 5, 1.0)
+        heard.append(str(caught.value))
 
-    since = time.monotonic()
     with pytest.raises(RankError, match="rank 0 of 2 failed: ValueError: of its own"):
         run_ranks(rank_main, 2)
-    assert time.monotonic() - since < 20
+    assert "another rank of its group failed" in heard[0]
 
 
 def leave(group: RankGroup) -> None:

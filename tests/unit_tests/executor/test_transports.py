@@ -90,7 +90,7 @@ def splits(draw, size: int) -> np.ndarray:
     return np.array(draw(st.lists(counts, min_size=size, max_size=size)))
 
 
-@settings(deadline=None, max_examples=16, derandomize=True)
+@settings(max_examples=16)
 @given(st.data())
 def test_all_transports_bring_the_same(data):
     size = data.draw(st.integers(1, 6))
@@ -125,7 +125,7 @@ def test_a_transport_brings_each_piece_where_it_belongs(name: str, size: int, co
 NAMES = st.sampled_from(["contiguous", "zigzag", "random"])
 
 
-@settings(deadline=None, max_examples=10, derandomize=True)
+@settings(max_examples=10)
 @given(st.data())
 def test_gather_and_relayout_are_the_same_by_all_transports(data):
     """Their gradients too; in float32, where another order of a sum has other bits."""

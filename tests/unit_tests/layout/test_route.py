@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing, Route
 
-ragged = settings(derandomize=True, deadline=None, max_examples=100)
+ragged = settings(max_examples=100)
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 5, 13, 97]) | st.integers(0, 200), min_size=1, max_size=6)
 CP_SIZES = st.integers(1, 9) | st.sampled_from([17, 61])
 

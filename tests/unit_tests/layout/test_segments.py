@@ -9,7 +9,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.segments import Segments
 from megatron_cp.planner.layouts import layout_by_name
 
-ragged = settings(derandomize=True, deadline=None, max_examples=150)
+ragged = settings(max_examples=150)
 
 
 @st.composite

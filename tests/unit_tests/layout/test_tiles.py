@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp.layout import Layout, Mask, Packing
@@ -34,7 +34,6 @@ def tiles_of(mask, layout, queries_of, keys_of):
     return Tiles(bands, layout.tokens(queries_of), layout.tokens(keys_of))
 
 
-@settings(deadline=None)
 @given(mask=st.sampled_from(sorted(MASKS)), cp_size=st.integers(1, 4), seed=st.integers(0, 9), place=st.integers(0, 15))
 def test_cropping_keeps_every_pair_and_the_tokens_of_its_rows(mask, cp_size, seed, place):
     made, pairs = MASKS[mask]
@@ -56,7 +55,6 @@ def test_cropped_tiles_begin_and_end_with_a_visible_row():
     assert tiles.cropped_keys.q_tokens.tolist() == list(range(9, 19))
 
 
-@settings(deadline=None)
 @given(mask=st.sampled_from(sorted(MASKS)), cp_size=st.integers(1, 4), rank=st.integers(0, 3))
 def test_the_keys_that_are_seen_are_all_and_only_those(mask, cp_size, rank):
     made, pairs = MASKS[mask]

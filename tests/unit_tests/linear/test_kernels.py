@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import CONVS, RULES, Delta, LinearCall, StateSpace, choose_conv, choose_rule
@@ -11,6 +12,7 @@ BY_NAME = {kernel.name: kernel for kernel in RULES}
 CONV_BY_NAME = {kernel.name: kernel for kernel in CONVS}
 KINDS = ("gdn", "kda", "mamba")
 RAGGED = (70, 1, 0, 129, 64, 2)
+SHORT = (3, 1, 1, 9, 0, 2, 16, 4, 17, 5)  # which are computed in chunks of 4, 16 and 64 tokens
 
 
 def call_for(lengths, dtype=torch.float64, head_dim=8, kind="gdn"):
@@ -81,13 +83,60 @@ def test_reference_state_space_is_the_sum_over_earlier_tokens():
 
 @pytest.mark.any_cpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]], ids=str)
-def test_chunked_rule_agrees_with_the_reference(groups, kind):
-    call = call_for(RAGGED, kind=kind)
+@pytest.mark.parametrize(
+    ("groups", "lengths"),
+    [([0, 0, 1, 1], RAGGED), ([0, 1, 1, 1], RAGGED), ([0, 0, 0, 0], RAGGED), ([0, 1, 1, 1], SHORT), ([0] * 4, [1] * 3)],
+    ids=str,
+)
+def test_chunked_rule_agrees_with_the_reference(groups, lengths, kind):
+    call = call_for(lengths, kind=kind)
     tensors, dout = draw(call)
     actual, expected = (run_rule(name, tensors, dout, groups, call) for name in ("chunked", "reference"))
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= 1e-13 * max(1, b.abs().max())
+
+
+@pytest.mark.any_cpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dk", "dv"), [(8, 6), (5, 7)])
+def test_documents_have_the_bits_that_they_have_alone(kind, dk, dv):
+    """Whatever the other documents are, NaN included."""
+    lengths = (*SHORT, 70)
+    call = call_for(lengths, torch.float32, dk, kind)
+    tensors, _ = draw(call, dk=dk, dv=dv)
+    tensors = type(tensors)(*(x.float() for x in tensors))
+    out = BY_NAME["chunked"].rule(tensors, [0, 0, 1, 1], 0.4, call)
+    for start, end in call.packing.spans():
+        own = tensors.piece(start, end)
+        alone = BY_NAME["chunked"].rule(own, [0, 0, 1, 1], 0.4, call_for([end - start], torch.float32, dk, kind))
+        assert torch.equal(out[start:end], alone)
+        others = tensors.values.clone()
+        others[start] = torch.nan
+        spoilt = tensors._replace(**{"x" if kind == "mamba" else "v": others})
+        found = BY_NAME["chunked"].rule(spoilt, [0, 0, 1, 1], 0.4, call)
+        assert torch.equal(found[:start], out[:start])
+        assert torch.equal(found[end:], out[end:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_documents_cost_what_their_tokens_cost(kind):
+    """Counts the operations of products, forward and backward, and the bytes that are kept for backward."""
+    costs = {}
+    for size in (64, 8, 2, 1):
+        call, kept = call_for([size] * (128 // size), torch.float32, 64, kind), [0]
+        tensors, dout = draw(call, dk=64, dv=64)
+
+        def note(x, kept=kept):
+            kept[0] += x.nbytes
+            return x
+
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            leaves = type(tensors)(*(x.float() for x in tensors))
+            run_rule("chunked", leaves, dout.float(), [0, 0, 1, 1], call)
+        costs[size] = counter.get_total_flops(), kept[0]
+    for operations, kept in costs.values():
+        assert 0 < operations <= 2 * costs[64][0]
+        assert 0 < kept <= 4 * costs[64][1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.planner.linear import plan_linear
 
-ragged = settings(derandomize=True, deadline=None, max_examples=60)
+ragged = settings(max_examples=60)
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
 ATTENTION = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "kv_heads": 2, "head_dim": 8}

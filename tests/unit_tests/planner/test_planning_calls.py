@@ -3,14 +3,13 @@
 Whatever is done for each pair of ranks, or row by row, shows here: at cp 64 there are 4096 pairs.
 """
 
-import sys
-
 import numpy as np
 import pytest
 
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.linear import plan_linear
+from tests.counts import calls_of
 from tools.plan_times import make_tables
 
 DRAWS = np.random.default_rng(0).lognormal(8, 1.2, 64)
@@ -35,23 +34,6 @@ WAYS = {
     "headwise": lambda layout: linear(layout, "headwise"),
     "chunkwise": lambda layout: linear(layout, "chunkwise"),
 }
-
-
-def calls_of(work):
-    """Functions of Python and of C that it calls."""
-    count = 0
-
-    def note(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 # At cp 64: a quarter more than there are, or more where prices are part of the plan.

@@ -76,12 +76,12 @@ class _DecayedProducts(torch.autograd.Function):
 
 
 def _blocks(size: int) -> Iterator[slice]:
-    return (slice(start, start + SUB) for start in range(0, size, SUB))
+    return (slice(start, min(start + SUB, size)) for start in range(0, size, SUB))
 
 
 def _decay_within(g: Tensor, own: slice) -> Tensor:
     """Returns `exp(G_i - G_j)` for j < i, else 0, as `[n, h, SUB, SUB, d]`."""
-    later = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).triu()
+    later = torch.ones(own.stop - own.start, own.stop - own.start, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal the difference is positive and could overflow.
     return (g[:, :, own, None] - g[:, :, None, own]).masked_fill_(later[..., None], -torch.inf).exp_()
 
