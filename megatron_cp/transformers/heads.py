@@ -49,7 +49,7 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
 
     If the batch's labels are not shifted yet, `shifts`, the loss must be transformers' own.
     """
-    loss: Any = model.loss_function
+    loss: Any = getattr(model.loss_function, "function", model.loss_function)
     own = has_head(model) and not calls_loss_function(model)
     if own or (shifts and loss is not ForCausalLMLoss):
         given = f"a loss in {type(model).__name__}.forward" if own else getattr(loss, "__name__", type(loss).__name__)
