@@ -15,12 +15,11 @@ from megatron_cp.layout import Packing
 from megatron_cp.layout.packing import IntArray, offsets_remedy
 
 # Keys by which collators describe documents. They are not passed to the model.
-DOCUMENT_KEYS = (
-    "lengths", "seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k",
-)  # fmt: skip
+_LENGTHS = ("lengths", "seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+DOCUMENT_KEYS = (*_LENGTHS, "max_length_q", "max_length_k")
 # Names of other frameworks for the same. A model would swallow them.
 _DESCRIBES = re.compile(r"^lengths?$|cu_?seq|seq_?len|seq(uence)?_?(id|len)|segment|doc(ument)?s?_?(id|len)|packed_seq")
-_HOST = torch.device("cpu")
+_HOST, _INTEGERS = torch.device("cpu"), (torch.uint8, torch.int16, torch.int32, torch.int64)
 _ON_HOST = "Shard the batch before it is moved, or move it back once: .cpu(). Reading it here would stop the device."
 _FLATTEN = (
     "Put the documents of a batch end to end into one row, without padding: DataCollatorWithFlattening does, and TRL's "
@@ -47,7 +46,9 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     for name, packing in said.items():
         if packing.total != total:
             remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if offsets_remedy(packing, total) else ""
-            raise ArgumentError(name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy)
+            raise ArgumentError(
+                name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy
+            )
     if not said:
         return Packing([total])
     first, *others = said
@@ -69,26 +70,28 @@ def _descriptions(batch: Mapping[str, Any], total: int) -> Iterator[tuple[str, P
     """Yields each key by which the batch describes its documents, and their lengths by it."""
     for name in ("lengths", "seq_lengths"):
         if (lengths := batch.get(name)) is not None:
-            yield name, lengths if isinstance(lengths, Packing) else Packing(on_host(name, lengths).reshape(-1).tolist())
+            is_packing = isinstance(lengths, Packing)
+            yield name, lengths if is_packing else Packing(on_host(name, lengths).reshape(-1).tolist())
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if (ends := batch.get(name)) is not None:
             yield name, Packing.from_cu_seqlens(on_host(name, ends).reshape(-1))
     for name, numbers in (("seq_idx", batch.get("seq_idx")), ("attention_mask", _numbered_mask(batch, total))):
         if numbers is not None:
             yield name, Packing(_lengths_by_number(name, on_host(name, numbers), total))
-    lengths = batch.get("lengths")
-    if (positions := batch.get("position_ids")) is None or getattr(lengths, "branches", None) is not None:
+    if (positions := batch.get("position_ids")) is None or getattr(batch.get("lengths"), "branches", None) is not None:
         return  # positions along each path are compared where they are distributed
-    others = any(batch.get(name) is not None for name in DOCUMENT_KEYS) or _numbered_mask(batch, total) is not None
+    others = any(batch.get(name) is not None for name in _LENGTHS) or _numbered_mask(batch, total) is not None
     row = on_host("position_ids", positions)
-    if row.shape == (1, total) and (lengths := _lengths_by_position(row[0])) is not None:
-        if len(lengths) > 1 or not others:  # beside others, positions may also count through the whole row
-            yield "position_ids", Packing(lengths)
+    if row.ndim == 2 and len(row) == 1 and (counted := _lengths_by_position(row[0])) is not None:
+        if len(counted) > 1 or not others:  # beside others, positions may also count through the whole row
+            yield "position_ids", Packing(counted)
     elif not others:
         if row.ndim != 2 or row.shape[0] != 1:
             remedy = "With position ids of several axes say lengths, or cu_seq_lens_q, too."
             raise ArgumentError("position_ids", list(row.shape), "[1, tokens]", remedy)
-        raise ArgumentError("position_ids", row[0], "positions that count up from 0 in every document", _OTHER_POSITIONS)
+        raise ArgumentError(
+            "position_ids", row[0], "positions that count up from 0 in every document", _OTHER_POSITIONS
+        )
 
 
 def check_on_host(name: str, values: object) -> None:
@@ -162,17 +165,17 @@ def _check_known(batch: Mapping[str, Any], total: int) -> None:
             continue
         if _DESCRIBES.search(name) or _is_offsets(value, total):
             remedy = "Name them cu_seq_lens_q if they are offsets; or say lengths. Else take another name."
-            raise ArgumentError(name, value, f"documents described by {', '.join(DOCUMENT_KEYS[:5])}", remedy)
+            raise ArgumentError(name, value, f"documents described by {', '.join(_LENGTHS)}", remedy)
 
 
 def _is_offsets(value: object, total: int) -> bool:
-    """True for integers that rise from 0 to the number of tokens."""
+    """True for integers on the host that rise from 0 to the number of tokens."""
     if isinstance(value, Tensor):
-        value = value.numpy() if value.device == _HOST and value.ndim == 1 and not value.is_floating_point() else None
-    is_few = isinstance(value, list | tuple | np.ndarray) and 2 <= len(value) <= total + 1
-    if not is_few or any(not isinstance(each, int | np.integer) or isinstance(each, bool) for each in (value[0], value[-1])):
+        offsets = value.numpy() if value.device == _HOST and value.dtype in _INTEGERS else np.empty(0)
+    elif isinstance(value, np.ndarray | list | tuple) and all(isinstance(each, int | np.integer) for each in value):
+        offsets = np.asarray(value)
+    else:
         return False
-    if value[0] != 0 or value[-1] != total:
+    if offsets.ndim != 1 or offsets.size < 2 or offsets.dtype.kind not in "iu":
         return False
-    offsets = np.asarray(value)
-    return offsets.ndim == 1 and offsets.dtype.kind in "iu" and bool((np.diff(offsets.astype(np.int64)) >= 0).all())
+    return bool(offsets[0] == 0 and offsets[-1] == total and (offsets[1:] >= offsets[:-1]).all())

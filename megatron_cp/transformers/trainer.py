@@ -229,7 +229,8 @@ class ContextParallelMixin:
         share = self._share
         if loss is share or (share is not None and (equal(loss, share) or equal(loss, share / steps))):
             return
-        raise ArgumentError("compute_loss", "another loss than the model's", "what super().compute_loss returns", _OWN_LOSS)
+        allowed = "what super().compute_loss returns"
+        raise ArgumentError("compute_loss", "another loss than the model's", allowed, _OWN_LOSS)
 
     @contextlib.contextmanager
     def _loss_of_shares(self) -> Iterator[None]:
