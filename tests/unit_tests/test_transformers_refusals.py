@@ -20,7 +20,6 @@ from megatron_cp.transformers.sources import passes
 from tests.refusals import rejects
 from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
-
 NUMBERS = torch.tensor([[0] * 5 + [1] + [2] * 7])  # of each token's document
 
 
