@@ -37,7 +37,8 @@ def check_head(model: PreTrainedModel) -> None:
     if not is_known:
         remedy = (
             "Other heads pool rows that one rank alone has. Enable the model below it, model.base_model, and compute "
-            "the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch)."
+            "the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch). Divide its "
+            "loss by parallel.cp_size."
         )
         raise ArgumentError(
             "model", type(model).__name__, "a causal language model of transformers, or a model without a head", remedy

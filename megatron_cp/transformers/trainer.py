@@ -67,10 +67,12 @@ class ContextParallelMixin:
     model_accepts_loss_kwargs: Any
     state: Any
     _trl_trainers: tuple[str, ...] = ("SFTTrainer",)
+    _is_trl = False  # its loss is not the model's, but of log-probabilities
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Refuses classes when they are defined, which is before TRL's configurations refuse context parallelism."""
         super().__init_subclass__(**named)
+        cls._is_trl = any(_room(base) == "trl" for base in cls.__mro__)
         _check_bases(cls)
 
     def __init__(
@@ -206,6 +208,7 @@ class ContextParallelMixin:
             # rank has a part or none. The loss is multiplied later by the number of all ranks, replicas included.
             replicas = self.accelerator.num_processes // self.context_parallel.cp_size // self.get_tp_size()
             num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
+        self._check_losses()  # which may have been set after the trainer was made
         self._share, kept = None, self.context_parallel.token_loss
         kept.value = None  # TRL computes losses of log-probabilities, without the model's loss function
         with self._loss_of_shares():
@@ -213,6 +216,8 @@ class ContextParallelMixin:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         self._share = found[0] if return_outputs else found
+        if kept.value is None and not self._is_trl:
+            raise ArgumentError("compute_loss", "a loss without the model's", "the model's own loss", _OWN_LOSS)
         if kept.value is not None:
             ranks = self.accelerator.num_processes // self.get_tp_size()
             self._check_loss(kept.value.to(self._share) * ranks)
@@ -264,10 +269,7 @@ class ContextParallelMixin:
         if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
             remedy = "Ranks have different numbers of labels: the loss is divided by that of all."
             raise ArgumentError("args.average_tokens_across_devices", False, "True", remedy)
-        if self.args.label_smoothing_factor:
-            raise ArgumentError("args.label_smoothing_factor", self.args.label_smoothing_factor, "0", _SHIFTS)
-        if getattr(self, "compute_loss_func", None) is not None:
-            raise ArgumentError("compute_loss_func", "a function", "None", _SHIFTS)
+        self._check_losses()
         if getattr(self, "model_init", None) is not None:
             remedy = "train() would make another model, which is not enabled. Pass model=."
             raise ArgumentError("model_init", "a function", "None", remedy)
@@ -280,6 +282,13 @@ class ContextParallelMixin:
         if self.args.use_liger_kernel:
             raise ArgumentError("args.use_liger_kernel", True, "False", "Its loss is not tested with sharded labels.")
 
+    def _check_losses(self) -> None:
+        if self.args.label_smoothing_factor:
+            raise ArgumentError("args.label_smoothing_factor", self.args.label_smoothing_factor, "0", _SHIFTS)
+        for name in ("label_smoother", "compute_loss_func"):
+            if getattr(self, name, None) is not None:
+                raise ArgumentError(name, "a function", "None", _SHIFTS)
+
 
 # The mixin for each of TRL's trainers that is not SFTTrainer, or what to do without one.
 _MIXINS = dict.fromkeys(("DPOTrainer", "KTOTrainer"), "ContextParallelPreferenceMixin")
@@ -288,7 +297,7 @@ _REMEDIES = {
     "SFTTrainer": "Its loss is the model's own: ContextParallelMixin is for it.",
     "RewardTrainer": (
         "Its scores are of whole rows. Write the loop: enable_context_parallel(model.base_model, group), then "
-        "model.score of the gathered row of each document's last token, and the loss of the pairs."
+        "model.score of the gathered row of each document's last token, and the pairs' loss over parallel.cp_size."
     ),
 }
 _LOOP = (
@@ -308,7 +317,7 @@ def _check_bases(kind: type[ContextParallelMixin]) -> None:
         remedy = f"Say class {kind.__name__}({ours}, {first.__name__}): Python asks the first base first."
         raise ArgumentError("bases", f"{first.__name__} before {ours}", f"{ours} first", remedy)
     _check_overrides(kind)
-    trl = next((base.__name__ for base in bases if base.__module__.split(".")[0] == "trl"), None)
+    trl = next((base.__name__ for base in bases if _room(base) == "trl"), None)
     allowed = kind._trl_trainers
     if trl in allowed or (trl is None and ("SFTTrainer" in allowed or first is None)):
         return
@@ -328,10 +337,10 @@ _CHAINED = (
 
 def _check_overrides(kind: type[ContextParallelMixin]) -> None:
     """Refuses a method of a trainer that computes a loss, or counts labels, without the trainer's own method."""
-    rooms = [base.__module__.split(".")[0] for base in kind.__mro__]
-    below = kind.__mro__.index(ContextParallelMixin) if "trl" in rooms else len(rooms)
-    for place, (base, room) in enumerate(zip(kind.__mro__, rooms, strict=True)):
-        for name in _CHAINED if room not in ("transformers", "trl", __name__.split(".")[0]) else ():
+    bases = kind.__mro__
+    below = bases.index(ContextParallelMixin) if kind._is_trl else len(bases)
+    for place, base in enumerate(bases):
+        for name in _CHAINED if _room(base) not in ("transformers", "trl", _room(ContextParallelMixin)) else ():
             if (method := vars(base).get(name)) is None:
                 continue
             if not calls(method, name):
@@ -340,6 +349,10 @@ def _check_overrides(kind: type[ContextParallelMixin]) -> None:
             if name == "compute_loss" and place > below:  # TRL's losses are compared with what the mixin returns alone
                 remedy = f"Override it in {kind.__name__}: what it returns is compared with super().compute_loss."
                 raise ArgumentError(f"{base.__name__}.{name}", f"a method below {kind.__name__}", "none there", remedy)
+
+
+def _room(kind: type) -> str:
+    return kind.__module__.split(".")[0]
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:
