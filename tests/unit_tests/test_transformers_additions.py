@@ -285,6 +285,14 @@ def test_a_call_of_a_method_is_found_with_and_without_a_source():
     assert [calls(own_loss, name) for name in ("cross_entropy", "compute_loss")] == [True, False]
 
 
+@ONE_PROCESS
+@pytest.mark.parametrize("name", ["label_smoother", "compute_loss_func"])
+def test_rejects_a_loss_that_is_set_later(llama, name, tmp_path):
+    trainer = trainer_of(copy.deepcopy(llama), tmp_path)
+    setattr(trainer, name, lambda *args, **named: 0.0)
+    rejects(f"{name}: got 'a function'", trainer.train)
+
+
 class Logging:
     """Reads the loss, and returns it as it is."""
 
@@ -314,6 +322,18 @@ class AtTimes:
         return super().compute_loss(model, inputs, return_outputs, **named)
 
 
+class OfLogits:
+    """Computes a loss of logits, though it has a call of the trainer's method."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **named):
+        if self.state.global_step < 0:
+            return super().compute_loss(model, inputs, return_outputs, **named)
+        inputs = {name: value for name, value in inputs.items() if "labels" not in name}
+        out = model(**self._prepare_inputs(inputs))
+        loss = out.logits.logsumexp(-1).mean()
+        return (loss, out) if return_outputs else loss
+
+
 class Scaling:
     """Differentiates another loss than that of `compute_loss`."""
 
@@ -325,7 +345,7 @@ class Scaling:
 
 @ONE_PROCESS
 @pytest.mark.parametrize("below", [True, False])
-@pytest.mark.parametrize("kind", [Logging, Adding, AtTimes, Scaling])
+@pytest.mark.parametrize("kind", [Logging, Adding, AtTimes, Scaling, OfLogits])
 def test_rejects_another_loss_than_the_models(llama, kind, below, tmp_path):
     trainer = type("Base", (kind, Trainer), {}) if below else kind
     trainer = type("Mine", (ContextParallelMixin, trainer) if below else (trainer, ContextParallelTrainer), {})
@@ -335,9 +355,9 @@ def test_rejects_another_loss_than_the_models(llama, kind, below, tmp_path):
         assert trainer.seen == 2
         assert trainer._share is None
     else:
-        rejects('compute_loss: got "another loss than the model\'s".*super', trainer.train)
-    if kind is Adding:
-        rejects("another loss", trainer.evaluate, trainer.train_dataset)
+        rejects('compute_loss: got "a(nother)? loss (than|without) the model.s"', trainer.train)
+    if kind in (Adding, OfLogits):
+        rejects("a(nother)? loss (than|without)", trainer.evaluate, trainer.train_dataset)
     else:
         trainer.evaluate(trainer.train_dataset)
 
