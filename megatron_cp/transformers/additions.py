@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.torch_private import version_of
 
 _SHARES = (
     "The ranks' losses are summed, so what is no sum over tokens divided by num_items_in_batch, such as a mean or a "
@@ -81,7 +82,7 @@ class TokenLoss:
         if own is None or outputs is None:
             return
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-        is_same = loss is own and not loss.is_inference() and loss._version == 0  # asks no device
+        is_same = loss is own and not loss.is_inference() and version_of(loss) == 0  # asks no device
         if not is_same and not equal(loss, self.value):
             raise ArgumentError(
                 "model", f"a term that {where} adds to the loss of its tokens", "the loss of tokens alone", _SHARES

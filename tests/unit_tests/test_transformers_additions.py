@@ -1,4 +1,4 @@
-"""What is added to a model, to its loss or to a trainer: accepted if each rank computes it of its own tokens."""
+"""Additions to a model, its loss or a trainer: accepted if each rank computes them from its own tokens, or refused."""
 
 import copy
 import pickle
