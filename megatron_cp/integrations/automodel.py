@@ -121,6 +121,8 @@ def _starts(host: dict[str, Any]) -> Tensor:
     """Returns truth values `[rows, tokens]`: a document begins here."""
     ids, documents = host["input_ids"], host.get("_packed_seq_ids")
     mask = host.get("attention_mask")
+    if documents is None and mask is not None and mask.ndim == 2 and (mask > 1).any():
+        documents = mask  # which numbers the documents of a row, and is 0 in pads
     if documents is None and mask is not None and mask.ndim == 2 and (mask[:, 1:] > mask[:, :-1]).any():
         raise ArgumentError("attention_mask", "pads before tokens", "pads at the end of a row")
     if documents is None and "position_ids" not in host and {"seq_lens", "cu_seqlens"} & set(host):
@@ -129,6 +131,7 @@ def _starts(host: dict[str, Any]) -> Tensor:
     starts[:, 0] = True
     if documents is not None:
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts |= (documents == 0) & (host.get("position_ids", documents) == 0)  # pads, each a document of its own
     elif "position_ids" in host:
         starts |= host["position_ids"] == 0
     return starts

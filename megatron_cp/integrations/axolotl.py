@@ -44,6 +44,7 @@ _UNTRIED = "It has not been tried under context parallelism."
 _REFUSED = {
     **dict.fromkeys(("context_parallel", "ring_attn_func", "heads_k_stride"), _RING),
     **dict.fromkeys(("xformers_attention", "sage_attention", "flash_optimum"), _REPLACES),
+    "neftune_noise_alpha": "It divides noise by the number of rows that it is given, of which a rank has a part.",
     "deepspeed": "Its own sequence parallelism would split batches again. Use fsdp_config.",
     "rl": "Its trainer needs whole rows: write it with ContextParallelPreferenceMixin and TRL.",
     **dict.fromkeys(_LOSSES, _LOSS),

@@ -63,7 +63,7 @@ def planned_attention(
         raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
     if slot.topk is not None:
         attention_mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    _check_call(module, slot, attention_mask, sliding_window, others)
+    _check_call(module, slot, attention_mask, sliding_window, _not_dealt(others, batch))
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, "dropout": dropout,
@@ -131,6 +131,11 @@ def _check_call(
     ]  # fmt: skip
     if unknown:
         raise ArgumentError(unknown[0], "a tensor", "attention without it", "No scheme here adds a bias to the scores.")
+
+
+def _not_dealt(others: dict[str, Any], batch: PlannedBatch) -> dict[str, Any]:
+    """Returns a call's arguments without the numbers for each token that the batch has beside its tokens."""
+    return {name: value for name, value in others.items() if name not in batch.dealt}
 
 
 def _seed(batch: PlannedBatch, layer: int) -> int:

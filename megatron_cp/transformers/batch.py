@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -24,14 +25,15 @@ class PlannedBatch:
             often as documents hold it.
         label_rows: in documents that branch, the row of each label; else None.
         labels: `[p]` the labels of `label_rows`, -100 where nothing is predicted; None without labels.
+        dealt: names of other tensors of the batch, which have numbers for each token.
     """
 
     def __init__(
         self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int,
-        label_rows: LabelRows | None = None, labels: Tensor | None = None,
+        label_rows: LabelRows | None = None, labels: Tensor | None = None, dealt: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.plans, self.group, self.seed, self.kernel, self.num_items = plans, group, seed, kernel, num_items
-        self.label_rows, self.labels = label_rows, labels
+        self.label_rows, self.labels, self.dealt = label_rows, labels, frozenset(dealt)
 
     def __repr__(self) -> str:
         return f"PlannedBatch({self.plans.layout!r}, {len(self.plans.kinds)} kinds of layers)"

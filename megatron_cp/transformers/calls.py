@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.batch import PlannedBatch
 
 REFUSED = {
     "past_key_values": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
@@ -51,3 +53,18 @@ def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> N
             "other replicas or microbatches the sum of theirs: the loss of the step is the sum of the ranks' losses."
         )
         raise ArgumentError("num_items_in_batch", None, "the number of labels on all ranks", remedy)
+
+
+def check_rows(inputs: Iterable[object], batch: PlannedBatch) -> None:
+    """Refuses a call with other rows than the batch's, such as virtual tokens that a wrapper puts before them."""
+    if torch.compiler.is_compiling():
+        return  # attention refuses them too, though it names its own arguments
+    rows = (1, int(batch.plans.layout.row_counts[batch.group.rank]))
+    for given in inputs:
+        if isinstance(given, Tensor) and given.shape[:2] != rows:
+            name = "inputs_embeds" if given.is_floating_point() else "input_ids"
+            remedy = (
+                "A wrapper has added or dropped rows, as prompt tuning does before each rank's part of a row. Adapters "
+                "that act on each token, such as LoRA, may be trained."
+            )
+            raise ArgumentError(name, list(given.shape), f"{list(rows)}, this rank's rows of the batch", remedy)

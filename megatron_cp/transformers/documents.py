@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,41 +15,83 @@ from megatron_cp.layout import Packing
 from megatron_cp.layout.packing import IntArray, offsets_remedy
 
 # Keys by which collators describe documents. They are not passed to the model.
-DOCUMENT_KEYS = (
-    "lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lengths", "seq_idx",
-)  # fmt: skip
-_HOST = torch.device("cpu")
+_LENGTHS = ("lengths", "seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+DOCUMENT_KEYS = (*_LENGTHS, "max_length_q", "max_length_k")
+# Names of other frameworks for the same. A model would swallow them.
+_DESCRIBES = re.compile(r"^lengths?$|cu_?seq|seq_?len|seq(uence)?_?(id|len)|segment|doc(ument)?s?_?(id|len)|packed_seq")
+_HOST, _INTEGERS = torch.device("cpu"), (torch.uint8, torch.int16, torch.int32, torch.int64)
 _ON_HOST = "Shard the batch before it is moved, or move it back once: .cpu(). Reading it here would stop the device."
 _FLATTEN = (
     "Put the documents of a batch end to end into one row, without padding: DataCollatorWithFlattening does, and TRL's "
     "packing."
 )
+_OTHER_POSITIONS = "From other positions documents cannot be told: say lengths, or cu_seq_lens_q, too."
 
 
 def packing_of(batch: Mapping[str, Any]) -> Packing:
-    """Returns the documents' lengths, from `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0.
+    """Returns the documents' lengths, from all that the batch says about them, which must agree.
 
-    A batch without any of them is one document. `lengths` may be a packing, which may branch.
+    Documents are described by `lengths` (or `seq_lengths`), `cu_seq_lens_q` and `cu_seq_lens_k`; by `seq_idx` or an
+    `attention_mask` that number the documents of a row's tokens; and by `position_ids` that begin again at 0. A batch
+    without any of them is one document. `lengths` may be a packing, which may branch.
 
     Raises:
-        ArgumentError: several rows, padding, lengths that are on a device or do not sum to the number of tokens, or
-            positions that do not show where documents begin.
+        ArgumentError: several rows, padding, lengths that are on a device or do not sum to the number of tokens,
+            descriptions that contradict each other, positions that do not show where documents begin, or a key that
+            seems to describe documents and is not known.
     """
     total = _checked_row(batch)
-    _check_padding(batch)
-    if (lengths := batch.get("lengths", batch.get("seq_lengths"))) is not None:
-        name = "lengths" if batch.get("lengths") is not None else "seq_lengths"
-        packing = lengths if isinstance(lengths, Packing) else Packing(on_host(name, lengths).reshape(-1).tolist())
-    elif (ends := batch.get("cu_seq_lens_q")) is not None:
-        name, packing = "cu_seq_lens_q", Packing.from_cu_seqlens(on_host("cu_seq_lens_q", ends).reshape(-1))
-    elif (positions := batch.get("position_ids")) is not None:
-        name, packing = "position_ids", Packing(_lengths_of(on_host("position_ids", positions)))
-    else:
+    _check_known(batch, total)
+    said = dict(_descriptions(batch, total))
+    for name, packing in said.items():
+        if packing.total != total:
+            remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if offsets_remedy(packing, total) else ""
+            raise ArgumentError(
+                name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy
+            )
+    if not said:
         return Packing([total])
-    if packing.total != total:
-        remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if offsets_remedy(packing, total) else ""
-        raise ArgumentError(name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy)
-    return packing
+    first, *others = said
+    found = said[first].lengths[said[first].lengths > 0]
+    for name in others:
+        other = said[name].lengths[said[name].lengths > 0]
+        if not np.array_equal(found, other):
+            remedy = "Both describe this batch's documents. Leave out what is not true, or is of another batch."
+            raise ArgumentError(name, f"documents of {other.tolist()}", f"{first}'s {found.tolist()}", remedy)
+    for name in ("max_length_q", "max_length_k"):
+        longest = batch.get(name)
+        check_on_host(name, longest)
+        if longest is not None and int(longest) < found.max(initial=0):
+            raise ArgumentError(name, int(longest), f"at least {found.max()}, the longest document of {first}")
+    return said[first]
+
+
+def _descriptions(batch: Mapping[str, Any], total: int) -> Iterator[tuple[str, Packing]]:
+    """Yields each key by which the batch describes its documents, and their lengths by it."""
+    for name in ("lengths", "seq_lengths"):
+        if (lengths := batch.get(name)) is not None:
+            is_packing = isinstance(lengths, Packing)
+            yield name, lengths if is_packing else Packing(on_host(name, lengths).reshape(-1).tolist())
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (ends := batch.get(name)) is not None:
+            yield name, Packing.from_cu_seqlens(on_host(name, ends).reshape(-1))
+    for name, numbers in (("seq_idx", batch.get("seq_idx")), ("attention_mask", _numbered_mask(batch, total))):
+        if numbers is not None:
+            yield name, Packing(_lengths_by_number(name, on_host(name, numbers), total))
+    if (positions := batch.get("position_ids")) is None or getattr(batch.get("lengths"), "branches", None) is not None:
+        return  # positions along each path are compared where they are distributed
+    others = any(batch.get(name) is not None for name in _LENGTHS) or _numbered_mask(batch, total) is not None
+    row = on_host("position_ids", positions)
+    if row.ndim == 2 and len(row) == 1 and (counted := _lengths_by_position(row[0])) is not None:
+        if len(counted) > 1 or not others:  # beside others, positions may also count through the whole row
+            yield "position_ids", Packing(counted)
+    elif not others:
+        if row.ndim != 2 or row.shape[0] != 1:
+            remedy = "With position ids of several axes say lengths, or cu_seq_lens_q, too."
+            raise ArgumentError("position_ids", list(row.shape), "[1, tokens]", remedy)
+        raise ArgumentError(
+            "position_ids", row[0], "positions that count up from 0 in every document", _OTHER_POSITIONS
+        )
 
 
 def check_on_host(name: str, values: object) -> None:
@@ -80,27 +123,59 @@ def _checked_row(batch: Mapping[str, Any]) -> int:
     return ids.shape[1]
 
 
-def _check_padding(batch: Mapping[str, Any]) -> None:
+def _numbered_mask(batch: Mapping[str, Any], total: int) -> Tensor | None:
+    """Returns a mask that numbers documents; None without a mask, or if it is one everywhere."""
     mask = batch.get("attention_mask")
     if mask is None:
-        return
+        return None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         given = mask if not isinstance(mask, Tensor) else list(mask.shape)
         remedy = "Windows, chunks and documents come from the model's configuration and from the lengths."
         raise ArgumentError("attention_mask", given, "None, or [1, tokens] of ones", remedy)
     check_on_host("attention_mask", mask)
-    if not (mask == 1).all():
+    if mask.shape != (1, total):
+        raise ArgumentError("attention_mask", list(mask.shape), f"None, or [1, {total}] of ones")
+    if (mask == 0).any():
         raise ArgumentError("attention_mask", "zeros in it", "None, or all ones", _FLATTEN)
+    return None if (mask == 1).all() else mask
 
 
-def _lengths_of(positions: IntArray) -> list[int]:
-    """Returns the lengths of documents whose positions count up from 0."""
-    if positions.ndim != 2 or positions.shape[0] != 1:
-        remedy = "With position ids of several axes say lengths, or cu_seq_lens_q, too."
-        raise ArgumentError("position_ids", list(positions.shape), "[1, tokens]", remedy)
-    row = positions[0]
+def _lengths_by_number(name: str, numbers: IntArray, total: int) -> list[int]:
+    """Returns the lengths of documents whose tokens have the same number."""
+    if numbers.shape not in ((1, total), (total,)):
+        raise ArgumentError(name, list(numbers.shape), f"[1, {total}], the number of each token's document")
+    steps = np.diff(numbers.reshape(-1))
+    if (steps < 0).any():
+        raise ArgumentError(name, numbers.reshape(-1), "numbers that do not fall: 1 1 2 2 2", "Or say lengths.")
+    return np.diff(np.concatenate([[0], np.flatnonzero(steps) + 1, [total]])).tolist()
+
+
+def _lengths_by_position(row: IntArray) -> list[int] | None:
+    """Returns the lengths of documents whose positions count up from 0; None for other positions."""
     starts = np.flatnonzero(row == 0)
     if row.size and (row[0] != 0 or not np.array_equal(np.flatnonzero(np.diff(row) != 1) + 1, starts[1:])):
-        remedy = "From other positions documents cannot be told: say lengths, or cu_seq_lens_q, too."
-        raise ArgumentError("position_ids", row, "positions that count up from 0 in every document", remedy)
+        return None
     return np.diff(np.append(starts, row.size)).tolist()
+
+
+def _check_known(batch: Mapping[str, Any], total: int) -> None:
+    """Refuses keys that describe documents by their name, or are offsets by their value, and would not be read."""
+    for name, value in batch.items():
+        if value is None or name in (*DOCUMENT_KEYS, "input_ids", "position_ids"):
+            continue
+        if _DESCRIBES.search(name) or _is_offsets(value, total):
+            remedy = "Name them cu_seq_lens_q if they are offsets; or say lengths. Else take another name."
+            raise ArgumentError(name, value, f"documents described by {', '.join(_LENGTHS)}", remedy)
+
+
+def _is_offsets(value: object, total: int) -> bool:
+    """True for integers on the host that rise from 0 to the number of tokens."""
+    if isinstance(value, Tensor):
+        offsets = value.numpy() if value.device == _HOST and value.dtype in _INTEGERS else np.empty(0)
+    elif isinstance(value, np.ndarray | list | tuple) and all(isinstance(each, int | np.integer) for each in value):
+        offsets = np.asarray(value)
+    else:
+        return False
+    if offsets.ndim != 1 or offsets.size < 2 or offsets.dtype.kind not in "iu":
+        return False
+    return bool(offsets[0] == 0 and offsets[-1] == total and (offsets[1:] >= offsets[:-1]).all())

@@ -30,6 +30,7 @@ from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.transformers.additions import TokenLoss, check_additions, keep_token_loss
 from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
 from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
@@ -150,6 +151,13 @@ class ContextParallel:
         """The specs of all layers."""
         return self.planner.slots
 
+    @property
+    def token_loss(self) -> TokenLoss:
+        """The model's loss function, which keeps the loss of this rank's tokens that it returned last."""
+        keep_token_loss(self._model)
+        kept: TokenLoss = self._model.loss_function
+        return kept
+
     def shard(
         self, batch: Mapping[str, Any] | SequencePacking, *, seed: int | None = None,
         device: torch.device | str | None = None, agree: bool = True,
@@ -162,7 +170,7 @@ class ContextParallel:
 
         Args:
             batch: tensors on the host. `input_ids` `[1, total]` has the documents end to end. Their lengths come from
-                `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0. `labels` or `shift_labels`
+                all that the batch says of them: see `packing_of`. `labels` or `shift_labels`
                 `[1, total]` are -100 where nothing is predicted. `position_ids` `[1, total]` or `[axes, 1, total]` and
                 any other tensor `[1, total, ...]` are sharded by token. `cp_plans` comes from `planner(lengths)`.
                 Items that are no tensors are passed to the model unchanged. `Packing.from_sequences(...)`, alone or as
@@ -183,6 +191,7 @@ class ContextParallel:
             ids = torch.from_numpy(batch.tokens.copy())[None]
             batch = {"input_ids": ids, "labels": ids, "lengths": batch}
         _check_batch(batch)
+        check_additions(self._model)
         packing = packing_of(batch)
         plans = self._plans(batch.get("cp_plans"), packing)
         layout, device = plans.layout, torch.device(self._model.device if device is None else device)
@@ -201,7 +210,7 @@ class ContextParallel:
         }
         values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
         num_items, of_labels = 0, label_rows(layout, self.rank, device)
-        branched = None
+        branched, dealt = None, list[str]()
         if of_labels is not None:
             if (stream := _branched_labels(batch, layout)) is not None:
                 num_items = int((packing.copies() * (stream != IGNORE_INDEX).numpy()).sum())
@@ -212,10 +221,11 @@ class ContextParallel:
         for name, value in batch.items():
             if isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
+                dealt.append(name)
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["use_cache"] = False
         moved["cp_batch"] = PlannedBatch(
-            plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched
+            plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched, dealt
         )
         return ShardedBatch(moved)
 

@@ -37,7 +37,8 @@ def check_head(model: PreTrainedModel) -> None:
     if not is_known:
         remedy = (
             "Other heads pool rows that one rank alone has. Enable the model below it, model.base_model, and compute "
-            "the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch)."
+            "the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch). Divide its "
+            "loss by parallel.cp_size."
         )
         raise ArgumentError(
             "model", type(model).__name__, "a causal language model of transformers, or a model without a head", remedy
@@ -49,7 +50,7 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
 
     If the batch's labels are not shifted yet, `shifts`, the loss must be transformers' own.
     """
-    loss: Any = model.loss_function
+    loss: Any = getattr(model.loss_function, "function", model.loss_function)
     own = has_head(model) and not calls_loss_function(model)
     if own or (shifts and loss is not ForCausalLMLoss):
         given = f"a loss in {type(model).__name__}.forward" if own else getattr(loss, "__name__", type(loss).__name__)

@@ -111,7 +111,8 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
         loss = super(ContextParallelMixin, self).compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        return loss.detach() + self.context_parallel.cp_size * (loss - loss.detach())
+        self._share = loss.detach() + self.context_parallel.cp_size * (loss - loss.detach())
+        return self._share
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -15,7 +15,9 @@ from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host
 
 
 def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tuple[Mapping[str, Any], Tensor | None]:
-    """Puts the rows of a padded batch end to end without their padding; each row becomes one document.
+    """Puts the rows of a padded batch end to end without their padding.
+
+    Each row becomes one document, or those that its `attention_mask` numbers (1 1 2 2 2 0).
 
     Args:
         batch: tensors `[rows, width, ...]`, padded on the right where `attention_mask` is 0.
@@ -35,12 +37,16 @@ def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tupl
         return batch, None  # sharding refuses it
     for name in ("input_ids", "attention_mask", "labels", "shift_labels"):
         check_on_host(name, batch.get(name))
-    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    numbers = (torch.ones_like(ids) if mask is None else mask).double()  # of documents, where others than 0 and 1
+    kept = numbers != 0
     if len(ids) == 1 and kept.all():
         return batch, None
-    _check_rows(batch, kept, padded_left)
+    begins = kept.clone()
+    begins[:, 1:] &= numbers[:, 1:] != numbers[:, :-1]
+    _check_rows(batch, numbers, begins, padded_left)
     flat = {name: _flattened(value, kept) for name, value in batch.items() if name != "attention_mask"}
-    return {**flat, "lengths": kept.sum(1)}, kept
+    edges = torch.cat([begins[kept].nonzero()[:, 0], kept.sum()[None]])
+    return {**flat, "lengths": edges.diff()}, kept
 
 
 def join_documents(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -89,16 +95,22 @@ def _flattened(value: Any, kept: Tensor) -> Any:
     return value[:, kept][:, None] if value.ndim == 3 and value.shape[1:] == kept.shape else value
 
 
-def _check_rows(batch: Mapping[str, Any], kept: Tensor, padded_left: bool) -> None:
-    begins = ~kept[:, :-1] & kept[:, 1:]
-    if (begins.sum(1) + kept[:, 0] > 1).any() if padded_left else begins.any():
+def _check_rows(batch: Mapping[str, Any], numbers: Tensor, begins: Tensor, padded_left: bool) -> None:
+    kept = numbers != 0
+    after_pad = ~kept[:, :-1] & kept[:, 1:]
+    if (after_pad.sum(1) + kept[:, 0] > 1).any() if padded_left else after_pad.any():
         remedy = 'Pad on the right: tokenizer.padding_side = "right".'
         raise ArgumentError("attention_mask", "zeros before ones", "ones, then zeros, in every row", remedy)
+    if ((numbers.diff() < 0) & kept[:, 1:]).any():
+        raise ArgumentError("attention_mask", "numbers that fall", "the numbers of a row's documents: 1 1 2 2 2 0")
     for name in ("labels", "shift_labels"):
         labels = batch.get(name)
         if isinstance(labels, Tensor) and labels.shape == kept.shape and (labels[~kept] != IGNORE_INDEX).any():
             raise ArgumentError(name, "a label where attention_mask is 0", f"{IGNORE_INDEX} in the padding")
     positions = batch.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape == kept.shape and (positions.diff()[kept[:, 1:]] != 1).any():
+    if not isinstance(positions, Tensor) or positions.shape != kept.shape:
+        return
+    inside = (kept & ~begins)[:, 1:]
+    if (positions.diff()[inside] != 1).any():
         remedy = "Documents that are packed into rows are put into one row: padding_free=True in TRL does."
         raise ArgumentError("position_ids", "several documents in a row", "positions that count up along it", remedy)

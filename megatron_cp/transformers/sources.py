@@ -23,6 +23,14 @@ def calls_in(function: Callable[..., Any]) -> tuple[ast.Call, ...] | None:
     return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
+def calls(function: Callable[..., Any], name: str) -> bool:
+    """True if a function calls a method of that name, such as that of its base class."""
+    found = calls_in(function)
+    if found is None:
+        return name in getattr(getattr(function, "__code__", None), "co_names", ())
+    return any(isinstance(call.func, ast.Attribute) and call.func.attr == name for call in found)
+
+
 def passes(function: Callable[..., Any], argument: str) -> bool:
     """True if a function passes an argument of that name in one of its calls.
 

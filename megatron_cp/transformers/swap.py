@@ -16,9 +16,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
+from megatron_cp.transformers.additions import TokenLoss, drop_token_loss, keep_token_loss
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
 from megatron_cp.transformers.batch import PlannedBatch
-from megatron_cp.transformers.calls import check_call
+from megatron_cp.transformers.calls import check_call, check_rows
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.indexers import IndexerRows, indexer_rows, is_indexer
 from megatron_cp.transformers.mixers import check_activation, family_of
@@ -79,6 +80,7 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
     setattr(model, _HAS_LOSS, has_head(model))
+    keep_token_loss(model)
     if not isinstance(model, _CheckedCall):
         first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
         model.__class__ = _derived(first, type(model), type(model).__name__)  # the name is saved with a model
@@ -130,6 +132,7 @@ def _keeps_from(forward: Callable[..., Any], names: frozenset[str]) -> bool:
 
 def swap_out(model: PreTrainedModel, attention: Any) -> None:
     """Restores the model's own layers and the attention implementation that it had."""
+    drop_token_loss(model)
     for module in model.modules():
         for name in (SLOT, _HAS_LOSS):
             if name in vars(module):
@@ -258,12 +261,17 @@ class _PassesPlans(_Derived):
 
 
 class _CheckedCall(_Derived):
-    """A mixin before the enabled model's class: checks the arguments of a call."""
+    """A mixin before the enabled model's class: checks the arguments of a call, and the loss that it returns."""
 
     def forward(self, *args: Any, **given: Any) -> Any:
         if _HAS_LOSS in vars(self) and isinstance(batch := given.get("cp_batch"), PlannedBatch):
             check_call(given, batch.group.size, has_loss=vars(self)[_HAS_LOSS])
-        return super().forward(*args, **given)  # type: ignore[misc]
+            check_rows((*args, given.get("input_ids"), given.get("inputs_embeds")), batch)
+        outputs = super().forward(*args, **given)  # type: ignore[misc]
+        kept = vars(self).get("_loss_function")
+        if isinstance(kept, TokenLoss) and kept.loss is not None:
+            kept.check(outputs, type(self).__name__)
+        return outputs
 
 
 class _CheckedCallPassesPlans(_CheckedCall, _PassesPlans):

@@ -22,13 +22,20 @@ from transformers import Trainer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.transformers.additions import check_additions, equal
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.enable import enable_context_parallel
 from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
+from megatron_cp.transformers.sources import calls
 
 _SHIFTS = "It would shift labels that are shifted already. The model's own loss takes them as they are."
+_OWN_LOSS = (
+    "A rank has a part of the tokens, and their losses are summed over the ranks: a mean, a shift of labels or a term "
+    "that is no sum over tokens is wrong there. Write the loop for a loss of your own: parallel.shard, then "
+    "token_log_probs or parallel.gather."
+)
 
 
 class ContextParallelMixin:
@@ -60,10 +67,12 @@ class ContextParallelMixin:
     model_accepts_loss_kwargs: Any
     state: Any
     _trl_trainers: tuple[str, ...] = ("SFTTrainer",)
+    _is_trl = False  # its loss is not the model's, but of log-probabilities
 
     def __init_subclass__(cls, **named: Any) -> None:
         """Refuses classes when they are defined, which is before TRL's configurations refuse context parallelism."""
         super().__init_subclass__(**named)
+        cls._is_trl = any(_room(base) == "trl" for base in cls.__mro__)
         _check_bases(cls)
 
     def __init__(
@@ -76,6 +85,7 @@ class ContextParallelMixin:
             config.is_hidden = False
         self._check_arguments()
         model = self.accelerator.unwrap_model(self.model)
+        check_additions(model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Where each rank is a replica, the group has one rank: None would mean all ranks.
         self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
@@ -85,6 +95,7 @@ class ContextParallelMixin:
             **(cp_options or {}),
         )  # fmt: skip
         self._sharded: ShardedBatch | None = None
+        self._share: Tensor | None = None  # the loss of this rank's tokens, as compute_loss returned it
         self._kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
 
     # -- accelerate -------------------------------------------------------------------------------------------------
@@ -99,6 +110,7 @@ class ContextParallelMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # accelerate would refuse windows and linear layers here, or exchange the attention.
         self.accelerator._prepare_cp = lambda *prepared: prepared
+        self._differentiate, self.accelerator.backward = self.accelerator.backward, self._backward
         config, asked = self.accelerator.parallelism_config, self._asked
         if (None if config is None else config._sizes) != (None if asked is None else asked._sizes):
             remedy = "accelerate keeps the configuration of a process's first Accelerator: make this trainer before it."
@@ -150,6 +162,8 @@ class ContextParallelMixin:
         loss, logits, labels = super().prediction_step(  # type: ignore[misc]
             model, inputs, prediction_loss_only, ignore_keys
         )
+        if loss is not None:
+            self._check_loss(loss)
         if loss is not None and self._group is not None:
             dist.all_reduce(loss, group=self._group)
             loss = loss / self.context_parallel.cp_size
@@ -194,10 +208,34 @@ class ContextParallelMixin:
             # rank has a part or none. The loss is multiplied later by the number of all ranks, replicas included.
             replicas = self.accelerator.num_processes // self.context_parallel.cp_size // self.get_tp_size()
             num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
+        self._check_losses()  # which may have been set after the trainer was made
+        self._share, kept = None, self.context_parallel.token_loss
+        kept.value = None  # TRL computes losses of log-probabilities, without the model's loss function
         with self._loss_of_shares():
-            return super().compute_loss(  # type: ignore[misc]
+            found = super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        self._share = found[0] if return_outputs else found
+        if kept.value is None and not self._is_trl:
+            raise ArgumentError("compute_loss", "a loss without the model's", "the model's own loss", _OWN_LOSS)
+        if kept.value is not None:
+            ranks = self.accelerator.num_processes // self.get_tp_size()
+            self._check_loss(kept.value.to(self._share) * ranks)
+        return found
+
+    def _backward(self, loss: Tensor, **named: Any) -> None:
+        """Differentiates a loss as accelerate does, if it is this rank's share, perhaps over steps of accumulation."""
+        self._check_loss(loss, getattr(self, "current_gradient_accumulation_steps", 1))
+        self._differentiate(loss, **named)
+        self._share = None  # which would keep its graph
+
+    def _check_loss(self, loss: Tensor, steps: int = 1) -> None:
+        """Refuses a loss that is not the share of this rank that `compute_loss` has returned."""
+        share = self._share
+        if loss is share or (share is not None and (equal(loss, share) or equal(loss, share / steps))):
+            return
+        allowed = "what super().compute_loss returns"
+        raise ArgumentError("compute_loss", "another loss than the model's", allowed, _OWN_LOSS)
 
     @contextlib.contextmanager
     def _loss_of_shares(self) -> Iterator[None]:
@@ -231,12 +269,25 @@ class ContextParallelMixin:
         if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
             remedy = "Ranks have different numbers of labels: the loss is divided by that of all."
             raise ArgumentError("args.average_tokens_across_devices", False, "True", remedy)
-        if self.args.label_smoothing_factor:
-            raise ArgumentError("args.label_smoothing_factor", self.args.label_smoothing_factor, "0", _SHIFTS)
-        if getattr(self, "compute_loss_func", None) is not None:
-            raise ArgumentError("compute_loss_func", "a function", "None", _SHIFTS)
+        self._check_losses()
+        if getattr(self, "model_init", None) is not None:
+            remedy = "train() would make another model, which is not enabled. Pass model=."
+            raise ArgumentError("model_init", "a function", "None", remedy)
+        if self.args.neftune_noise_alpha is not None:
+            remedy = "It divides noise by the number of rows that it is given, of which a rank has a part."
+            raise ArgumentError("args.neftune_noise_alpha", self.args.neftune_noise_alpha, "None", remedy)
+        if getattr(self.args.accelerator_config, "dispatch_batches", None):
+            remedy = "Batches stay on the host until they are sharded: each process reads its own."
+            raise ArgumentError("args.accelerator_config.dispatch_batches", True, "None or False", remedy)
         if self.args.use_liger_kernel:
             raise ArgumentError("args.use_liger_kernel", True, "False", "Its loss is not tested with sharded labels.")
+
+    def _check_losses(self) -> None:
+        if self.args.label_smoothing_factor:
+            raise ArgumentError("args.label_smoothing_factor", self.args.label_smoothing_factor, "0", _SHIFTS)
+        for name in ("label_smoother", "compute_loss_func"):
+            if getattr(self, name, None) is not None:
+                raise ArgumentError(name, "a function", "None", _SHIFTS)
 
 
 # The mixin for each of TRL's trainers that is not SFTTrainer, or what to do without one.
@@ -246,7 +297,7 @@ _REMEDIES = {
     "SFTTrainer": "Its loss is the model's own: ContextParallelMixin is for it.",
     "RewardTrainer": (
         "Its scores are of whole rows. Write the loop: enable_context_parallel(model.base_model, group), then "
-        "model.score of the gathered row of each document's last token, and the loss of the pairs."
+        "model.score of the gathered row of each document's last token, and the pairs' loss over parallel.cp_size."
     ),
 }
 _LOOP = (
@@ -265,7 +316,8 @@ def _check_bases(kind: type[ContextParallelMixin]) -> None:
         ours = next(base.__name__ for base in bases if issubclass(base, ContextParallelMixin) and base is not kind)
         remedy = f"Say class {kind.__name__}({ours}, {first.__name__}): Python asks the first base first."
         raise ArgumentError("bases", f"{first.__name__} before {ours}", f"{ours} first", remedy)
-    trl = next((base.__name__ for base in bases if base.__module__.split(".")[0] == "trl"), None)
+    _check_overrides(kind)
+    trl = next((base.__name__ for base in bases if _room(base) == "trl"), None)
     allowed = kind._trl_trainers
     if trl in allowed or (trl is None and ("SFTTrainer" in allowed or first is None)):
         return
@@ -274,6 +326,33 @@ def _check_bases(kind: type[ContextParallelMixin]) -> None:
         remedy = f"Its losses need whole rows: class {kind.__name__}({_MIXINS[trl]}, {trl})."
     known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else f"TRL's {' or '.join(allowed)}"
     raise ArgumentError("trainer", trl or "a trainer that is not TRL's", known, _REMEDIES.get(trl or "", remedy))
+
+
+# Methods that turn a batch into a loss. The mixin's work is lost where one of them does not call the next.
+_CHAINED = (
+    "training_step", "compute_loss", "prediction_step", "get_batch_samples", "_get_num_items_in_batch",
+    "_prepare_context_parallel_inputs",
+)  # fmt: skip
+
+
+def _check_overrides(kind: type[ContextParallelMixin]) -> None:
+    """Refuses a method of a trainer that computes a loss, or counts labels, without the trainer's own method."""
+    bases = kind.__mro__
+    below = bases.index(ContextParallelMixin) if kind._is_trl else len(bases)
+    for place, base in enumerate(bases):
+        for name in _CHAINED if _room(base) not in ("transformers", "trl", _room(ContextParallelMixin)) else ():
+            if (method := vars(base).get(name)) is None:
+                continue
+            if not calls(method, name):
+                allowed = f"one that calls super().{name}"
+                raise ArgumentError(f"{base.__name__}.{name}", "a method of its own", allowed, _OWN_LOSS)
+            if name == "compute_loss" and place > below:  # TRL's losses are compared with what the mixin returns alone
+                remedy = f"Override it in {kind.__name__}: what it returns is compared with super().compute_loss."
+                raise ArgumentError(f"{base.__name__}.{name}", f"a method below {kind.__name__}", "none there", remedy)
+
+
+def _room(kind: type) -> str:
+    return kind.__module__.split(".")[0]
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -64,9 +64,11 @@ def batch_of(packing):
     positions = functional.pad(positions, (0, 2))
     labels = tokens.roll(-1, 1).masked_fill((positions.roll(-1, 1) == 0) | pads, -100)
     batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
-    if packing == "neat":
+    if packing != "thd":
         ids = [torch.full((n,), number + 1) for row in LENGTHS for number, n in enumerate(row)]
         ids = functional.pad(torch.cat(ids).view(2, 12), (0, 2))
+        if packing == "mask":
+            return batch | {"attention_mask": ids}
         return batch | {"_packed_seq_ids": ids, "attention_mask": torch.zeros(2, 1, 14, 14, dtype=torch.bool)}
     positions[:, 12:] = positions[:, 11:12] + torch.arange(1, 3)
     return batch | {"seq_lens": torch.zeros(2, 3), "seq_lens_padded": torch.zeros(2, 3), "qkv_format": "thd"}
@@ -81,14 +83,15 @@ def share_of(group, stock, packing):
     mesh = mesh_of(group.size, group.rank)
     context, rows, layout = sharder.shard_batch(mesh, None, batch, loss_mask=None, padding_token_id=0)
     labels, documents = rows.pop("labels"), rows["cp_batch"].plans.layout.packing.lengths
-    assert documents.tolist() == ([5, 1, 6, 2, 9, 3, 2] if packing == "neat" else [5, 1, 8, 9, 5])  # with pads
+    with_pads = {"neat": [5, 1, 6, 1, 1, 9, 3, 1, 1], "mask": [5, 1, 6, 1, 1, 9, 3, 1, 1], "thd": [5, 1, 8, 9, 5]}
+    assert documents.tolist() == with_pads[packing]
     with context():
         logits = model(**rows).logits
     assert (layout, parallel.rank) == (None, group.rank)
     return functional.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100).item()
 
 
-@pytest.mark.parametrize("packing", ["neat", "thd"])
+@pytest.mark.parametrize("packing", ["neat", "mask", "thd"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shares_of_ranks_add_up_to_documents_alone(ranks, packing):
     model, whole, expected = build("Llama"), batch_of(packing), 0.0
@@ -113,6 +116,7 @@ def test_shares_of_ranks_add_up_to_documents_alone(ranks, packing):
             {},
             "attention_mask: got 'pads before",
         ),
+        ({"_packed_seq_ids": torch.ones(2, 14)}, {}, r"position_ids: got .*\[5, 1, 8, 9, 5\].*lengths's \[14, 14\]"),
     ],
 )
 def test_rejects_what_it_does_not_shard(changes, arguments, message):

@@ -8,10 +8,12 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 from torch.nn import functional
+from transformers.integrations.neftune import activate_neftune
 
 from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations.swift import ContextParallelSequenceMixin
+from tests.refusals import rejects
 from tests.transformers_cases import LENGTHS, TOKENS, build
 
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
@@ -127,6 +129,18 @@ def rejected(ranks, model):
 
 def test_rejects_passes_that_are_not_the_trainers(llama):
     run_ranks(rejected, 2, llama)
+
+
+def test_rejects_noise_and_documents_that_are_not_those_of_the_positions(llama):
+    def main(ranks):
+        sequence, model = prepared(ranks, llama)
+        inputs = {"input_ids": TOKENS, "position_ids": POSITIONS, "labels": LABELS, "loss_scale": WEIGHTS}
+        sequence.prepare_inputs(inputs := {**inputs, "cu_seq_lens_k": torch.tensor([0, 6, 13])})
+        rejects(r"cu_seq_lens_k: got .*\[6, 7\].*lengths's \[5, 1, 7\]", model, **inputs)
+        activate_neftune(model, 0.5)
+        rejects("neftune_noise_alpha: got 0.5", model, **inputs | {"cu_seq_lens_k": None})
+
+    run_ranks(main, 2)
 
 
 def test_rejects_padded_batches():

@@ -104,6 +104,7 @@ def test_the_plugin_disables_axolotls_own_and_names_its_keys(axolotl):
         ),
         ({"ring_attn_func": "varlen_llama3"}, "ring_attn_func: got 'varlen_llama3'"),
         ({"heads_k_stride": 2}, "heads_k_stride: got 2"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: got 5.0.*number of rows"),
         ({"deepspeed": "zero3.json"}, "deepspeed: got 'zero3.json'.*fsdp_config"),
         ({"rl": "dpo"}, "rl: got 'dpo'.*ContextParallelPreferenceMixin"),
         ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*another loss"),

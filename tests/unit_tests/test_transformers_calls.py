@@ -3,17 +3,22 @@
 import copy
 import importlib
 import inspect
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from megatron_cp import reduce_gradients
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
 from tests.refusals import rejects
-from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build, class_of
+from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build, class_of, worst_gradient
 
 
 def tiny(module, name, **changed):
@@ -73,6 +78,62 @@ def test_a_classifier_is_computed_from_all_rows_below_its_head():
 
     for found in run_ranks(main, 2):
         assert (found - alone).abs().max() < 1e-6
+
+
+class Classifier(torch.nn.Module):
+    """The recipe of docs/transformers.md, for the place of one document's last token."""
+
+    def __init__(self, model, parallel):
+        super().__init__()
+        self.model, self.parallel = [model], parallel  # in a list, so that the parts alone are wrapped
+        self.base, self.score = model.base_model, model.score
+
+    def forward(self, batch, last_places):
+        rows = self.parallel.gather(self.base(**batch).last_hidden_state, batch)
+        return self.score(rows[:, last_places])
+
+
+def classified(scores, targets):
+    return torch.nn.functional.cross_entropy(scores[0], targets)
+
+
+def error_of_a_classifier(world, stock, how):
+    """The worst error of a rank's gradients, after they are reduced."""
+    model, whole, lengths, targets = copy.deepcopy(stock), copy.deepcopy(stock), [4, 1, 8], torch.tensor([0, 2, 1])
+    parallel = enable_context_parallel(model.base_model, world, layout="zigzag", scheme="exact")
+    classifier: Any = Classifier(model, parallel)
+    if how == "fully_shard":
+        mesh = init_device_mesh("cpu", (world.size,))
+        fully_shard(classifier.base, mesh=mesh)
+        fully_shard(classifier.score, mesh=mesh)
+    called = DistributedDataParallel(classifier) if how == "DistributedDataParallel" else classifier
+    batch = parallel.shard({"input_ids": TOKENS, "lengths": lengths})
+    loss = classified(called(batch, torch.tensor(lengths).cumsum(0) - 1), targets) / parallel.cp_size
+    (loss if how == "reduce_gradients" else loss * world.size).backward()
+    if how == "reduce_gradients":
+        reduce_gradients(model, world)
+    found = {name: each.grad for name, each in model.named_parameters()}
+    found = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
+    scores = [whole(input_ids=each[None], use_cache=False).logits for each in TOKENS[0].split(lengths)]
+    classified(torch.stack(scores, 1), targets).backward()
+    return worst_gradient(found, {name: each.grad for name, each in whole.named_parameters()})[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_classifiers_gradients_are_those_of_one_rank(ranks):
+    stock = tiny("qwen3", "Qwen3ForSequenceClassification", num_labels=3)
+    assert max(run_ranks(error_of_a_classifier, ranks, stock, "reduce_gradients")) < 1e-5
+
+
+def errors_of_wrapped_classifiers(world):
+    stock = tiny("qwen3", "Qwen3ForSequenceClassification", num_labels=3)
+    return [error_of_a_classifier(world, stock, how) for how in ("DistributedDataParallel", "fully_shard")]
+
+
+@pytest.mark.thorough  # processes; the mean over ranks of as many times the loss is the sum above
+def test_a_classifiers_gradients_are_those_of_one_rank_under_what_averages_them():
+    for found in run_ranks(errors_of_wrapped_classifiers, 2, kind="processes", timeout=120):
+        assert max(found) < 1e-5
 
 
 def test_rejects_labels_for_a_loss_of_the_models_own_and_the_configuration_of_an_enabled_one():

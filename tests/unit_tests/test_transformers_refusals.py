@@ -20,6 +20,8 @@ from megatron_cp.transformers.sources import passes
 from tests.refusals import rejects
 from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
+NUMBERS = torch.tensor([[0] * 5 + [1] + [2] * 7])  # of each token's document
+
 
 @pytest.fixture(scope="module")
 def llama():
@@ -39,17 +41,45 @@ def enabled(llama):
         {"lengths": torch.tensor(LENGTHS)},
         {"seq_lengths": np.array(LENGTHS)},
         {"cu_seq_lens_q": torch.tensor([0, 5, 6, 13], dtype=torch.int32), "max_length_q": 7},
+        {"cu_seq_lens_k": [0, 5, 6, 13], "max_length_k": 7},
+        {"seq_idx": NUMBERS},
+        {"attention_mask": NUMBERS + 1},
+        {"cu_seq_lens_q": [0, 5, 6, 13], "cu_seq_lens_k": [0, 5, 6, 6, 13], "seq_idx": NUMBERS,
+         "attention_mask": NUMBERS + 1, "lengths": LENGTHS,
+         "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])},
         {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])},
         {"lengths": LENGTHS, "attention_mask": torch.ones(1, 13, dtype=torch.int64)},
     ],
-)
+)  # fmt: skip
 def test_documents_are_told_from_what_collators_say(enabled, said):
     found = enabled[1].shard({"input_ids": TOKENS, "labels": TOKENS, **said})
     assert found.layout.packing.lengths.tolist() == LENGTHS
     assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]]
     assert found["labels"].tolist() == [[4, 5, 6, 7, -100, -100, 10, 11, 12, 13, 14, 15, -100]]
     assert found.num_items == 10
-    assert {"lengths", "cu_seq_lens_q", "attention_mask"}.isdisjoint(found)
+    assert {"lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "attention_mask"}.isdisjoint(found)
+
+
+def test_positions_that_count_through_documents_and_other_values_are_left_alone(enabled):
+    said = {
+        "position_ids": torch.arange(13)[None],
+        "shown": [0, 5, 9],
+        "names": ("a", "b"),
+        "scale": 2,
+        "flags": [True],
+    }
+    found = enabled[1].shard(batch(**said, labels=None))
+    assert found.layout.packing.lengths.tolist() == LENGTHS
+    assert found["position_ids"].tolist() == said["position_ids"].tolist()
+    assert [found[name] for name in ("shown", "names", "scale", "flags")] == [[0, 5, 9], ("a", "b"), 2, [True]]
+
+
+def test_numbers_for_each_token_go_beside_the_tokens(enabled):
+    model, context = enabled
+    extra = {"loss_weights": torch.rand(1, 13), "teacher": torch.rand(1, 13, 4)}
+    rows = context.shard(batch(**extra))
+    assert torch.equal(model(**rows).logits, model(**context.shard(batch())).logits)
+    assert all(torch.equal(rows[name], value) for name, value in extra.items())
 
 
 def test_without_lengths_a_row_is_one_document_and_shifted_labels_stay(enabled):
@@ -104,6 +134,31 @@ REFUSED_BATCHES = [
     ({"input_ids": [[1, 2]]}, "input_ids", "token ids"),
     ({"attention_mask": torch.tensor([[1] * 12 + [0]])}, "attention_mask", "zeros in it"),
     ({"attention_mask": torch.ones(1, 1, 13, 13)}, "attention_mask", r"\[1, 1, 13, 13\]"),
+    ({"attention_mask": torch.ones(1, 12)}, "attention_mask", r"\[1, 12\]"),
+    ({"attention_mask": NUMBERS.flip(1) + 1}, "attention_mask", "do not fall"),
+    ({"attention_mask": torch.tensor([[1] * 6 + [2] * 7])}, "attention_mask", r"\[6, 7\].*lengths's \[5, 1, 7\]"),
+    ({"cu_seq_lens_q": [0, 6, 13]}, "cu_seq_lens_q", r"documents of \[6, 7\].*lengths's \[5, 1, 7\]"),
+    ({"lengths": None, "cu_seq_lens_q": [0, 5, 13], "cu_seq_lens_k": [0, 6, 13]}, "cu_seq_lens_k", "cu_seq_lens_q's"),
+    ({"lengths": None, "cu_seq_lens_k": [0, 5]}, "cu_seq_lens_k", "documents of 5 tokens"),
+    ({"seq_lengths": [6, 7]}, "seq_lengths", r"documents of \[6, 7\].*Leave out what is not true"),
+    ({"seq_idx": NUMBERS[:, :12]}, "seq_idx", r"\[1, 12\]"),
+    ({"seq_idx": NUMBERS // 2}, "seq_idx", r"documents of \[6, 7\]"),
+    ({"position_ids": torch.tensor([[*range(6), *range(7)]])}, "position_ids", r"\[6, 7\].*lengths's \[5, 1, 7\]"),
+    ({"lengths": [13], "position_ids": NUMBERS * 0}, "position_ids", r"lengths's \[13\]"),
+    ({"max_length_q": 6}, "max_length_q", "at least 7, the longest document of lengths"),
+    ({"lengths": None, "max_length_q": 13, "position_ids": torch.arange(7, 20)[None]}, "position_ids", "say lengths"),
+    *(
+        ({name: value}, name, "cu_seq_lens_q if they are offsets")
+        for name, value in (
+            ("cu_seqlens", [0, 5, 13]),
+            ("segment_ids", NUMBERS),
+            ("document_ids", NUMBERS),
+            ("max_seqlen", 7),
+            ("ends", [0, 5, 13]),
+            ("ends", torch.tensor([0, 5, 13])),
+            ("ends", np.array([0, 13])),
+        )
+    ),
     ({"lengths": [5, 9]}, "lengths", "documents of 14 tokens"),
     ({"lengths": [0, 5, 13]}, "lengths", "documents of 18 tokens.*name them cu_seq_lens_q"),
     ({"lengths": [5.0, 8.0]}, "lengths", "integers"),

@@ -13,6 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from transformers import Trainer
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.generation import ContextParallelGRPOMixin
 from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
@@ -40,6 +41,19 @@ def test_padded_rows_are_put_end_to_end():
     assert kept.all()
 
 
+def test_rows_of_numbered_documents_do_not_merge():
+    numbers = torch.tensor([[1, 2, 2, 0], [1, 1, 2, 3], [1, 0, 0, 0]])
+    positions = torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
+    for extra in ({}, {"position_ids": positions}):
+        flat, kept = flatten_rows({**PADDED, "attention_mask": numbers, **extra})
+        assert flat["input_ids"].tolist() == [[3, 4, 5, 6, 7, 8, 9, 3]]
+        assert flat["lengths"].tolist() == packing_of(flat).lengths.tolist() == [1, 2, 2, 1, 1, 1]
+        assert torch.equal(kept, MASK == 1)
+    one = {"input_ids": IDS[1:2], "attention_mask": numbers[1:2].to(torch.uint8)}
+    assert flatten_rows(one) == (one, None)
+    assert packing_of(one).lengths.tolist() == [2, 1, 1]
+
+
 @pytest.mark.parametrize(
     "batch",
     [
@@ -58,6 +72,11 @@ def test_other_batches_stay_as_they_are(batch):
     ("changed", "text"),
     [
         ({"attention_mask": MASK.flip(1)}, "padding_side"),
+        ({"attention_mask": MASK * torch.tensor([2, 2, 1, 1])}, "numbers that fall"),
+        (
+            {"attention_mask": MASK * torch.tensor([1, 2, 2, 2]), "position_ids": torch.tensor([[0, 0, 0, 0]] * 3)},
+            "padding_free=True",
+        ),
         ({"labels": IDS}, "labels: got 'a label where attention_mask is 0'"),
         ({"shift_labels": IDS}, "shift_labels"),
         ({"position_ids": torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]])}, "padding_free=True"),

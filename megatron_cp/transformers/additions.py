@@ -1,0 +1,108 @@
+"""Refuses what is added to a model or to its loss, and is computed of more, or of less, than a rank's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.torch_private import version_of
+
+_SHARES = (
+    "The ranks' losses are summed, so what is no sum over tokens divided by num_items_in_batch, such as a mean or a "
+    "penalty on weights, counts once for every rank. Set its weight to 0; in a loop of your own add a penalty on "
+    "weights divided by parallel.cp_size."
+)
+
+
+def check_additions(model: nn.Module) -> None:
+    """Refuses adapters of PEFT and noise that a rank cannot compute from its own tokens.
+
+    An adapter is accepted if it replaces modules that act on each token, as LoRA does. Not accepted are those that put
+    virtual tokens before a row, that look for tokens in it, or whose forward does more than to call the model's.
+    """
+    adapters = getattr(model, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, Mapping) else ():
+        check_adapter(adapter)
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    if (alpha := getattr(embeddings, "neftune_noise_alpha", None)) is not None:
+        remedy = "It divides noise by the number of rows that it is given, of which a rank has a part."
+        raise ArgumentError("neftune_noise_alpha", alpha, "None", remedy)
+
+
+def check_adapter(config: Any) -> None:
+    """Refuses an adapter, by its configuration in PEFT, that does not act on each token by itself."""
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    why = None
+    if config.is_prompt_learning:
+        why = "It puts virtual tokens before a row, so before every rank's part of it."
+    elif getattr(config, "alora_invocation_tokens", None) is not None:
+        kind, why = "activated LoRA", "It looks for the last invocation tokens of a row, of which a rank has a part."
+    elif not (isinstance(tuner, type) and issubclass(tuner, BaseTuner) and tuner.forward is BaseTuner.forward):
+        why = "Its forward does more than to call the model's: it adds to the loss, or reads whole rows."
+    if why is not None:
+        allowed = "adapters of modules that act on each token, such as LoraConfig"
+        raise ArgumentError("peft_config", kind, allowed, why)
+
+
+class TokenLoss:
+    """A model's loss function, which keeps what it returned last.
+
+    Attributes:
+        function: the loss function.
+        loss: the loss of the call that has not been checked yet; None before it.
+        value: the number that it was; None if the last call of the model had no loss.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+        self.loss: Tensor | None = None
+        self.value: Tensor | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
+        loss = self.function(*args, **named)
+        self.loss, self.value = loss, loss.detach().clone()
+        return loss
+
+    def __reduce__(self) -> Any:
+        return TokenLoss, (self.function,)
+
+    @no_compile
+    def check(self, outputs: Any, where: str) -> None:
+        """Refuses a model's outputs whose loss is not what the loss function returned."""
+        own, self.loss = self.loss, None
+        if own is None or outputs is None:
+            return
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+        is_same = loss is own and not loss.is_inference() and version_of(loss) == 0  # asks no device
+        if not is_same and not equal(loss, self.value):
+            raise ArgumentError(
+                "model", f"a term that {where} adds to the loss of its tokens", "the loss of tokens alone", _SHARES
+            )
+
+
+def keep_token_loss(model: Any) -> None:
+    """Makes a model's loss function one that keeps its result; once."""
+    if not isinstance(model.loss_function, TokenLoss):
+        model.loss_function = TokenLoss(model.loss_function)
+
+
+def drop_token_loss(model: Any) -> None:
+    """Undoes `keep_token_loss`."""
+    if isinstance(kept := model.loss_function, TokenLoss):
+        del model._loss_function
+        if model.loss_function is not kept.function:
+            model.loss_function = kept.function
+
+
+def equal(loss: Any, other: Any) -> bool:
+    """True if two losses are the same number, or no number both."""
+    return torch.allclose(loss.detach(), other.to(loss), rtol=0, atol=0, equal_nan=True)
