@@ -12,7 +12,7 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from megatron_cp.cli.main import parsed
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.codec import CODECS
+from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.executor.groups.base import Agreed
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.kinds import KINDS
@@ -111,7 +112,7 @@ class Row:
     def is_possible(self) -> bool:
         """True if the columns belong together: a layer's schemes, and modes of latents."""
         schemes, entry = SCHEMES if self.is_softmax else MODES, ENTRIES[self.entry]
-        fits = self.layer in entry.layers and self.latent_mode in entry.latent_modes
+        fits = self.layer in entry.layers and all(getattr(self, name) in known for name, known in entry.only.items())
         return fits and self.scheme in ("auto", *schemes) and (self.layer == "latent") == (self.latent_mode != "")
 
     @property
@@ -286,16 +287,16 @@ def asked_of_slot(row: Row, layout: cp.Layout, **more: Any) -> cp.Plan:
 
 def most_groups(row: Row, degree: int, sizes: Mapping[str, Any] = MappingProxyType({})) -> int:
     """The key heads of the rank that has most, where `degree` ranks exchange heads."""
-    groups = sizes.get("kv_heads", sizes.get("key_heads", sizes.get("groups", ENTRIES[row.entry].groups)))
-    if row.layer == "kda":
-        groups = sizes.get("heads", HEADS)
-    elif row.layer == "conv1d":
-        groups = sizes.get("channels", HEADS * DIM)
-    elif row.layer == "latent":
-        groups = HEADS if row.latent_mode == "heads" else 1
-    elif row.layer == "sparse":
+    entry = ENTRIES[row.entry]
+    heads, groups = sizes.get("heads", entry.heads), sizes.get("kv_heads", sizes.get("groups", entry.groups))
+    groups = sizes.get("key_heads", groups)
+    if row.layer == "conv1d":
+        heads = groups = sizes.get("channels", HEADS * DIM)
+    elif row.layer == "kda" or (row.layer == "latent" and row.latent_mode == "heads"):
+        groups = heads
+    elif row.layer in ("latent", "sparse"):
         groups = 1
-    return max(1, -(-groups // degree))
+    return partition_heads(heads, groups, degree).most_groups
 
 
 def run_slot(row: Row, group: Any, _: Any = None) -> Result:
@@ -432,10 +433,66 @@ def _sizes_of(slot: Any) -> dict[str, Any]:
     """Returns a slot's sizes as the planning functions take them."""
     if isinstance(slot, cp.AttentionSpec):
         names = ("heads", "kv_heads", "head_dim", "value_head_dim", "latent", "topk", "indexer", "mask")
-        return {name: getattr(slot, name) for name in names}
+        return {name: getattr(slot, name) for name in (*names, "item_size", "topology")}
     sizes = {"heads": slot.heads, "groups": slot.key_heads, "key_dim": slot.head_dim, "value_dim": slot.value_head_dim}
     own = {argument.name: sizes[argument.field] for argument in KINDS[slot.kind].arguments}
-    return own | {"conv_width": slot.conv_width, "hidden_size": None}
+    own |= {"conv_width": slot.conv_width, "hidden_size": slot.hidden_size, "layers": max(1, len(slot.run))}
+    return own | {"item_size": slot.item_size, "topology": slot.topology}
+
+
+MEGATRON = {"attention": "gpt", "latent": "mla", "sparse": "D-", "gdn": "G-", "mamba": "M-"}
+
+
+def megatron_case(row: Row) -> Any:
+    """Returns the row as a small stack of Megatron's layers."""
+    from tests.entries_megatron import Case
+
+    way = {"comm_type": row.scheme} if row.is_softmax else {"linear_mode": row.scheme}
+    way |= {"latent_mode": row.latent_mode} if row.latent_mode else {}
+    return Case(
+        MEGATRON[row.layer], row.cp, LENGTHS, row.align, layout=row.layout, transport=row.transport,
+        hosts=min(2, row.cp), codec=row.codec, head_chunks=row.chunks, **way,
+    )  # fmt: skip
+
+
+def of_megatron(row: Row, found: Any) -> ArgumentError | float:
+    """Returns the refusal or the error of a row, from the outcome of its `megatron_case`."""
+    if found.refusal is not None:
+        return found.refusal
+    layout = row.layout_of(cp.Packing(LENGTHS), min_rows=1)
+    if row.layer == "sparse":  # a warning says that its layers use neither
+        row = replace(row, codec="none", chunks=None)
+    if row.latent_mode == "heads":  # its layers expand latents before they attend
+        row = replace(row, layer="attention", latent_mode="")
+    own = [slot for slot in found.slots if isinstance(slot, cp.AttentionSpec) == row.is_softmax]
+    wanted = {tuple(asked_of_slot(row, layout, **_sizes_of(slot)).inside.describe()) for slot in own}
+    if wanted != found.ran:
+        raise EntryError(f"{row}: the operations ran other plans than was asked for: {_differing(wanted, found.ran)}")
+    # Gradients that are nearly zero, such as those of a key's bias, are coded with large relative errors.
+    return found.errors["output"] if row.codec != "none" else found.worst
+
+
+def megatron_alone(row: Row) -> ArgumentError | float:
+    """Runs a row in a process of its own, which takes long to start: tests and the fuzz run many in one."""
+    from tests.entries_megatron import outcomes
+
+    return of_megatron(row, outcomes([megatron_case(row)])[0])
+
+
+def diffusers_model(row: Row) -> ArgumentError | float:
+    """Runs a tiny transformer of diffusers."""
+    from tests.entries_diffusers import Case, outcome
+
+    found = outcome(Case("flux", row.cp, scheme=row.scheme, transport=row.transport, codec=row.codec,
+                         head_chunks=row.chunks))  # fmt: skip
+    if found.refusal is not None:
+        return found.refusal
+    asked = {"transport": row.transport, "codec": row.codec, "head_chunks": row.chunks or 1}
+    asked |= {} if row.scheme == "auto" else {"scheme": row.scheme}
+    for plan in found.plans:
+        if any(plan[name] != value for name, value in asked.items()):
+            raise EntryError(f"{row}: the operations ran other plans than was asked for: {plan}")
+    return found.errors["output"] if row.codec != "none" else found.worst
 
 
 def check_command(row: Row) -> float:
@@ -476,8 +533,8 @@ class Entry:
         alone: the entry whose result on one rank is compared with.
         model: makes a row's model, before there are ranks: those are threads, which share torch's random numbers.
         whole: runs a row on all of its ranks, in place of `run`, and returns the largest error.
-        latent_modes: the modes of latents that it can be asked for.
-        groups: key/value heads of softmax attention.
+        only: the values of columns for which it has no argument of its own.
+        heads, groups: query and key/value heads of softmax attention.
         tolerance: the largest error without a codec. Models of transformers compute in fp32 in places.
         cost: the time of a row, in that of an operation.
     """
@@ -486,8 +543,9 @@ class Entry:
     run: Callable[[Row, Any, Any], Result] = run_plan
     alone: str = ""
     model: Callable[[Row], Any] = lambda row: None
-    whole: Callable[[Row], float] | None = None
-    latent_modes: tuple[str, ...] = COLUMNS["latent_mode"]
+    whole: Callable[[Row], ArgumentError | float] | None = None
+    only: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    heads: int = HEADS
     groups: int = GROUPS
     tolerance: float = 1e-11
     cost: float = 1.0
@@ -508,10 +566,22 @@ ENTRIES = {
         EVERY,
         run_transformers,
         model=transformers_model,
-        latent_modes=("", "auto"),
+        only={"latent_mode": ("", "auto")},
         groups=2,
         tolerance=1e-7,
+        tolerance=1e-7,
         cost=20.0,
+    ),
+    "diffusers": Entry(
+        ("attention",), whole=diffusers_model, only={"layout": ("balanced",), "align": (1,)}, tolerance=1e-7, cost=20.0
+    ),
+    "Megatron": Entry(
+        tuple(MEGATRON),
+        whole=megatron_alone,
+        only={"latent_mode": ("", *LATENT_MODES)},
+        groups=2,
+        tolerance=1e-5,
+        cost=10.0,
     ),
 }
 
@@ -557,13 +627,17 @@ def _hold_to_plans(row: Row, asked: list[cp.Plan], ran: Recorder) -> None:
     wanted = {tuple(plan.inside.describe()) for plan in asked}
     found = {lines for lines in ran.plans if lines[0].removeprefix("kind: ") in kinds}
     if found != wanted:
-        both = set.intersection(*map(set, found | wanted))
-        lines = [[line for line in each if line not in both] for plans in (wanted, found) for each in plans]
-        raise EntryError(f"{row}: the operations ran other plans than was asked for: {lines}")
+        raise EntryError(f"{row}: the operations ran other plans than was asked for: {_differing(wanted, found)}")
     transport = asked[0].transport.describe()
     moved = [options["transport"] for operation, options in ran.operations if operation == "relayout"]
     if any(each != transport for each in moved):
         raise EntryError(f"{row}: rows were moved by {moved}, not by {transport}")
+
+
+def _differing(wanted: Set[tuple[str, ...]], found: Set[tuple[str, ...]]) -> list[list[str]]:
+    """Returns the lines of each plan that not all have, of those that were asked for first."""
+    both = set.intersection(*map(set, found | wanted))
+    return [[line for line in each if line not in both] for plans in (wanted, found) for each in plans]
 
 
 def _errors(ranks: list[Result], expected: Result) -> dict[str, float]:
@@ -597,7 +671,8 @@ def refusals(row: Row) -> set[str]:
     """Returns the arguments that a refusal of the row may name; none if the row must be exact."""
     found, linear = set(), not row.is_softmax
     scheme = SCHEMES.get(row.scheme)
-    is_spec = row.entry in ("slot", "nn", "nn run", "transformers", "graph tables")
+    is_spec = row.entry in ("slot", "nn", "nn run", "transformers", "graph tables", "Megatron")
+    uses = not (row.entry == "Megatron" and row.layer == "sparse")  # codec and head chunks; else a warning is given
     if row.transport == "symmetric_memory":
         found.add("transport")
     if scheme is not None and scheme.is_product and row.cp != 4:
@@ -605,18 +680,20 @@ def refusals(row: Row) -> set[str]:
     if row.layer == "sparse" and row.scheme not in ("auto", "all_gather", "exact", "exact_by_host"):
         found.add("scheme")
     exchanges = may_exchange_heads(row.scheme)
-    if row.codec != "none":
+    if row.codec != "none" and uses:
         if row.layer in ("conv1d", "sparse"):
             found.add("codec")
         if linear and not exchanges and not is_spec:
             found.add("codec")
-    if row.chunks is not None and not (linear and is_spec):
+    if row.chunks is not None and uses and not (linear and is_spec):
         degree = row.cp if linear or row.scheme in ("auto", "a2a") else 2 if scheme and scheme.is_product else 1
         takes = exchanges if linear else scheme is None or scheme.takes_chunks
         if not takes or most_groups(row, degree) < row.chunks:
             found.add("head_chunks")
     if row.entry == "graph tables":
         found |= _refusals_of_tables(row)
+    if row.entry == "Megatron":
+        return found | {f"cp_{name.replace('scheme', 'comm_type')}" for name in found}
     if row.entry == "transformers" and row.scheme == "redistribute":
         found |= {"linear_mode", "hidden_size"}
     return found
@@ -646,9 +723,10 @@ def drawn(draws: random.Random, entries: Sequence[str] = ()) -> Row:
     while True:
         entry = draws.choice(list(entries or ENTRIES))
         layer = draws.choice(ENTRIES[entry].layers)
-        columns = {name: draws.choice(values) for name, values in COLUMNS.items()} | {"layer": layer}
+        values = COLUMNS | ENTRIES[entry].only
+        columns = {name: draws.choice(values[name]) for name in COLUMNS} | {"layer": layer}
         columns["scheme"] = draws.choice(("auto", *(SCHEMES if layer in SOFTMAX else MODES)))
-        modes = [mode for mode in ENTRIES[entry].latent_modes if mode]
+        modes = [mode for mode in values["latent_mode"] if mode]
         row = Row(entry, **columns | {"latent_mode": draws.choice(modes) if layer == "latent" else ""})
         if row.is_possible:
             return row
@@ -689,13 +767,13 @@ def write_table() -> None:
     TABLE.write_text("\n".join(lines) + "\n")
 
 
-def judged(row: Row) -> str:
-    """Runs a row: returns the argument that its refusal names, or "" if it is exact.
+def judged(row: Row, found: ArgumentError | float | None = None) -> str:
+    """Runs a row, or takes its outcome: returns the argument that its refusal names, or "" if it is exact.
 
     Raises:
         EntryError: it is neither, or not the one that `refusals` says.
     """
-    found, allowed = outcome(row), refusals(row)
+    found, allowed = outcome(row) if found is None else found, refusals(row)
     if isinstance(found, ArgumentError):
         name = found.argument.removeprefix("--").replace("-", "_")
         if name not in allowed:

@@ -11,8 +11,8 @@ from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.transport import Transport, knows_hosts
-from tests.counting_group import CountingGroup
 from tests.diffusers_cases import problem, run
+from tests.entries import recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +122,20 @@ def _alone(*sizes):
 
 def _on_rank(group, case):
     model, inputs = _problem(case.model, case.text_rows, case.image_rows)
-    counted = CountingGroup(group)
+    counted = recorded(group)
     try:
         context = enable_context_parallel(model, counted, **case.options)
         out, gradients, of_inputs = run(model, inputs)
     except ArgumentError as error:
         return error
     plans = tuple(
-        {"scheme": plan.scheme, "transport": plan.transport.name, "degree": plan.ulysses_degree}
+        {
+            "scheme": plan.scheme,
+            "transport": plan.transport.name,
+            "degree": plan.ulysses_degree,
+            "codec": "none" if plan.codec is None else plan.codec.name,
+            "head_chunks": max(plan.head_chunks, plan.attend.head_chunks),
+        }
         for each in context._enabled
         for plan in each.attention.plans.values()
     )

@@ -21,7 +21,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.planner.layouts import layout_by_name
-from tests.counting_group import CountingGroup
+from tests.entries import recorded
 from tests.functional_tests import tiny_megatron as tiny
 
 # Layers of HybridModel's stack by symbol: M Mamba, G Gated DeltaNet, * attention, + latent attention, D sparse
@@ -81,12 +81,16 @@ class Outcome:
         refusal: the error that refused the case, the same on every rank; None if it ran.
         plans: for each kind of layer, its scheme, transport, codec and numbers that show that its options were used.
         calls: what went through rank 0's group, by the methods' names.
+        ran: the lines of each plan that rank 0 ran.
+        slots: the stack's slots.
     """
 
     errors: dict
     refusal: ArgumentError | None = None
     plans: tuple = ()
     calls: Counter = dataclasses.field(default_factory=Counter)
+    ran: frozenset = frozenset()
+    slots: tuple = ()
 
     @property
     def worst(self):
@@ -137,7 +141,7 @@ def outcome(case):
     }
     summed = {name: sum(each.gradients[name] for each in found) for name in expected.gradients}
     errors["gradients"] = max(tiny.distances(summed, expected.gradients).values())
-    return Outcome(errors, None, plans, calls)
+    return Outcome(errors, None, plans, calls, found[0].ran, found[0].slots)
 
 
 @functools.lru_cache(64)
@@ -187,13 +191,15 @@ class _Share:
     layout: object
     plans: tuple
     calls: Counter
+    ran: frozenset
+    slots: tuple
 
 
 def _on_rank(group, case):
     from megatron_cp.megatron.batch import shard_batch
     from megatron_cp.megatron.modules import slots_of
 
-    counted = CountingGroup(group)
+    counted = recorded(group)
     try:
         config, stack = _built(counted, case)
         packing = Packing(case.lengths)
@@ -216,7 +222,8 @@ def _on_rank(group, case):
     gradients = {name: _gradient(parameter) for name, parameter in stack.named_parameters()}
     gradients |= {name: bias / case.cp_size for name, bias in stack.named_buffers() if "expert_bias" in name}
     plans = tuple(_shown(kind, params.plans.plan(kind)) for kind in params.plans.kinds)
-    return _Share(out.detach(), hidden.grad, gradients, layout, plans, counted.calls)
+    ran, slots = frozenset(counted.agreed.plans), tuple(params.plans.kinds)
+    return _Share(out.detach(), hidden.grad, gradients, layout, plans, counted.calls, ran, slots)
 
 
 def _gradient(parameter):
