@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
+from megatron_cp.transformers.enable import ContextParallel
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
 from megatron_cp.transformers.trainer import ContextParallelMixin
@@ -61,10 +61,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
                 remedy = "Train an adapter, peft_config=LoraConfig(...): the policy without it is the reference."
                 raise ArgumentError("ref_model", "a model that FSDP has wrapped", "None under FSDP", remedy)
             reference = self.accelerator.unwrap_model(reference)
-            context = enable_context_parallel(
-                reference, self._ranks, layout=layout, scheme=scheme, linear_mode=linear_mode, **(cp_options or {})
-            )
-            self._score_rows(reference, context)
+            self._score_rows(reference, self._enabled(reference))
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         warn_if_framework_untested("trl")  # whose trainers' own methods are overridden here
@@ -88,7 +85,9 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
             rows = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in named.items() if name != "use_cache"}
             flat, kept = flatten_rows(rows, padded_left=self._pads_left)
             batch = context.shard(flat, seed=self.state.global_step, device=device)
-            return _of_whole_rows(score(fused_lm_head=True, **batch), context, batch, kept)
+            return _of_whole_rows(
+                score(fused_lm_head=True, num_items_in_batch=batch.num_items, **batch), context, batch, kept
+            )
 
         model.forward = forward
 
