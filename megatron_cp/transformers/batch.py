@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,9 @@ class RankTokens(Tensor):
             given = "a model that does not run over the ranks, called with a batch of ContextParallel.shard"
             raise ArgumentError("model", given, "one after enable_context_parallel(model, ...)", _NOT_ENABLED)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> RankTokens:
+        return copy.deepcopy(self.plain(self), memo).as_subclass(RankTokens)
 
     @staticmethod
     def plain(value: Any) -> Any:

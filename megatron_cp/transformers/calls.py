@@ -98,7 +98,9 @@ def _enter(
 ) -> tuple[list[int], tuple[Any, ...], dict[str, Any]]:
     batch = planned_batch(given.get("cp_batch"))
     if layers.has_loss is not None:
-        check_call(given, batch.group.size, has_loss=layers.has_loss)
+        # TRL's trainers compute their loss from the log-probabilities that the model returns for this argument.
+        has_loss = layers.has_loss and not given.get("fused_lm_head")
+        check_call(given, batch.group.size, has_loss=has_loss)
     own = {name: RankTokens.plain(value) for name, value in given.items()}
     return batch.runs.so_far(layers.modules), tuple(map(RankTokens.plain, args)), own
 

@@ -85,9 +85,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
             rows = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in named.items() if name != "use_cache"}
             flat, kept = flatten_rows(rows, padded_left=self._pads_left)
             batch = context.shard(flat, seed=self.state.global_step, device=device)
-            return _of_whole_rows(
-                score(fused_lm_head=True, num_items_in_batch=batch.num_items, **batch), context, batch, kept
-            )
+            return _of_whole_rows(score(fused_lm_head=True, **batch), context, batch, kept)
 
         model.forward = forward
 

@@ -269,8 +269,9 @@ _REMEDIES = {
     ),
 }
 _LOOP = (
-    "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
-    "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
+    "Its batches are prompts or rows with a score. Write the loop: batch = parallel.shard(...), then "
+    "logits = model(**batch, num_items_in_batch=batch.num_items).logits, "
+    "parallel.gather(token_log_probs(logits, batch), batch, same_loss=True), and their loss."
 )
 
 
