@@ -35,7 +35,16 @@ from megatron_cp.transformers.batch import PlannedBatch, RankTokens, ShardedBatc
 from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
-from megatron_cp.transformers.swap import NAME, copy_configs, is_swapped, slots_of, swap_in, swap_out, text_modules
+from megatron_cp.transformers.swap import (
+    NAME,
+    check_own_forwards,
+    copy_configs,
+    is_swapped,
+    slots_of,
+    swap_in,
+    swap_out,
+    text_modules,
+)
 from megatron_cp.versions import warn_if_untested
 
 # Vision models make masks from these arguments that are not causal.
@@ -142,6 +151,7 @@ class ContextParallel:
         self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
         copy_configs(model)  # else other models of the same configuration would get our attention too
         self._attention = swap_in(model, slots)
+        check_own_forwards(model)
 
     @property
     def cp_size(self) -> int:

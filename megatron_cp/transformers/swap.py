@@ -132,10 +132,18 @@ def _check_calls(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     if not isinstance(model, _CheckedCall):
         first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
         _become(model, _derived(first, type(model), type(model).__name__))  # the name is saved with a model
-    forward = vars(model).get("forward")
-    if forward is not None and getattr(forward, "func", None) is not run_checked:
-        checked = functools.partial(run_checked, model, forward)
-        vars(model)["forward"] = functools.update_wrapper(checked, forward)
+
+
+def check_own_forwards(model: PreTrainedModel) -> None:
+    """Makes a forward that stands before that of a model's class, such as TRL's, check its calls as well.
+
+    Only once: a forward that is set later, such as that of our trainers, may take whole batches.
+    """
+    for each in model.modules():
+        forward = vars(each).get("forward")
+        if LAYERS in vars(each) and forward is not None:
+            checked = functools.partial(run_checked, each, forward)
+            vars(each)["forward"] = functools.update_wrapper(checked, forward)
 
 
 def _become(module: nn.Module, kind: type) -> None:

@@ -105,6 +105,11 @@ def test_a_forward_that_stands_before_the_models_is_checked_too():
         with parallel.disabled():
             rejects("does not run over the ranks", own, **rows)
             own(input_ids=TOKENS)
+        checked = own.forward
+        own.forward = lambda **whole: checked(**parallel.shard(whole))  # set later, as our trainers do for TRL's
+        with parallel.disabled():
+            pass
+        own(input_ids=TOKENS)
 
     run_ranks(main, 2)
 
@@ -283,7 +288,7 @@ REAL = [
 
 @pytest.mark.parametrize("lengths", [[8192], [1024] * 8, pytest.param([65536], marks=pytest.mark.thorough)])
 def test_auto_never_moves_hidden_states(lengths):
-    """Where `nn`, whose specs name a hidden size, takes that mode by itself."""
+    """The layers of `nn`, whose specs name a hidden size, take that mode by themselves in these cases."""
     models = [build(name, dtype=torch.float32) for name in ("Qwen3Next", "KimiLinear", "Mamba2", "Lfm2")]
     specs = [slot for model in models for slot in enable_context_parallel(model, None).slots]
     specs = [slot for slot in specs if isinstance(slot, LinearSpec)]
