@@ -86,7 +86,7 @@ def _attention_class(options: dict[str, Any]) -> Any:
             q, k, v = q_BLNH[0], k_BLNH[0], v_BLNH[0]
             (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
             self.slot = AttentionSpec(heads, kv_heads, head_dim, value_dim, mask=self.mask, **options)
-            plan = attention_masks.plans.plan(self.slot)
+            plan = attention_masks.plan(self, self.slot)
             return attention(q, k, v, plan, attention_masks.group, softmax_scale=scale, sink=sinks)[None]
 
     return ContextParallelAttention

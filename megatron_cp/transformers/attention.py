@@ -73,11 +73,11 @@ def planned_attention(
         return _selected(module, slot, (q, k, v), batch, options, others.get("indices"))[None], None
     if slot.latent is not None:
         up = _up_projection(module).unflatten(0, (slot.heads, -1))
-        return latent_attention(q, v[:, 0], k[:, 0], up, batch.plans.plan(slot), batch.group, **options)[None], None
+        return latent_attention(q, v[:, 0], k[:, 0], up, batch.plan(module, slot), batch.group, **options)[None], None
     (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
     if (heads, kv_heads, head_dim, value_dim) != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
         slot = replace(slot, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim)
-    return attention(q, k, v, batch.plans.plan(slot), batch.group, **options)[None], None
+    return attention(q, k, v, batch.plan(module, slot), batch.group, **options)[None], None
 
 
 def _selected(
@@ -97,7 +97,14 @@ def _selected(
         index = {"index_q": indices.queries, "index_k": indices.keys, "index_weights": indices.weights}
     up = _up_projection(module).unflatten(0, (q.shape[1], -1))
     found = sparse_attention(
-        q, k[:, 0], v[:, 0], batch.plans.plan(slot), batch.group, up=up, softmax_scale=options["softmax_scale"], **index
+        q,
+        k[:, 0],
+        v[:, 0],
+        batch.plan(module, slot),
+        batch.group,
+        up=up,
+        softmax_scale=options["softmax_scale"],
+        **index,
     )
     indices.chosen = found.chosen
     return found.out

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_cp.batch.branched import LabelRows
+from megatron_cp.batch.layer_runs import LayerRuns
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout
-from megatron_cp.planner.batch import BatchPlan
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.batch import BatchPlan, Slot
+
+_EMBEDS = (functional.embedding, torch.embedding)
+_INDEXES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
+_NOT_ENABLED = (
+    "Call enable_context_parallel on every model that gets sharded batches: also on a reference or teacher, and again "
+    "on one that was loaded or built anew. A model within parallel.disabled(), or without context parallelism, takes "
+    "the whole batch."
+)
+
+
+class RankTokens(Tensor):
+    """The token ids of a rank's rows. A stock model cannot embed them; a model that runs over the ranks can.
+
+    Stock models ignore arguments that they do not know, so they would compute a rank's rows as if these were a whole
+    batch. `plain` returns an ordinary tensor of the same memory, which any model embeds.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        weights = [x for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
+        if func in _EMBEDS or (func in _INDEXES and any(x.is_floating_point() for x in weights)):
+            given = "a model that does not run over the ranks, called with a batch of ContextParallel.shard"
+            raise ArgumentError("model", given, "one after enable_context_parallel(model, ...)", _NOT_ENABLED)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> RankTokens:
+        return copy.deepcopy(self.plain(self), memo).as_subclass(RankTokens)
+
+    @staticmethod
+    def plain(value: Any) -> Any:
+        """Returns token ids as an ordinary tensor, and any other value as it is."""
+        return value.as_subclass(Tensor) if isinstance(value, RankTokens) else value
 
 
 class PlannedBatch:
@@ -26,6 +66,7 @@ class PlannedBatch:
         label_rows: in documents that branch, the row of each label; else None.
         labels: `[p]` the labels of `label_rows`, -100 where nothing is predicted; None without labels.
         dealt: names of other tensors of the batch, which have numbers for each token.
+        runs: counts of the layers that ran by this batch's plans.
     """
 
     def __init__(
@@ -33,7 +74,12 @@ class PlannedBatch:
         label_rows: LabelRows | None = None, labels: Tensor | None = None, dealt: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.plans, self.group, self.seed, self.kernel, self.num_items = plans, group, seed, kernel, num_items
-        self.label_rows, self.labels, self.dealt = label_rows, labels, frozenset(dealt)
+        self.label_rows, self.labels, self.dealt, self.runs = label_rows, labels, frozenset(dealt), LayerRuns()
+
+    def plan(self, layer: object, slot: Slot) -> Plan:
+        """Returns the plan by which a layer runs now, and counts the run."""
+        self.runs.add(layer)
+        return self.plans.plan(slot)
 
     def __repr__(self) -> str:
         return f"PlannedBatch({self.plans.layout!r}, {len(self.plans.kinds)} kinds of layers)"
@@ -44,8 +90,10 @@ class ShardedBatch(dict[str, Any]):
 
     Its tensors are `[1, t]`, this rank's tokens in the layout's order and then its pad rows: `input_ids`,
     `position_ids`, and if there were labels `labels` and `shift_labels`, which both hold the token that each token
-    predicts. Where documents branch, the model is not given labels, since a token may predict several: see
-    `label_rows` and `token_log_probs`.
+    predicts. `input_ids` are `RankTokens`, which a model that is not enabled refuses.
+
+    Where documents branch, the model is not given labels, since a token may predict several: see `label_rows` and
+    `token_log_probs`.
 
     It has no attributes beside its items, since functions that move a batch to a device build a new one from them.
     """

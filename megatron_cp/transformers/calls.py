@@ -1,15 +1,25 @@
-"""Refuses arguments of a model's call whose meaning changes when a rank has only some of the rows."""
+"""Checks a model's calls with a rank's rows: arguments whose meaning changes, and layers that do not run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.transformers.batch import PlannedBatch
+from megatron_cp.executor.no_compile import no_compile
+from megatron_cp.transformers.additions import TokenLoss
+from megatron_cp.transformers.attention import planned_batch
+from megatron_cp.transformers.batch import PlannedBatch, RankTokens
+
+LAYERS = "cp_layers"  # an attribute of models whose layers run over the ranks
+_RAN_NOT = (
+    'If another attention was set, model.set_attn_implementation("megatron_cp") sets this one again. If layers were '
+    "replaced, or have a forward of their own now, enable the model after that."
+)
 
 REFUSED = {
     "past_key_values": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
@@ -68,3 +78,55 @@ def check_rows(inputs: Iterable[object], batch: PlannedBatch) -> None:
                 "that act on each token, such as LoRA, may be trained."
             )
             raise ArgumentError(name, list(given.shape), f"{list(rows)}, this rank's rows of the batch", remedy)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model that run over the ranks.
+
+    Attributes:
+        modules: by name.
+        has_loss: True if the model computes a loss from labels, None for a model inside the enabled one.
+    """
+
+    modules: dict[str, nn.Module]
+    has_loss: bool | None = None
+
+
+def run_checked(model: Any, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Runs a model's forward. Checks that it is called with a rank's rows, that all its layers run over the ranks, and
+    that its loss is that of its tokens.
+
+    Raises:
+        ArgumentError: layers that did not run; a call without a batch of `ContextParallel.shard`; a term that was added
+            to the loss; and the errors of `check_call` and `check_rows`.
+    """
+    layers = vars(model).get(LAYERS)
+    if layers is None:  # disabled
+        return forward(*args, **given)
+    before, args, given = _enter(layers, args, given)
+    found = forward(*args, **given)
+    _leave(layers, given["cp_batch"], before)
+    kept = vars(model).get("_loss_function")
+    if isinstance(kept, TokenLoss) and kept.loss is not None:
+        kept.check(found, type(model).__name__)
+    return found
+
+
+@no_compile
+def _enter(
+    layers: Layers, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[list[int], tuple[Any, ...], dict[str, Any]]:
+    batch = planned_batch(given.get("cp_batch"))
+    if layers.has_loss is not None:
+        # TRL's trainers compute their loss from the log-probabilities that the model returns for this argument.
+        has_loss = layers.has_loss and not given.get("fused_lm_head")
+        check_call(given, batch.group.size, has_loss=has_loss)
+        check_rows((*args, given.get("input_ids"), given.get("inputs_embeds")), batch)
+    own = {name: RankTokens.plain(value) for name, value in given.items()}
+    return batch.runs.so_far(layers.modules), tuple(map(RankTokens.plain, args)), own
+
+
+@no_compile
+def _leave(layers: Layers, batch: PlannedBatch, before: list[int]) -> None:
+    batch.runs.check(layers.modules, before, _RAN_NOT)

@@ -25,17 +25,27 @@ from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.layout.packing import IntArray, SequencePacking
+from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.transformers.additions import TokenLoss, check_additions, keep_token_loss
-from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
+from megatron_cp.transformers.batch import PlannedBatch, RankTokens, ShardedBatch
 from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
-from megatron_cp.transformers.swap import NAME, copy_configs, is_swapped, slots_of, swap_in, swap_out, text_modules
+from megatron_cp.transformers.swap import (
+    NAME,
+    check_own_forwards,
+    copy_configs,
+    is_swapped,
+    slots_of,
+    swap_in,
+    swap_out,
+    text_modules,
+)
 from megatron_cp.versions import warn_if_untested
 
 # Vision models make masks from these arguments that are not causal.
@@ -95,13 +105,14 @@ def enable_context_parallel(
         group: the context-parallel ranks: a mesh of one dimension such as `mesh["cp"]`, or a group.
         layout: "balanced", "zigzag", "contiguous" or "auto".
         scheme: the scheme of softmax attention, as in `plan_attention`.
-        linear_mode: the mode of linear layers, as in `plan_linear`.
+        linear_mode: the mode of linear layers, as in `plan_linear`, but for "redistribute". "auto" does not take it.
         ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
         latents: True for multi-latent attention that gets its latents: they travel in place of keys and values, and are
             expanded on every rank that uses them; with scheme "auto", in the mode that is predicted to be fastest. See
             `latent_attention`.
         align: every rank's rows are filled up to a multiple of it.
-        kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
+        kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists. Layers that
+            choose keys have none.
 
     Raises:
         ArgumentError: the model is wrapped already, or has layers or outputs that are not computed exactly here.
@@ -117,7 +128,11 @@ def enable_context_parallel(
     attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, "latents": latents, **options}
     linear_args = {"mode": linear_mode, **options}
     layout = require("layout", layout)
+    _check_mode(linear_mode)
     planned = slots_of(model, attention_args, linear_args)
+    if kernel != "auto" and any(getattr(slot, "topk", None) for slot in planned.values()):
+        remedy = "They compute in torch, without kernels of their own."
+        raise ArgumentError("kernel", kernel, "auto for layers that choose keys", remedy)
     planner = BatchPlanner(tuple(planned.values()), ranks.size, layout, checked_integer("align", align, 1))
     return ContextParallel(model, ranks, planner, kernel, planned)
 
@@ -137,6 +152,7 @@ class ContextParallel:
         self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
         copy_configs(model)  # else other models of the same configuration would get our attention too
         self._attention = swap_in(model, slots)
+        check_own_forwards(model)
 
     @property
     def cp_size(self) -> int:
@@ -194,7 +210,7 @@ class ContextParallel:
         check_additions(self._model)
         packing = packing_of(batch)
         plans = self._plans(batch.get("cp_plans"), packing)
-        layout, device = plans.layout, torch.device(self._model.device if device is None else device)
+        layout, device = plans.layout, self._device() if device is None else torch.device(device)
         ids = batch["input_ids"][0].long()
         mixed = batch_seed(ids, 0 if seed is None else checked_integer("seed", seed, 0))
         if agree and self.cp_size > 1:
@@ -223,6 +239,7 @@ class ContextParallel:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
                 dealt.append(name)
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        moved["input_ids"] = moved["input_ids"].as_subclass(RankTokens)
         moved["use_cache"] = False
         moved["cp_batch"] = PlannedBatch(
             plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched, dealt
@@ -251,7 +268,7 @@ class ContextParallel:
             raise ArgumentError("are_labels", None, "True for values of labels, False for rows, where documents branch")
         elif are_labels:
             layout = batch.label_rows.layout
-        return gather(rows[0], layout, self._ranks, same_loss=same_loss)[None]
+        return gather(RankTokens.plain(rows)[0], layout, self._ranks, same_loss=same_loss)[None]
 
     def explain(self, batch: ShardedBatch | None = None) -> str:
         """Describes the layers, or, given a batch, the plan of every kind of layer."""
@@ -260,10 +277,18 @@ class ContextParallel:
             return "\n".join(kinds)
         return "\n\n".join(plan.explain() for plan in batch.plans.plans)
 
+    @property
+    def is_enabled(self) -> bool:
+        """False inside of `disabled()`."""
+        return is_swapped(self._model)
+
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Restores the stock model inside the context, so that a rank runs whole batches by itself. May be nested."""
-        if not is_swapped(self._model):
+        """Restores the stock model inside the context, so that a rank runs whole batches by itself. May be nested.
+
+        Inside, the model is given whole batches, and refuses those of `shard`.
+        """
+        if not self.is_enabled:
             yield
             return
         swap_out(self._model, self._attention)
@@ -271,6 +296,12 @@ class ContextParallel:
             yield
         finally:
             swap_in(self._model, self._slots)
+
+    def _device(self) -> torch.device:
+        if self._model.device.type == "meta":
+            remedy = "Its weights are elsewhere between calls: parallel.shard(batch, device=...)."
+            raise ArgumentError("device", None, "the device on which the model runs", remedy)
+        return self._model.device
 
     def _plans(self, given: object, packing: Packing) -> BatchPlan:
         if given is None:
@@ -335,6 +366,12 @@ def _check_model(model: object) -> None:
             raise ArgumentError(
                 "model.config.rope_parameters", kind, "default, linear, yarn, llama3 or the like", remedy
             )
+
+
+def _check_mode(linear_mode: str) -> None:
+    if require("mode", linear_mode, name="linear_mode") == REDISTRIBUTE.name:
+        remedy = "Its hidden states move around a run of layers, and a model of transformers runs layer by layer."
+        raise ArgumentError("linear_mode", linear_mode, "auto, headwise or chunkwise", remedy)
 
 
 def _check_layerdrop(model: PreTrainedModel) -> None:

@@ -62,7 +62,7 @@ def _planned(
     """Runs a mixer of the package by the batch's plan, outside of compiled graphs."""
     conv = module.conv1d
     return mix(
-        *inputs, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
+        *inputs, batch.plan(module, module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
         kernel=batch.kernel, **parameters,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _short_conv(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
 
 @no_compile
 def _convolved(x: Tensor, module: Any, batch: PlannedBatch) -> Tensor:
-    plan, conv = batch.plans.plan(module.cp_slot), module.conv
+    plan, conv = batch.plan(module, module.cp_slot), module.conv
     return causal_conv1d(x, conv.weight, conv.bias, plan, batch.group, kernel=batch.kernel)
 
 

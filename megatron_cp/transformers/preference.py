@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
+from megatron_cp.transformers.enable import ContextParallel
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
 from megatron_cp.transformers.trainer import ContextParallelMixin
@@ -61,10 +61,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
                 remedy = "Train an adapter, peft_config=LoraConfig(...): the policy without it is the reference."
                 raise ArgumentError("ref_model", "a model that FSDP has wrapped", "None under FSDP", remedy)
             reference = self.accelerator.unwrap_model(reference)
-            context = enable_context_parallel(
-                reference, self._ranks, layout=layout, scheme=scheme, linear_mode=linear_mode, **(cp_options or {})
-            )
-            self._score_rows(reference, context)
+            self._score_rows(reference, self._enabled(reference))
 
     def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
         warn_if_framework_untested("trl")  # whose trainers' own methods are overridden here

@@ -9,6 +9,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +18,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
-from megatron_cp.transformers.additions import TokenLoss, drop_token_loss, keep_token_loss
+from megatron_cp.transformers.additions import drop_token_loss, keep_token_loss
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
-from megatron_cp.transformers.batch import PlannedBatch
-from megatron_cp.transformers.calls import check_call, check_rows
+from megatron_cp.transformers.calls import LAYERS, Layers, run_checked
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.indexers import IndexerRows, indexer_rows, is_indexer
 from megatron_cp.transformers.mixers import check_activation, family_of
@@ -33,7 +34,6 @@ _MIXES = re.compile(
 )
 
 
-_HAS_LOSS = "cp_has_loss"  # an attribute of the enabled model
 _DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, but does not pass them to its layers
 
 
@@ -44,10 +44,16 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
     for name, module in text_modules(model):
         family = family_of(module)
         if family is not None:
+            _check_forward(name, module)
+            for label, child in module.named_children():
+                if isinstance(child, nn.Conv1d):
+                    _check_loaded(f"{name}.{label}", child)
             check_activation(module)
             found[name] = family.slot(module, **linear_args)
         elif is_attention(module, config):
-            found[name] = attention_slot(module, config, **attention_args)
+            found[name] = spec = attention_slot(module, config, **attention_args)
+            if spec.latent is not None:
+                _check_loaded(f"{name}.kv_b_proj", module.get_submodule("kv_b_proj"))
         elif is_indexer(module):
             continue
         elif _MIXES.search(type(module).__name__) or any(isinstance(child, nn.Conv1d) for child in module.children()):
@@ -62,6 +68,24 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
         remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
         raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
     return found
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    """Refuses a forward of the instance's own, unless it calls that of the class by a method that the instance keeps.
+
+    `accelerate`'s hooks do. Any other would be called in place of ours.
+    """
+    kept = (value for value in vars(module).values() if _is_method_of(module, type(module), value))
+    if "forward" in vars(module) and not any(method.__name__ == "forward" for method in kept):
+        remedy = f"Take it off (del model.{name}.forward), or write a class with it. Hooks of accelerate may stay."
+        raise ArgumentError("model", f"{name} with a forward of its own", "layers with that of their class", remedy)
+
+
+def _check_loaded(name: str, module: nn.Module) -> None:
+    """Refuses weights that a hook loads when their module is called: the layer reads them without a call."""
+    if "forward" in vars(module) and any(each.is_meta for each in module.parameters()):
+        remedy = "Keep the weights of this layer on a device: cpu_offload and device_map move them away between calls."
+        raise ArgumentError("model", f"{name}, whose weights are loaded when it is called", "weights in place", remedy)
 
 
 def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -79,28 +103,67 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     """Replaces the model's layers by ours. Returns the name of the attention implementation that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
-    setattr(model, _HAS_LOSS, has_head(model))
     keep_token_loss(model)
-    if not isinstance(model, _CheckedCall):
-        first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
-        model.__class__ = _derived(first, type(model), type(model).__name__)  # the name is saved with a model
-    for module in {id(modules[above]): modules[above] for name in slots for above in _parent_names(name)}.values():
-        if _drops_arguments(module) and not isinstance(module, _PassesPlans):
-            module.__class__ = _derived(_PassesPlans, type(module), type(module).__name__)
+    for prefix, above in modules.items():
+        layers = {name: modules[name] for name in slots if not prefix or name.startswith(f"{prefix}.")}
+        if layers and isinstance(above, PreTrainedModel):
+            _check_calls(above, layers)
+    for above in {id(modules[above]): modules[above] for name in slots for above in _parent_names(name)}.values():
+        if _drops_arguments(above) and not isinstance(above, _PassesPlans):
+            _become(above, _derived(_PassesPlans, type(above), type(above).__name__))
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
         if isinstance(slot, LinearSpec) and not isinstance(module, _Planned):
-            module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
+            _become(module, _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}"))
         if isinstance(slot, AttentionSpec) and slot.latent is not None and not isinstance(module, _KeepsLatents):
             keeps = _KeepsLatents if slot.topk is None else _Selects
-            module.__class__ = _derived(keeps, type(module), type(module).__name__)
+            _become(module, _derived(keeps, type(module), type(module).__name__))
         if isinstance(slot, AttentionSpec) and slot.indexer is not None:
             indexer: Any = module.indexer
             setattr(indexer, SLOT, slot)
             if not isinstance(indexer, _GivesRows):
-                indexer.__class__ = _derived(_GivesRows, type(indexer), type(indexer).__name__)
+                _become(indexer, _derived(_GivesRows, type(indexer), type(indexer).__name__))
+    vars(model)[LAYERS] = replace(vars(model)[LAYERS], has_loss=has_head(model))
     return set_attention(model, NAME)
+
+
+def _check_calls(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    """Makes a model check its calls: the enabled one, and those in it, which may be called in its place."""
+    setattr(model, LAYERS, Layers(layers))
+    if not isinstance(model, _CheckedCall):
+        first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
+        _become(model, _derived(first, type(model), type(model).__name__))  # the name is saved with a model
+
+
+def check_own_forwards(model: PreTrainedModel) -> None:
+    """Makes a forward that stands before that of a model's class, such as TRL's, check its calls as well.
+
+    Only once: a forward that is set later, such as that of our trainers, may take whole batches.
+    """
+    for each in model.modules():
+        forward = vars(each).get("forward")
+        if LAYERS in vars(each) and forward is not None:
+            checked = functools.partial(run_checked, each, forward)
+            vars(each)["forward"] = functools.update_wrapper(checked, forward)
+
+
+def _become(module: nn.Module, kind: type) -> None:
+    """Changes a module's class, and that of its methods that the instance keeps, as accelerate's hooks keep `forward`.
+
+    A hook's `forward` stands before that of the class, and calls the method that it kept.
+    """
+    before, module.__class__ = type(module), kind
+    for name, value in list(vars(module).items()):
+        if _is_method_of(module, before, value):
+            vars(module)[name] = MethodType(getattr(kind, value.__name__), module)
+
+
+def _is_method_of(module: nn.Module, kind: type, value: object) -> bool:
+    """True if a value is a method of the class, bound to the module."""
+    if not isinstance(value, MethodType) or value.__self__ is not module:
+        return False
+    return getattr(kind, value.__name__, None) is value.__func__
 
 
 def _parent_names(name: str) -> list[str]:
@@ -134,12 +197,12 @@ def swap_out(model: PreTrainedModel, attention: Any) -> None:
     """Restores the model's own layers and the attention implementation that it had."""
     drop_token_loss(model)
     for module in model.modules():
-        for name in (SLOT, _HAS_LOSS):
+        for name in (SLOT, LAYERS):
             if name in vars(module):
                 delattr(module, name)
         # fully_shard derives a class from ours, and its forward runs the stock one without SLOT.
         if type(module) in _DERIVED.values():
-            module.__class__ = type(module).__bases__[1]
+            _become(module, type(module).__bases__[1])
     set_attention(model, attention)
 
 
@@ -261,17 +324,10 @@ class _PassesPlans(_Derived):
 
 
 class _CheckedCall(_Derived):
-    """A mixin before the enabled model's class: checks the arguments of a call, and the loss that it returns."""
+    """A mixin before the class of a model: checks its calls with a rank's rows."""
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        if _HAS_LOSS in vars(self) and isinstance(batch := given.get("cp_batch"), PlannedBatch):
-            check_call(given, batch.group.size, has_loss=vars(self)[_HAS_LOSS])
-            check_rows((*args, given.get("input_ids"), given.get("inputs_embeds")), batch)
-        outputs = super().forward(*args, **given)  # type: ignore[misc]
-        kept = vars(self).get("_loss_function")
-        if isinstance(kept, TokenLoss) and kept.loss is not None:
-            kept.check(outputs, type(self).__name__)
-        return outputs
+        return run_checked(self, super().forward, *args, **given)  # type: ignore[misc]
 
 
 class _CheckedCallPassesPlans(_CheckedCall, _PassesPlans):
@@ -301,16 +357,21 @@ def _unpickled(first: type, kind: type, name: str) -> Any:
 def _derived(first: type, kind: type, name: str) -> type:
     """Returns the class `kind` with the mixin `first` before it; parameters and their names are the same."""
     if (first, kind) not in _DERIVED:
-        contents: dict[str, Any] = {"__module__": __name__}
-        if issubclass(first, _CheckedCall):  # trainers read from the signature which arguments a model takes
-            contents["forward"] = _with_signature(first, kind)
+        # transformers looks up by the class's full name what a model records, such as hidden states.
+        contents: dict[str, Any] = {"__module__": kind.__module__}
+        if hasattr(first, "forward"):
+            contents["forward"] = _forward_of(first, kind)
         _DERIVED[first, kind] = type(name, (first, kind), contents)
     return _DERIVED[first, kind]
 
 
-def _with_signature(first: Any, kind: Any) -> Any:
+def _forward_of(first: Any, kind: Any) -> Any:
+    """Returns the forward of a derived class. Trainers read from its signature which arguments a model takes."""
+
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **given: Any) -> Any:
-        return first.forward(self, *args, **given)
+        # A wrapper that kept this function, such as accelerate's for autocast, calls it when the model is disabled too.
+        run = first.forward if isinstance(self, first) else kind.forward
+        return run(self, *args, **given)
 
     return forward

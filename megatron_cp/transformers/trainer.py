@@ -25,7 +25,7 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.additions import check_additions, equal
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
-from megatron_cp.transformers.enable import enable_context_parallel
+from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.sources import calls
@@ -84,19 +84,26 @@ class ContextParallelMixin:
         if config is not None:
             config.is_hidden = False
         self._check_arguments()
-        model = self.accelerator.unwrap_model(self.model)
-        check_additions(model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
         # Where each rank is a replica, the group has one rank: None would mean all ranks.
         self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
         self._ranks = self._group or ThreadGroup.create(1)[0]
-        self.context_parallel = enable_context_parallel(
-            model, self._ranks, layout=layout, scheme=scheme, linear_mode=linear_mode,
-            **(cp_options or {}),
-        )  # fmt: skip
+        self._options = {"layout": layout, "scheme": scheme, "linear_mode": linear_mode, **(cp_options or {})}
+        self.context_parallel = self._enabled(self.accelerator.unwrap_model(self.model))
         self._sharded: ShardedBatch | None = None
         self._share: Tensor | None = None  # the loss of this rank's tokens, as compute_loss returned it
         self._kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
+
+    def _enabled(self, model: Any) -> ContextParallel:
+        check_additions(model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return enable_context_parallel(model, self._ranks, **self._options)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Returns a new model, as each training with `model_init` makes one, with context parallelism too."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        if hasattr(self, "context_parallel"):  # else the trainer is being made
+            self.context_parallel = self._enabled(model)
+        return model
 
     # -- accelerate -------------------------------------------------------------------------------------------------
 
@@ -156,12 +163,15 @@ class ContextParallelMixin:
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Returns the trainer's own result, with the whole batch's loss and logits in the order of its tokens."""
+        stock = super().prediction_step  # type: ignore[misc]
+        if not self.context_parallel.is_enabled:  # each rank computes the whole batch
+            found: tuple[Tensor | None, Any, Any] = stock(model, inputs, prediction_loss_only, ignore_keys)
+            return found
         if inputs.get("labels") is None:
-            remedy = "Evaluate with labels, or on whole batches: with trainer.context_parallel.disabled()."
+            whole = "with trainer.context_parallel.disabled(): trainer.predict(...)"
+            remedy = f"Evaluate with labels, or let every rank compute whole batches: {whole}."
             raise ArgumentError("inputs", "no labels", "a batch with labels", remedy)
-        loss, logits, labels = super().prediction_step(  # type: ignore[misc]
-            model, inputs, prediction_loss_only, ignore_keys
-        )
+        loss, logits, labels = stock(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             self._check_loss(loss)
         if loss is not None and self._group is not None:
@@ -182,16 +192,21 @@ class ContextParallelMixin:
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
         """Counts labels without those of documents' first tokens, which some collators leave in."""
-        counted = [_without_first_tokens(flatten_rows(batch)[0]) for batch in batch_samples]
+        counted = batch_samples
+        if self.context_parallel.is_enabled:
+            counted = [_without_first_tokens(flatten_rows(batch)[0]) for batch in batch_samples]
         return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Leaves batches on the host until they are sharded."""
-        return super()._prepare_inputs(inputs) if "cp_batch" in inputs else inputs  # type: ignore[misc]
+        on_device = "cp_batch" in inputs or not self.context_parallel.is_enabled
+        return super()._prepare_inputs(inputs) if on_device else inputs  # type: ignore[misc]
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        if not self.context_parallel.is_enabled:
+            return contextlib.nullcontext, inputs
         flat, self._kept = flatten_rows(inputs)
         self._sharded = self.context_parallel.shard(flat, seed=self.state.global_step, device=self.args.device)
         return contextlib.nullcontext, dict(self._sharded)
@@ -200,6 +215,10 @@ class ContextParallelMixin:
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Returns this rank's share of the loss, times the number of ranks whose gradients are averaged."""
+        if not self.context_parallel.is_enabled:
+            # The trainer multiplies by the number of processes. All ranks of a group have the same whole batch.
+            count = None if num_items_in_batch is None else num_items_in_batch * self.context_parallel.cp_size
+            return super().compute_loss(model, inputs, return_outputs, count)  # type: ignore[misc]
         if "cp_batch" not in inputs:  # TRL's evaluation shards nothing
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
         assert self._sharded is not None
@@ -270,9 +289,6 @@ class ContextParallelMixin:
             remedy = "Ranks have different numbers of labels: the loss is divided by that of all."
             raise ArgumentError("args.average_tokens_across_devices", False, "True", remedy)
         self._check_losses()
-        if getattr(self, "model_init", None) is not None:
-            remedy = "train() would make another model, which is not enabled. Pass model=."
-            raise ArgumentError("model_init", "a function", "None", remedy)
         if self.args.neftune_noise_alpha is not None:
             remedy = "It divides noise by the number of rows that it is given, of which a rank has a part."
             raise ArgumentError("args.neftune_noise_alpha", self.args.neftune_noise_alpha, "None", remedy)
@@ -301,8 +317,9 @@ _REMEDIES = {
     ),
 }
 _LOOP = (
-    "Its batches are prompts or rows with a score. Write the loop: parallel.shard, then "
-    "parallel.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and their loss."
+    "Its batches are prompts or rows with a score. Write the loop: batch = parallel.shard(...), then "
+    "logits = model(**batch, num_items_in_batch=batch.num_items).logits, "
+    "parallel.gather(token_log_probs(logits, batch), batch, same_loss=True), and their loss."
 )
 
 

@@ -3,6 +3,8 @@
 Data sets that the batch does not divide, packed batches and padded ones, TRL's defaults, accumulation, metrics.
 """
 
+import contextlib
+import copy
 import importlib.util
 import os
 from collections import defaultdict
@@ -29,7 +31,7 @@ if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets",
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the runs of up to three worlds, each of many trainers
 
 KINDS = {
-    "Trainer": {"sft": False, "scheme": "auto"},
+    "Trainer": {"sft": False, "scheme": "auto", "anew": True},
     "Trainer, flattened": {"sft": False, "flatten": True},
     "Trainer, a model that takes no number of labels": {"sft": False, "flatten": True, "means": True},
     "SFTTrainer": {"sft": True},
@@ -62,10 +64,11 @@ def nll(found):
     return {"nll": losses.sum().item() / (labels != -100).sum().item(), "count": (labels != -100).sum().item()}
 
 
-def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, scheme="a2a", **changed):
+def trainer_of(folder, cp, *, sft, flatten=False, means=False, anew=False, seed=0, scheme="a2a", **changed):
     """Ours over `cp` ranks, or the stock trainer if it is None. One kind prices schemes.
 
     Args:
+        anew: the trainer is given `model_init`, which makes the model again for each training.
         means: the model takes no number of labels, and the first of its batches' documents have few to learn.
     """
     import torch
@@ -105,7 +108,8 @@ def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, scheme="a
     # Contiguous ranks of one document have its halves: the first rank has nothing to learn.
     size, labels = (1, slice(-3, None)) if means else (args.per_device_train_batch_size, slice(None))
     args.per_device_train_batch_size = size
-    return kind(model=model, args=args, train_dataset=documents(40, 1, labels), compute_metrics=nll, **own)
+    own |= {"model_init": lambda: copy.deepcopy(model)} if anew else {"model": model}
+    return kind(args=args, train_dataset=documents(40, 1, labels), compute_metrics=nll, **own)
 
 
 def numbers_of(trainer, **how):
@@ -113,6 +117,10 @@ def numbers_of(trainer, **how):
     trainer.train(**how)
     found = {f"{name} {entry['step']}": value for entry in trainer.state.log_history for name, value in entry.items()}
     found |= {f"{name} of 5": value for name, value in trainer.evaluate(documents(5, 2)).items()}
+    context = getattr(trainer, "context_parallel", None)
+    assert context is None or trainer.accelerator.unwrap_model(trainer.model) is context._model
+    with context.disabled() if context else contextlib.nullcontext():
+        found["eval_loss of 5, disabled"] = trainer.evaluate(documents(5, 2))["eval_loss"]
     trainer.compute_metrics, trainer.args.prediction_loss_only = None, True
     found["eval_loss of 7 alone"] = trainer.evaluate(documents(7, 2))["eval_loss"]
     trainer.args.prediction_loss_only, data = False, documents(5, 2)
