@@ -227,7 +227,7 @@ def _run(
         report = _finished(args, main_run, summary, record, checkpoint, device)
     except KeyboardInterrupt as error:
         if record is None:
-            raise
+            raise KeyboardInterrupt("interrupted; the first rank says how far the run came") from None
         print(file=sys.stderr)  # the progress bar's line has no end
         raise KeyboardInterrupt(record_interruption(main_run, record, command_line(args), error)) from None
     except BaseException as error:

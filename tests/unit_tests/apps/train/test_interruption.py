@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron_cp.apps.train.record import RunRecord
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, SAVES, TRACKER
 from tests.limits import limit
 
+ROOT = Path(__file__).parents[4]
 ENTRY = {"loss": 3.5, "grad_norm": 1.0, "tokens_per_second": 9.0, "tokens": 7, "seconds": 0.1}
 
 
@@ -106,7 +108,9 @@ def wait_in_c():
 
 
 def test_a_rank_that_waits_inside_of_torch_has_last_words():
-    with subprocess.Popen([sys.executable, "-c", _WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=limit(60))[0] == "last words"
