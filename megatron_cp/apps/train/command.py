@@ -30,7 +30,7 @@ from megatron_cp.apps.train.comparison import (
 from megatron_cp.apps.train.curves import LOSS_PICTURE, entries_of, loss_figure
 from megatron_cp.apps.train.documents import read_text, split_corpus
 from megatron_cp.apps.train.interruption import Terminated, Terminations, cause_of, record_interruption
-from megatron_cp.apps.train.options import Run, TrainingOptions
+from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.record import LOG_FILE, RUN_FILE, RunRecord, write_report
 from megatron_cp.apps.train.run_folder import (
     CHECKPOINTS,
@@ -228,7 +228,8 @@ def _run(
     except KeyboardInterrupt as error:
         if record is None:
             raise KeyboardInterrupt("interrupted; the first rank says how far the run came") from None
-        print(file=sys.stderr)  # the progress bar's line has no end
+        if (folder / METRICS).exists():
+            print(file=sys.stderr)  # the progress bar's line has no end
         raise KeyboardInterrupt(record_interruption(main_run, record, command_line(args), error)) from None
     except BaseException as error:
         if record is not None:
