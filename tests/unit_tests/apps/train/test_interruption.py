@@ -56,7 +56,7 @@ def test_an_interrupted_run_is_recorded(steps, saved, error, tmp_path):
         assert said in (tmp_path / "report.html").read_text()
 
 
-def terminated_twice():
+def terminated_twice(done):
     with Terminations():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -64,12 +64,15 @@ def terminated_twice():
         finally:
             os.kill(os.getpid(), signal.SIGTERM)  # breaks nothing off
             threading.Event().wait(0.01)
+            done.append("what the first one began")
 
 
 def test_a_sigterm_raises_once_and_its_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
+    done = []
     with pytest.raises(Terminated):
-        terminated_twice()
+        terminated_twice(done)
+    assert done == ["what the first one began"]
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
     assert cause_of(Terminated()) == "interrupted by SIGTERM"
@@ -111,7 +114,10 @@ def test_a_rank_that_waits_inside_of_torch_has_last_words():
     with subprocess.Popen(
         [sys.executable, "-c", _WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
-        assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=limit(60))[0] == "last words"
+        try:
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.communicate(timeout=limit(30))[0] == "last words"
+        finally:
+            process.kill()
     assert process.returncode == 130
