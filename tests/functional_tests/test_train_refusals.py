@@ -86,7 +86,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--experimental-attention-variant", "gated_delta_net"], "--experimental-attention-variant: got"),
         (
             ["--cp-layout", "striped"],
-            "--cp-layout: got 'striped'; allowed: contiguous or zigzag or random or balanced or auto.",
+            "--cp-layout: got 'striped'; allowed: balanced or contiguous or zigzag or auto or random.",
         ),
         (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
         (["--cp-comm-type", "tiles"], "Did you mean tiled?"),

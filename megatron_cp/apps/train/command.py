@@ -29,7 +29,7 @@ from megatron_cp.apps.train.comparison import (
 )
 from megatron_cp.apps.train.curves import LOSS_PICTURE, entries_of, loss_figure
 from megatron_cp.apps.train.documents import read_text, split_corpus
-from megatron_cp.apps.train.interruption import Terminated, Terminations, cause_of, record_interruption
+from megatron_cp.apps.train.interruption import PATIENCE, Terminated, Terminations, cause_of, record_interruption
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.record import LOG_FILE, RUN_FILE, RunRecord, write_report
 from megatron_cp.apps.train.run_folder import (
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> Report:
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
     text = read_text(options)
-    with Terminations() as terminations:
+    with Terminations(PATIENCE if "RANK" in os.environ else None) as terminations:
         try:
             return _started(args, options, text, terminations)
         except KeyboardInterrupt as error:

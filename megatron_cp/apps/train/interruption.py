@@ -28,14 +28,17 @@ class Terminated(KeyboardInterrupt):
 class Terminations:
     """A context in which a SIGTERM raises `Terminated` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
 
-    A main thread that waits for other ranks inside of torch raises nothing. If it has not after `patience` seconds,
-    another thread calls `last_words` and ends the process.
+    A main thread that waits for other ranks inside of torch, as those of torchrun do, raises nothing. If it has not
+    after `patience` seconds, another thread calls `last_words` and ends the process.
+
+    Args:
+        patience: the seconds; None where the main thread waits in Python only, and needs no other.
 
     Attributes:
         last_words: a function to call then; None for none.
     """
 
-    def __init__(self, patience: float = PATIENCE) -> None:
+    def __init__(self, patience: float | None = None) -> None:
         self.last_words: Callable[[], None] | None = None
         self._patience, self._heard = patience, threading.Event()
         self._restore = contextlib.ExitStack()
@@ -43,12 +46,13 @@ class Terminations:
     def __enter__(self) -> Terminations:
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is None:
             return self  # Python can set no handler, or not restore the one there is
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        self._restore.callback(os.close, write)  # ends the thread
-        self._restore.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
         self._restore.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, self._raise))
-        threading.Thread(target=self._watch, args=(read,), daemon=True).start()
+        if self._patience is not None:
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            self._restore.callback(os.close, write)  # ends the thread
+            self._restore.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
+            threading.Thread(target=self._watch, args=(read,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:

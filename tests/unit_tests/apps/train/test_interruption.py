@@ -57,7 +57,7 @@ def test_an_interrupted_run_is_recorded(steps, saved, error, tmp_path):
 
 
 def terminated_twice(done):
-    with Terminations():
+    with Terminations(patience=limit(60)):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait(limit(10))
