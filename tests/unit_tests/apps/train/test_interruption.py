@@ -98,26 +98,23 @@ from tests.unit_tests.apps.train.test_interruption import wait_in_c
 from megatron_cp.apps.train.interruption import Terminations
 with Terminations(patience=0.1) as terminations:
     terminations.last_words = lambda: os.write(1, b"last words")
-    print("waiting", flush=True)
     wait_in_c()
 """
 
 
 def wait_in_c():
-    """Waits for ever, as a collective of a lost rank does: no signal's handler of Python runs."""
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
+    """Waits as a collective of a lost rank does, and says so from inside: no signal's handler of Python runs."""
+    ctypes.CDLL(None).system(b"echo waiting; exec sleep 600 > /dev/null")
 
 
 def test_a_rank_that_waits_inside_of_torch_has_last_words():
     with subprocess.Popen(
-        [sys.executable, "-c", _WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", _WAITS_FOR_EVER], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as process:
         try:
             assert process.stdout.readline() == "waiting\n"
             process.send_signal(signal.SIGTERM)
             assert process.communicate(timeout=limit(30))[0] == "last words"
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
