@@ -1,7 +1,7 @@
 """Trains on ragged packed batches over several ranks, and proves that it equals training on each document alone.
 
 python examples/attention_without_megatron.py                            # 4 ranks, threads of this process
-torchrun --nproc-per-node 2 examples/attention_without_megatron.py       # 2 ranks, processes: NCCL or gloo
+torchrun --standalone --nproc-per-node 2 examples/attention_without_megatron.py       # 2 ranks, processes: NCCL or gloo
 """
 
 from collections.abc import Callable

@@ -4,7 +4,7 @@ The pipeline is diffusers' own; its transformer's rows, 45 of video, divide into
 3 heads. Two guidance branches have prompts of different lengths.
 
 python examples/denoise_video.py                                   # 3 ranks, threads of this process
-torchrun --nproc-per-node 2 examples/denoise_video.py              # 2 ranks, processes: NCCL or gloo
+torchrun --standalone --nproc-per-node 2 examples/denoise_video.py              # 2 ranks, processes: NCCL or gloo
 """
 
 import warnings

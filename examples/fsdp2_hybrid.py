@@ -1,7 +1,7 @@
 """Trains a hybrid of Gated DeltaNet and attention on packed documents with context parallelism and FSDP2, torch alone.
 
 python examples/fsdp2_hybrid.py --check                          # 2 x 2 local processes over gloo, against one rank
-torchrun --nproc-per-node 8 examples/fsdp2_hybrid.py --cp 4      # 2 replicas of 4 ranks: NCCL or gloo
+torchrun --standalone --nproc-per-node 8 examples/fsdp2_hybrid.py --cp 4      # 2 replicas of 4 ranks: NCCL or gloo
 """
 
 import argparse

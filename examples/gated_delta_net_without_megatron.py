@@ -1,7 +1,7 @@
 """Runs Gated DeltaNet on a ragged packed batch over several ranks, and proves that it equals each document alone.
 
 python examples/gated_delta_net_without_megatron.py                            # 4 ranks, threads of this process
-torchrun --nproc-per-node 2 examples/gated_delta_net_without_megatron.py       # 2 ranks, processes: NCCL or gloo
+torchrun --standalone --nproc-per-node 2 examples/gated_delta_net_without_megatron.py  # 2 processes: NCCL or gloo
 """
 
 import torch

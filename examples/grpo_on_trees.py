@@ -1,7 +1,7 @@
 """GRPO on 4 prompts of 8 answers over two ranks: each prompt is computed once, with the losses of 32 documents alone.
 
 python examples/grpo_on_trees.py                          # 2 local processes over gloo
-torchrun --nproc-per-node 2 examples/grpo_on_trees.py     # the ranks of a job: NCCL or gloo
+torchrun --standalone --nproc-per-node 2 examples/grpo_on_trees.py     # the ranks of a job: NCCL or gloo
 
 The model is a tiny random Qwen3-Next (Gated DeltaNet and gated attention). Answers and rewards are random numbers in
 place of a sampler and a judge. The same updates are then made by the stock class on one rank, a document at a time.

@@ -1,7 +1,7 @@
 """Trains a hybrid model of transformers on packed documents over two ranks with FSDP2, with the losses of one rank.
 
 python examples/train_transformers.py --compare          # 2 local processes over gloo; what `make train-hf` runs
-torchrun --nproc-per-node 8 examples/train_transformers.py --cp 4          # two replicas of four ranks: NCCL or gloo
+torchrun --standalone --nproc-per-node 8 examples/train_transformers.py --cp 4  # 2 replicas of 4 ranks: NCCL or gloo
 
 The model is a tiny random Qwen3-Next (Gated DeltaNet and gated attention), the data the source files of Python's
 standard library. `--compare` then trains the stock class on one rank, one document at a time, and prints the largest

@@ -5,14 +5,11 @@ from .installed import INSTALL_MEGATRON as INSTALL_MEGATRON
 from .installed import megatron_is_installed as megatron_is_installed
 from .options import MAX_LOCAL_RANKS as MAX_LOCAL_RANKS
 from .options import RANK_KINDS as RANK_KINDS
-from .options import LayerShape as LayerShape
 from .options import add_batch_arguments as add_batch_arguments
 from .options import add_layer_arguments as add_layer_arguments
 from .options import case_of as case_of
 from .options import document_lengths as document_lengths
-from .options import hidden_size_of as hidden_size_of
 from .options import hosts_of_job as hosts_of_job
-from .options import known_shapes as known_shapes
 from .parser import MAX_TOKENS as MAX_TOKENS
 from .parser import UsageError as UsageError
 from .parser import flags as flags
@@ -25,4 +22,7 @@ from .parser import tokens as tokens
 from .parser import whole as whole
 from .paths import check_paths as check_paths
 from .report import Report as Report
+from .shapes import LayerShape as LayerShape
+from .shapes import hidden_size_of as hidden_size_of
+from .shapes import known_shapes as known_shapes
 from .terminal import Progress as Progress

@@ -7,7 +7,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,14 @@ from megatron_cp.cli.check_report import save_check
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.cli.parser import as_flag
 from megatron_cp.cli.report import Report
+from megatron_cp.cli.shapes import layers_of
 from megatron_cp.cli.terminal import Progress
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.describe import counted
-from megatron_cp.plan.schemes import DEFAULT, HEADWISE, SCHEMES
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -63,6 +66,10 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         products = [scheme.name for scheme in SCHEMES.values() if scheme.is_product]
         lines += [f"{' and '.join(products)} were not run at cp={size}, which is no product" for size in sizes
                   if not any(case.cp == size and case.scheme in products for case in cases)]  # fmt: skip
+    if args.scheme is None and not args.all:
+        lines.append(
+            "schemes: all that auto, which jobs run, may take; the first of each size is its choice for these documents"
+        )
     lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
     data = {
         **where,
@@ -85,16 +92,18 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | None) -> tuple[list[Case], dict[int, str]]:
     """Returns the cases of all sizes that can be run, and the reason for each size that cannot."""
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
-    given = given_axes(args)
-    if args.scheme is None:  # the one that is to be bitwise; --all runs every one
-        args.scheme = DEFAULT.name if args.layer == "attention" else HEADWISE.name
+    given, layers = given_axes(args), layers_of(args)
     fitting: list[Case] = []
     refused: dict[int, ArgumentError] = {}
     for size in sizes:
         try:
             _check_size(size, world)
-            case = case_of(args, size, kernel=args.kernel, device=device, hosts=hosts_of_job(args, world, size))
-            cases = sweep(case, given) if args.all else [case]
+            of_case: dict[str, Any] = {
+                "kernel": args.kernel,
+                "device": device,
+                "hosts": hosts_of_job(args, world, size),
+            }
+            cases = [each for shape in layers for each in _cases(args, case_of(args, size, shape, **of_case), given)]
             for each in cases:
                 each.refuse_early()
         except ArgumentError as error:
@@ -104,6 +113,21 @@ def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | Non
     if not fitting:
         raise next(iter(refused.values()))
     return fitting, {size: as_flag(error, args) for size, error in refused.items()}
+
+
+def _cases(args: argparse.Namespace, case: Case, given: list[str]) -> list[Case]:
+    """Returns the cases of one size and shape: all that are named, or by each scheme that "auto" may take.
+
+    What it takes depends on the documents, and those of a job are longer; so the first case is by what it takes here.
+    """
+    if args.all:
+        return sweep(case, given)
+    if args.scheme is not None:
+        return [case]
+    width = case.heads * case.value_head_dim
+    wide = case if case.layer == "attention" or case.hidden_size else replace(case, hidden_size=width)
+    schemes = dict.fromkeys(price.scheme for price in wide.plan().prices)
+    return [wide.with_scheme(scheme) for scheme in schemes] or [case]
 
 
 def _check_size(size: int, world: TorchGroup | None) -> None:

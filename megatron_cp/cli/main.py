@@ -26,11 +26,12 @@ COMMANDS = {
     "doctor": "versions, kernels found, devices, and what works here",
 }
 
+INTERRUPTED = 130  # the exit status
 _JSON = "print one JSON object on standard output instead of the text"
 
 _STATUS = (
     "exit status: 0 success, 1 a check or a rank failed, 2 the command was refused, 3 nothing fits the memory "
-    "(plan --whole), 130 interrupted"
+    f"(plan --whole), {INTERRUPTED} interrupted"
 )
 _NUMBERS = "numbers of tokens: 256k is 262144 and 1M is 1048576, since k is 1024 and M is 1024 * 1024"
 
@@ -90,9 +91,9 @@ def _run(args: argparse.Namespace) -> int:
         text = as_flag(error, args) if isinstance(error, ArgumentError) else str(error)
         print(f"megatron-cp {args.command}: {text}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"megatron-cp {args.command}: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print(f"megatron-cp {args.command}: {str(error) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
     except RuntimeError as error:
         from megatron_cp.executor.launch import RankError  # imports torch, as the code that raised this has
 
@@ -119,7 +120,10 @@ def console() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.stderr.flush()
-    if any(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
+    # What was interrupted may have threads of torch that would abort the interpreter's shutdown.
+    if status == INTERRUPTED or any(
+        thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()
+    ):
         os._exit(status)
     sys.exit(status)
 

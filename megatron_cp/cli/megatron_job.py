@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
@@ -24,16 +27,53 @@ def judged(words: Sequence[str]) -> Report:
     """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
+    flags = _of_launch(list(words))
+    _refuse_unknown(flags)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of Megatron and its packages as they are imported
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        return _judged(words)
+        return _judged(flags)
+
+
+def _refuse_unknown(words: Sequence[str]) -> None:
+    """Refuses a flag that stands nowhere in the source of Megatron's parser and ours, whose import takes a minute.
+
+    Megatron's flags are strings, or fields of a configuration. Others that stand there, its parser refuses.
+    """
+    known = {
+        name.replace("_", "-")
+        for source in _sources()
+        for found in re.findall(r"""["']--([\w-]+)["']|^ +(\w+) *:""", source, re.MULTILINE)
+        for name in found
+    }
+    for word in words:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("_", "-")
+        if word.startswith("--") and known.isdisjoint((name, name.removeprefix("no-"), name.removeprefix("disable-"))):
+            raise _unknown(flag)
+
+
+def _sources() -> Iterator[str]:
+    """Yields the text of the modules in which flags may be defined."""
+    core, ours = (find_spec(name) for name in ("megatron.core", "megatron_cp.megatron"))
+    assert core is not None
+    assert ours is not None
+    for place in core.submodule_search_locations or []:
+        yield from (path.read_text(errors="replace") for path in Path(place).parent.glob("training/**/*.py"))
+        of_core = (path.read_text(errors="replace") for path in Path(place).glob("**/*.py"))
+        yield from (text for text in of_core if "@dataclass" in text)
+    for place in ours.submodule_search_locations or []:
+        yield Path(place, "config.py").read_text()
+
+
+def _unknown(flag: str) -> UsageError:
+    return UsageError(f"--megatron: {flag} is no flag of megatron-core 0.19 or of megatron_cp.")
 
 
 def _judged(words: Sequence[str]) -> Report:
     from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
-    args, given, typed = _parsed(_of_launch(list(words)))
+    args, given, typed = _parsed(list(words))
     errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
     cp, length = args.context_parallel_size, args.seq_length
     if cp > 1 and length and length % (2 * cp):
@@ -133,7 +173,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, 
     own = {option for action in ours._actions for option in action.option_strings}
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UsageError(f"--megatron: {unknown[0]} is no flag of megatron-core 0.19 or of megatron_cp.")
+        raise _unknown(unknown[0])
     typed: dict[str, list[str]] = {}
     flag = ""
     for word in words:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +23,11 @@ from megatron_cp.cli.parser import (
     size,
     tokens,
 )
+from megatron_cp.cli.shapes import TINY, LayerShape, hidden_size_for, layers_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import KINDS
-from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.case import DTYPES, LayerCase
@@ -39,38 +38,8 @@ if TYPE_CHECKING:
 
 DOCUMENTS = 8  # that are drawn if no number is given
 MAX_LOCAL_RANKS = 64
+BALANCED = "balanced"  # the layout where none is given
 RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module imports torch
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The shape of a layer: query or value heads, the groups that they read, their sizes, and convolution taps."""
-
-    heads: int
-    groups: int
-    head_dim: int
-    value_dim: int
-    conv_width: int = 4
-
-
-def known_shapes(model: str) -> dict[str, LayerShape]:
-    """Returns the shape of the first layer of each kind of a model.
-
-    Args:
-        model: a preset's name, a `config.json`, or Megatron's flags in one string.
-
-    Raises:
-        ArgumentError: an unknown model, or one that cannot be read.
-    """
-    estimate = application("estimate")
-    shapes: dict[str, LayerShape] = estimate.MODELS.get(model) or estimate.layer_shapes(estimate.read_model(model))
-    return shapes
-
-
-def hidden_size_of(model: str) -> int:
-    """Returns the number of features of a token in a model."""
-    size: int = application("estimate").read_model(model).hidden_size
-    return size
 
 
 def _with(argument: str) -> str:
@@ -93,8 +62,8 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument(
         "--model",
         metavar="NAME|FILE|FLAGS",
-        help=f"the layer's shape in a model: {models}, a Hugging Face config.json, or Megatron's flags in one string "
-        "(default: tiny)",
+        help=f"the layer's shape and masks in a model: {models}, a Hugging Face config.json, or Megatron's flags in "
+        f"one string; other options that are given replace its values (default: {TINY})",
     )
     group.add_argument(*flags("heads"), type=size, help="number of query heads, value heads, or mamba's heads of x")
     group.add_argument(*flags("kv-heads"), type=size, help="key/value heads of attention")
@@ -111,10 +80,16 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         type=size,
         help="the model's features of a token, for redistributing around linear layers (default: --model's)",
     )
-    group.add_argument("--softmax-scale", type=number, help="factor of attention scores (default: head_dim ** -0.5)")
-    group.add_argument("--learned-sink", action="store_true", help="add a learned score for each head to every softmax")
-    group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
-    group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
+    group.add_argument(
+        "--softmax-scale", type=number, help="factor of scores (default: --model's, or head_dim ** -0.5)"
+    )
+    group.add_argument(
+        "--learned-sink",
+        action=argparse.BooleanOptionalAction,
+        help="add a learned score for each head to every softmax (default: --model's)",
+    )
+    group.add_argument("--softcap", type=number, help="limit of attention scores, 0 for none (default: --model's)")
+    group.add_argument("--dropout", type=number, help="share of attention weights dropped (default: none)")
     group.add_argument(
         "--dtype",
         type=of_kind("dtype"),
@@ -126,7 +101,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         *flags("scheme"),
         type=scheme_or_mode,
         help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers; ring is p2p "
-        "and ulysses a2a (default: auto; for check: a2a and headwise)",
+        "and ulysses a2a (default: auto; for check: each that auto may take)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(
@@ -167,12 +142,18 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help="coding of heads, keys and values in messages (default: none)",
     )
     group.add_argument(
+        *flags("latent-mode"),
+        type=of_kind("latent_mode"),
+        metavar="|".join(working("latent_mode")),
+        help="of a --model whose keys and values are made of latents: what travels (default: heads, keys and values)",
+    )
+    group.add_argument(
         "--mask",
         type=mask_name,
         metavar="|".join(working("mask")),
-        help="keys that a query of attention sees (default: causal); window:128 is a token itself and the 127 before "
-        "it, as transformers' sliding_window=128 counts; two numbers do not count the token itself, as Megatron's "
-        "--window-size: window:127,0 is the same window",
+        help="keys that a query of attention sees (default: --model's, or causal); window:128 is a token itself and "
+        "the 127 before it, as transformers' sliding_window=128 counts; two numbers do not count the token itself, as "
+        "Megatron's --window-size: window:127,0 is the same window",
     )
 
 
@@ -206,14 +187,17 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--seed", type=natural, default=0, help="seed of drawn lengths, inputs and random layouts (default: 0)"
     )
     group.add_argument(
-        *flags("layout"), type=of_kind("layout"), metavar="|".join(working("layout")), help="default: zigzag"
+        *flags("layout"),
+        type=of_kind("layout"),
+        metavar="|".join(working("layout")),
+        help=f"default: {BALANCED}, that of every page; zigzag is Megatron's order",
     )
     group.add_argument("--align", type=rows, default=1, help="make every rank's rows a multiple of this (default: 1)")
 
 
-def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
+def case_of(args: argparse.Namespace, cp_size: int, shape: LayerShape | None = None, **rest: Any) -> Case:
     """Returns the case that the arguments describe, to be run over `cp_size` ranks. Imports torch."""
-    case = layer_case_of(args, cp_size)
+    case = layer_case_of(args, cp_size, shape)
     import torch
 
     from megatron_cp.testing.parity import Case
@@ -221,66 +205,46 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
     return Case(**{**vars(case), "dtype": getattr(torch, args.dtype), **rest})
 
 
-def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
-    """Returns the case that the arguments describe, only to be planned. Imports no torch."""
+def layer_case_of(args: argparse.Namespace, cp_size: int, shape: LayerShape | None = None) -> LayerCase:
+    """Returns the case that the arguments describe, only to be planned. Imports no torch.
+
+    `shape` is one of `layers_of`, the first one if it is not given.
+    """
     layer = require("layer", args.layer)
-    shape = _layer_shape(args)
+    shape = next(iter(layers_of(args))) if shape is None else shape
     lengths = document_lengths(args, cp_size)
     return LayerCase(
         layer=layer,
         cp=cp_size,
         lengths=lengths,
         parents=_parents(args, lengths),
-        layout=args.layout or "zigzag",
+        layout=args.layout or BALANCED,
         heads=shape.heads,
         groups=shape.groups,
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
-        mask=args.mask or "causal",
+        mask=shape.mask,
+        layout_mask=shape.layout_mask,
         scheme=args.scheme or "auto",
-        hidden_size=_hidden_size(args, shape),
+        hidden_size=hidden_size_for(args, shape),
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
         transport=require("transport", args.transport, name="--transport"),
         num_hosts=_num_hosts(args, cp_size),
         codec=require("codec", args.codec, name="--codec"),
-        softcap=args.softcap,
-        dropout=args.dropout,
-        learned_sink=args.learned_sink,
-        softmax_scale=args.softmax_scale,
+        softcap=shape.softcap,
+        dropout=args.dropout or 0.0,
+        learned_sink=shape.learned_sink,
+        softmax_scale=shape.softmax_scale,
+        latent=shape.latent if args.latent_mode else None,
+        latent_mode=args.latent_mode,
         align=args.align,
         dtype=DTYPES[args.dtype],
         seed=args.seed,
         search_seconds=args.search,
         search_cache=args.search_cache,
     )
-
-
-def described_layer(args: argparse.Namespace) -> str:
-    """Returns a line with the sizes of the layer that the arguments describe, and where they come from."""
-    shape = _layer_shape(args)
-    fields = {"heads": shape.heads, "groups": shape.groups, "key_dim": shape.head_dim, "value_dim": shape.value_dim}
-    flags = {"heads": "heads", "groups": "kv_heads", "key_dim": "head_dim", "value_dim": "value_dim"}
-    if args.layer in KINDS:
-        spelled = {name: flag for flag, name in _SIZES.items()}
-        flags = {each.field: spelled.get(each.name, each.name) for each in KINDS[args.layer].arguments}
-        if not KINDS[args.layer].has_state:  # its channels are those of all heads
-            flags = {"heads": "heads", "value_dim": "head_dim"}
-    sizes = {flag: fields[field] for field, flag in flags.items()}
-    if args.layer in KINDS:
-        sizes["conv_width"] = shape.conv_width
-    given = [flag for flag in sizes if getattr(args, flag)]
-    missing = [flag.replace("_", "-") for flag in sizes if flag not in given]
-    if args.model:
-        typed = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
-        origin = f" (from --model, with {typed} as given)" if given else " (from --model)"
-    elif not given:
-        origin = f" (the default; pass --{' --'.join(missing)} or --model)"
-    else:
-        origin = f" ({', '.join(missing)} not given)" if missing else ""
-    text = ", ".join(f"{flag.replace('_', '-')} {value}" for flag, value in sizes.items())
-    return f"layer: {args.layer}, {text}{origin}"
 
 
 def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:
@@ -306,66 +270,14 @@ def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
     return int(args.hosts)
 
 
-def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
-    """Returns the model's hidden size; None if it is unknown, or if the layer cannot be redistributed."""
-    if args.layer == "attention":
-        return None
-    known = hidden_size_of(args.model) if args.model else None
-    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == REDISTRIBUTE.name else None)
-
-
 def given_axes(args: argparse.Namespace) -> list[str]:
     """Returns the axes that `check --all` does not vary, since the user has set an option of theirs."""
     heads = (
         "model", "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "learned_sink",
         "softcap", "dropout",
     )  # fmt: skip
-    axes = {"scheme": ("scheme",), "layout": ("layout",), "mask": ("mask",), "heads": heads}
-    return [axis for axis, options in axes.items() if any(getattr(args, option) for option in options)]
-
-
-def _layer_shape(args: argparse.Namespace) -> LayerShape:
-    """Returns the model's shape, with the given options instead of its values."""
-    model = args.model or "tiny"
-    shapes = known_shapes(model)
-    if args.layer not in shapes:
-        models = application("estimate").MODELS
-        with_one = sorted(name for name, layers in models.items() if args.layer in layers)
-        raise ArgumentError("--model", model, " or ".join(with_one))
-    known = shapes[args.layer]
-    groups = KINDS[args.layer].argument("groups") if args.layer in KINDS else "kv_heads"  # what heads share
-    for name in _not_of(args.layer):
-        if getattr(args, name):
-            raise ArgumentError(
-                f"--{name.replace('_', '-')}",
-                getattr(args, name),
-                f"nothing, since {args.layer} has none",
-                f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _SHARED else "",
-            )
-    heads = args.heads or known.heads
-    # Heads that are given alone are their own groups, unless the model's groups divide them.
-    fallback = known.groups if heads % known.groups == 0 else heads
-    shared = (getattr(args, groups) or fallback) if groups else heads
-    head_dim = args.head_dim or known.head_dim
-    value_dim = args.value_dim or (head_dim if args.head_dim else known.value_dim)
-    if args.layer in KINDS and KINDS[args.layer].argument("value_dim") == "head_dim":
-        head_dim, value_dim = args.state or known.head_dim, args.head_dim or known.value_dim
-    return LayerShape(heads, shared, head_dim, value_dim, args.conv_width or known.conv_width)
-
-
-_SHARED = ("kv_heads", "key_heads", "groups")
-_SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value_dim": "value_head_dim"}  # by flags
-_OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
-
-
-def _not_of(layer: str) -> tuple[str, ...]:
-    """Returns the names of the options that do not apply to a layer."""
-    if layer not in KINDS:
-        return ("key_heads", "groups", "state", "conv_width", "hidden_size")
-    kind = KINDS[layer]
-    sizes = {argument.name for argument in kind.arguments}
-    lacking = tuple(flag for flag, name in _SIZES.items() if name not in sizes)
-    return ("kv_heads", *lacking, *(() if kind.scales_queries else ("softmax_scale",)), *_OF_ATTENTION)
+    axes = {"scheme": ("scheme",), "layout": ("layout",), "mask": ("model", "mask"), "heads": heads}
+    return [axis for axis, options in axes.items() if any(getattr(args, name) is not None for name in options)]
 
 
 def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:

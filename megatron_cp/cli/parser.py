@@ -264,7 +264,7 @@ _MEGATRONS = {
     "cp": "context-parallel-size", "heads": "num-attention-heads", "kv-heads": "num-query-groups",
     "head-dim": "kv-channels", "layout": "cp-layout", "scheme": "cp-comm-type", "transport": "cp-transport",
     "codec": "cp-codec", "head-chunks": "cp-head-chunks", "gpu": "cp-hardware", "search": "cp-search",
-    "search-cache": "cp-search-cache",
+    "search-cache": "cp-search-cache", "latent-mode": "cp-latent-mode",
 }  # fmt: skip
 
 

@@ -18,25 +18,24 @@ from megatron_cp.cli.options import (
     add_batch_arguments,
     add_layer_arguments,
     described_documents,
-    described_layer,
+    document_lengths,
     layer_case_of,
 )
 from megatron_cp.cli.parser import cp_sizes, flags
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.plan_table import BOTH, codec_of, head_chunks_of, not_as_asked, priced_as, schemes_of, table_of
 from megatron_cp.cli.report import Report
+from megatron_cp.cli.shapes import LayerShape, described_layer, layers_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask
 from megatron_cp.plan.describe import counted, describe_ties, size, tied
-from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.planner.capabilities import working
-from megatron_cp.planner.choose import CHUNKS, detail_of
+from megatron_cp.planner.layouts import choose_layout
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.machine_files import SAFE
-from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 
@@ -81,7 +80,8 @@ def run(args: argparse.Namespace) -> Report:
     _refuse(args, application("estimate").WHOLE, "with --whole")
     if len(args.cp) > 1:
         _refuse(args, ("plot",), "with one --cp")
-    return _explained(args, args.cp[0]) if len(args.cp) == 1 else _compared(args)
+    layers = layers_of(args)
+    return _of_one_size(args, args.cp[0], layers) if len(args.cp) == 1 else _compared(args, layers)
 
 
 _LONG_SEARCH = 5  # seconds; shorter searches are not announced
@@ -115,64 +115,160 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> N
             raise ArgumentError(f"--{name}", getattr(args, name), f"only {allowed}")
 
 
-def _compared(args: argparse.Namespace) -> Report:
-    reports = {cp: _explained(args, cp) for cp in args.cp}
-    lines = [described_layer(args), *described_documents(args), ""]
-    lines += [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
-    total = {cp: sum(report.data["predicted_ms"].values()) for cp, report in reports.items()}
-    fastest, cheapest = min(total, key=lambda cp: total[cp]), min(total, key=lambda cp: total[cp] * cp)
-    said = f"fastest: cp {fastest} by {reports[fastest].data['scheme']}, {total[fastest]:.3f} ms predicted"
-    others = {f"cp {cp}": milliseconds for cp, milliseconds in total.items() if cp != fastest}
-    said += describe_ties([*reports[fastest].data["ties"], *tied(others, total[fastest])])
-    lines.insert(0, f"{said}; least GPU time: cp {cheapest}, {total[cheapest] * cheapest:.3f} GPU-ms")
-    for cp, report in reports.items():
-        found, sent = report.data, report.data["bytes_sent_per_rank"]
-        times = [found["predicted_ms"][direction] for direction in _BOTH]
-        shown = [f"{time:.3f}" if time is not None else "-" for time in times]
-        lines.append(
-            f"{cp:>4} {found['scheme'] + found['detail']:<24}{shown[0]:>12}{shown[1]:>13}"
-            f"{size(max(sent['forward']) + max(sent['backward'])):>14}{found['work_imbalance']:>11.3f}"
+def _of_one_size(args: argparse.Namespace, cp: int, layers: dict[LayerShape, int]) -> Report:
+    """Explains the plan of each shape of layers, and names what to take for all of them."""
+    found = _explained(args, cp, layers)
+    plans, reports = [plan for plan, _ in found.values()], [report for _, report in found.values()]
+    if len(found) == 1:
+        text = [reports[0].text]
+    else:
+        total = sum(_milliseconds(report) * layers[shape] for shape, (_, report) in found.items())
+        taken = ", ".join(
+            f"{report.data['scheme']}{report.data['detail']} in {counted(layers[shape], 'layer')} "
+            f"({', '.join(shape.softmax)})"
+            for shape, (_, report) in found.items()
         )
+        text = [
+            f"take this: {taken}, in layout {reports[0].data['layout']}, {total:.3f} ms predicted for all "
+            f"{sum(layers.values())} {_on(args)}"
+        ]
+        for shape, (_, report) in found.items():
+            text += ["", f"{counted(layers[shape], 'layer')}: {', '.join(shape.softmax)}", report.text]
+    if args.plot is not None:
+        save_picture(plans, args.plot)
+        text.append(f"picture: {args.plot}")
+    return Report("\n".join(text), _as_one(found, layers))
+
+
+def _as_one(found: dict[LayerShape, tuple[Plan, Report]], layers: dict[LayerShape, int]) -> dict[str, Any]:
+    """Returns the first layers' plan in numbers; of several kinds of layers each one's under `kinds`."""
+    kinds = [{"layers": layers[shape], **report.data} for shape, (_, report) in found.items()]
+    first = next(iter(found.values()))[1].data
+    return {**first, "kinds": kinds} if len(kinds) > 1 else first
+
+
+def _milliseconds(report: Report) -> float:
+    """Returns the predicted milliseconds of a layer, forward and backward."""
+    return float(sum(report.data["predicted_ms"].values()))
+
+
+def _on(args: argparse.Namespace) -> str:
+    """Names the machine of predictions, which need not be this one."""
+    return f"on {machine(args.gpu).hardware.name}{'' if args.gpu else ', the default --gpu'}"
+
+
+def _compared(args: argparse.Namespace, layers: dict[LayerShape, int]) -> Report:
+    sizes = {cp: _explained(args, cp, layers) for cp in args.cp}
+    tokens = {cp: sum(document_lengths(args, cp)) for cp in sizes}
+    weights = layers if len(layers) > 1 else dict.fromkeys(layers, 1)
+    total = {
+        cp: sum(_milliseconds(report) * weights[shape] for shape, (_, report) in found.items())
+        for cp, found in sizes.items()
+    }
+    lines = [_verdict_on_sizes(args, sizes, tokens, total)]
+    if len(layers) > 1:
+        lines.append(f"these are times of all {sum(layers.values())} layers; a row below is one layer")
+    lines += [described_layer(args, shape, layers) for shape in layers]
+    lines += [*described_documents(args), ""]
+    heads = ("forward ms", "backward ms", "a rank sends", "imbalance", "tokens", "GPU-us a token")
+    lines += [f"{'cp':>4} {'by':<32}" + "".join(f"{head:>{len(head) + 2}}" for head in heads)]
+    for cp, found in sizes.items():
+        for shape, (_, report) in found.items():
+            data, sent = report.data, report.data["bytes_sent_per_rank"]
+            cells = [
+                *(f"{data['predicted_ms'][direction]:.3f}" for direction in BOTH),
+                size(max(sent["forward"]) + max(sent["backward"])), f"{data['work_imbalance']:.3f}", f"{tokens[cp]:,}",
+                f"{1e3 * cp * _milliseconds(report) / tokens[cp]:.3f}",
+            ]  # fmt: skip
+            row = "".join(f"{cell:>{len(head) + 2}}" for head, cell in zip(heads, cells, strict=True))
+            which = f"  {', '.join(shape.softmax)}" if len(layers) > 1 else ""
+            lines.append(f"{cp:>4} {data['scheme'] + data['detail']:<32}{row}{which}")
     lines.append(f"predicted for {machine(args.gpu).describe()}; one --cp explains its plan")
-    first = next(iter(reports.values())).data
-    return Report("\n".join(lines), {**first, "sizes": {str(cp): report.data for cp, report in reports.items()}})
+    more = {str(cp): _as_one(found, layers) for cp, found in sizes.items()}
+    return Report("\n".join(lines), {**next(iter(more.values())), "sizes": more})
 
 
-def _explained(args: argparse.Namespace, cp: int) -> Report:
+def _verdict_on_sizes(
+    args: argparse.Namespace, sizes: dict[int, dict[LayerShape, tuple[Plan, Report]]], tokens: dict[int, int],
+    total: dict[int, float],
+) -> str:  # fmt: skip
+    """Names the fastest size for one batch; of batches that grow with the size, only what a token costs."""
+    if len(set(tokens.values())) > 1:
+        costs = ", ".join(f"cp {cp} {1e3 * cp * total[cp] / tokens[cp]:.3f}" for cp in sizes)
+        return (
+            f"no size is fastest: --tokens-per-rank gives each its own batch, of {min(tokens.values()):,} to "
+            f"{max(tokens.values()):,} tokens; GPU-us a token, forward and backward: {costs}, {_on(args)}; "
+            "--lengths compares sizes on one batch"
+        )
+    fastest, cheapest = min(total, key=lambda cp: total[cp]), min(total, key=lambda cp: total[cp] * cp)
+    reports = [report.data for _, report in sizes[fastest].values()]
+    schemes = " and ".join(dict.fromkeys(data["scheme"] for data in reports))
+    said = f"fastest: cp {fastest} by {schemes}, {total[fastest]:.3f} ms predicted {_on(args)}"
+    others = {f"cp {cp}": milliseconds for cp, milliseconds in total.items() if cp != fastest}
+    said += describe_ties([*(reports[0]["ties"] if len(reports) == 1 else []), *tied(others, total[fastest])])
+    return f"{said}; least GPU time: cp {cheapest}, {total[cheapest] * cheapest:.3f} GPU-ms"
+
+
+def _explained(
+    args: argparse.Namespace, cp: int, layers: dict[LayerShape, int]
+) -> dict[LayerShape, tuple[Plan, Report]]:
+    """Returns the plan of each shape of layers with its explanation, all in one layout."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
     given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
-    case = replace(layer_case_of(given, cp), machine=machine(args.gpu), machine_hosts=args.hosts)
+    cases = {
+        shape: replace(layer_case_of(given, cp, shape), machine=machine(args.gpu), machine_hosts=args.hosts)
+        for shape in layers
+    }
+    if args.layout == AUTO and len(layers) > 1:
+        slots = [cases[shape].slot() for shape, count in layers.items() for _ in range(count)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            choice = choose_layout(next(iter(cases.values())).packing, cp, slots, align=args.align)
+        cases = {shape: replace(case, layout=choice.name) for shape, case in cases.items()}
+    return {shape: _explained_layer(args, case, shape, layers) for shape, case in cases.items()}
+
+
+def _explained_layer(
+    args: argparse.Namespace, case: LayerCase, shape: LayerShape, layers: dict[LayerShape, int]
+) -> tuple[Plan, Report]:
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         choice, plan = case.layout_choice(), case.plan()
         if not plan.prices:  # a scheme that is given is not priced
-            plan = replace(plan, prices=(_priced_as(case, plan),))
+            plan = replace(plan, prices=(priced_as(case, plan),))
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
         checked_options(case.head_dim, **case.softmax_options)  # for what the layer would refuse
     if choice is not None:
         case = replace(case, layout=choice.name)  # in which the other schemes are compared
     item_size = case.dtype.itemsize
-    faster = _faster_layout(case, plan) if len(args.cp) == 1 and choice is None else None
-    schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
+    faster = _faster_layout(case, plan) if len(args.cp) == len(layers) == 1 and choice is None else None
+    schemes = schemes_of(case, plan, item_size) if case.layer == "attention" else {}
     text = [*_verdict(args, case, plan, schemes, item_size)]
     if faster is not None:
         times = f"{faster['predicted_ms']:.3f} ms, and {plan.prices[0].total:.3f} ms in {case.layout}"
         text.append(f"layout {faster['name']} is predicted to take {times}: try --layout {faster['name']}")
-    text += ["", described_layer(args), *described_documents(args), *([choice.explain()] if choice else [])]
+    text += [
+        "",
+        described_layer(args, shape, layers),
+        *described_documents(args),
+        *([choice.explain()] if choice else []),
+    ]
     text.append(plan.explain(item_size, candidates=not schemes))
     if schemes:
         text += [f"note: {note}" for note in plan.notes]
     text.append(f"planned in {milliseconds:.1f} ms, in layout {case.layout}")
     if schemes:
-        text += ["", *_table(schemes, plan.scheme), *_not_as_asked(case, schemes)]
-    if args.plot is not None:
-        save_picture(plan, args.plot)
-        text.append(f"picture: {args.plot}")
-    found = {**as_json(plan, item_size, milliseconds), "faster_layout": faster, "schemes": schemes}
+        text += ["", *table_of(schemes, plan.scheme), *not_as_asked(case, schemes)]
+    found = {
+        "layout": case.layout,
+        **as_json(plan, item_size, milliseconds),
+        "faster_layout": faster,
+        "schemes": schemes,
+    }
     found["ties"] = _ties(plan, schemes)
-    return Report("\n".join(text), found)
+    return plan, Report("\n".join(text), found)
 
 
 def _verdict(
@@ -180,7 +276,7 @@ def _verdict(
 ) -> list[str]:
     """Returns what to take, its predicted times, bytes and memory, and the reason."""
     price, sent, needed = plan.prices[0], [], []
-    for forward in _BOTH.values():
+    for forward in BOTH.values():
         sent.append(size(max(plan.bytes_sent(item_size, forward=forward))))
         needed.append(size(max(plan.bytes_needed(item_size, forward=forward))))
     name = (plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name) + price.detail
@@ -188,16 +284,21 @@ def _verdict(
     memory = schemes.get(plan.scheme, {})
     needs = max(memory["peak_bytes_of_rank_0"].values()) + memory["buffer_bytes_of_rank_0"] if memory else None
     lines = [
-        f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted"
-        + describe_ties(_ties(plan, schemes)),
+        f"{'as asked' if is_asked else 'take this'}: {name} in layout {case.layout}, {price.total:.3f} ms predicted "
+        f"{_on(args)}" + describe_ties(_ties(plan, schemes)),
         f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
         f"exposed transfers and {price.imbalance:.3f} ms imbalance, on {price.hardware}",
-        f"bytes: the busiest rank sent {sent[0]} forward and {sent[1]} backward, minimum {needed[0]} and {needed[1]}"
-        + price.describe_links(),
+        f"bytes: the busiest rank will send {sent[0]} forward and {sent[1]} backward (minimum "
+        f"{needed[0]} and {needed[1]})" + price.describe_links(),
         *([f"memory: {size(needs)} on rank 0 beyond q, k and v"] if needs is not None else []),
         f"work: the busiest rank has {plan.work_imbalance:.3f} x the mean",
         f"why: {_reason(plan, schemes, name)}",
     ]
+    if plan.attend is not None and 1 < plan.ulysses_degree < case.cp:
+        degree, groups = plan.ulysses_degree, case.cp // plan.ulysses_degree
+        lines.append(
+            f"u = {degree}: in each of {groups} groups {degree} ranks exchange heads; keys travel between groups"
+        )
     if case.layer == "attention" and isinstance(case.mask, str) and (meaning := _window(plan.mask)):
         lines.append(f"mask: {meaning}")
     return lines
@@ -264,115 +365,6 @@ def _faster_layout(case: LayerCase, plan: Plan) -> dict[str, Any] | None:
     return None
 
 
-def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
-    """Returns the bytes, memory, balance and predicted time of each scheme for the same batch, layout and options."""
-    found = {}
-    one_host = machine(case.machine).topology(case.cp, case.machine_hosts).num_hosts == 1
-    for scheme in (name for name in working("scheme") if name != AUTO):
-        record = scheme_named(scheme)
-        costs_a_search = record.assigns_tiles and not case.search_seconds  # tiles take seconds to assign
-        if scheme != chosen.scheme and (costs_a_search or (record.goes_by_host and one_host)):
-            continue
-        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # schemes that these ranks cannot run
-            warnings.simplefilter("ignore", UserWarning)
-            plan = chosen if scheme == chosen.scheme else _like(case, scheme)
-            sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
-            price = _priced_as(case, plan)
-            found[scheme] = {
-                "ulysses_degree": plan.ulysses_degree,
-                "codec": _codec(plan),
-                "head_chunks": _head_chunks(plan),
-                "bytes_sent": {name: sum(ranks) for name, ranks in sent.items()},
-                "largest_bytes_sent_per_rank": {name: max(ranks) for name, ranks in sent.items()},
-                "peak_bytes_of_rank_0": {
-                    name: peak_bytes(plan, 0, item_size, forward=forward) for name, forward in _BOTH.items()
-                },
-                "buffer_bytes_of_rank_0": buffer_bytes(plan, 0, item_size),
-                "work_imbalance": plan.work_imbalance,
-                "predicted_ms": {"forward": price.forward, "backward": price.backward},
-                "parts_ms": price.parts,
-            }
-    return found
-
-
-def _priced_as(case: LayerCase, plan: Plan) -> Price:
-    on = machine(case.machine)
-    price = priced(plan, on, on.topology(case.cp, case.machine_hosts), item_size=case.dtype.itemsize)
-    return replace(price, detail=detail_of(plan) if plan.attend else "")
-
-
-def _like(case: LayerCase, scheme: str) -> Plan:
-    """Returns the plan of another scheme, with those of the given options that it supports."""
-    candidate = scheme_named(scheme)
-    degree = case.ulysses_degree if candidate.is_product and scheme_named(case.scheme).is_product else None
-    like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None)
-    plan = like.plan()
-    most = plan.partition.most_groups if candidate.takes_chunks else 0
-    tried = CHUNKS if case.head_chunks is None else (min(case.head_chunks, most or 1),)
-    others = [replace(like, head_chunks=n).plan() for n in tried if n <= most and n != _head_chunks(plan)]
-    plans = others or [plan] if case.head_chunks is not None else [plan, *others]
-    return min(plans, key=lambda each: _priced_as(case, each).total) if len(plans) > 1 else plans[0]
-
-
-def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
-    """Returns a line that names the rows whose scheme does not support all given options; nothing if all do."""
-    rows = []
-    for name, scheme in schemes.items():
-        chunks = scheme["head_chunks"]
-        without = [
-            *(["no codec"] if scheme["codec"] != case.codec and case.cp > 1 else []),
-            *([counted(chunks, "head chunk")] if case.head_chunks not in (None, chunks) else []),
-        ]
-        if without:
-            rows.append(f"{name} has {' and '.join(without)}")
-    return [f"a row leaves out the options that its scheme does not support: {'; '.join(rows)}."] * bool(rows)
-
-
-def _codec(plan: Plan) -> str:
-    return "none" if plan.codec is None else plan.codec.name
-
-
-def _head_chunks(plan: Plan) -> int:
-    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
-    return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
-
-
-def _table(schemes: dict[str, Any], chosen: str) -> list[str]:
-    heads = (
-        "all ranks send: forward",
-        "backward",
-        "most of a rank, both",
-        "memory of rank 0",
-        "imbalance",
-        "predicted ms",
-    )
-    lines = [f"{'from this layout':<24}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
-    for name, scheme in schemes.items():
-        total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
-        cells = (
-            size(total["forward"]),
-            size(total["backward"]),
-            size(largest["forward"] + largest["backward"]),
-            size(max(scheme["peak_bytes_of_rank_0"].values()) + scheme["buffer_bytes_of_rank_0"]),
-            f"{scheme['work_imbalance']:.3f}",
-            f"{sum(scheme['predicted_ms'].values()):.3f}",
-        )
-        row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
-        degree = f" (u = {scheme['ulysses_degree']})" if scheme_named(name).is_product else ""
-        lines.append(f"{name + degree:<24}{row}{'  <-' if name == chosen else ''}")
-    total = {name: sum(scheme["bytes_sent"].values()) for name, scheme in schemes.items()}
-    fewest, most_even = (
-        min(total, key=lambda name: total[name]),
-        min(schemes, key=lambda n: schemes[n]["work_imbalance"]),
-    )
-    lines.append(
-        f"fewest bytes: {fewest}, {size(total[fewest])} in all; most even work: {most_even}; predicted to be fastest: "
-        f"{min(schemes, key=lambda n: sum(schemes[n]['predicted_ms'].values()))}"
-    )
-    return lines
-
-
-_BOTH = {"forward": True, "backward": False}
 _LINKS = ("within_hosts", "between_hosts")
 
 
@@ -392,15 +384,15 @@ def _solver(plan: Plan) -> dict[str, Any]:
         return dict.fromkeys(names)
     assert plan.attend is not None
     assert plan.attend.tiled is not None
-    both = dict(zip(_BOTH, solutions, strict=True))
-    schedules = dict(zip(_BOTH, plan.attend.tiled.schedules, strict=False))
+    both = dict(zip(BOTH, solutions, strict=True))
+    schedules = dict(zip(BOTH, plan.attend.tiled.schedules, strict=False))
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},
         "bound": {name: each.bound for name, each in both.items()},
         "found": {name: each.busiest_bytes for name, each in both.items()},
         "load_cap": {name: each.load_cap for name, each in both.items()},
         "seconds": {name: each.seconds for name, each in both.items()},
-        "rounds": dict(zip(_BOTH, plan.attend.tiled.rounds, strict=True)),
+        "rounds": dict(zip(BOTH, plan.attend.tiled.rounds, strict=True)),
         "predicted_ms": {name: each.milliseconds for name, each in schedules.items()},
         "bound_ms": {name: each.bound for name, each in schedules.items()},
     }
@@ -413,18 +405,18 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "cp": plan.cp_size,
         "transport": plan.transport.name,
         "hosts": list(plan.transport.hosts),
-        "codec": _codec(plan),
-        "head_chunks": _head_chunks(plan),
+        "codec": codec_of(plan),
+        "head_chunks": head_chunks_of(plan),
         "tokens_per_rank": plan.layout.token_counts.tolist(),
         "fragments_per_rank": np.diff(plan.layout.fragment_offsets).tolist(),
         "pad_tokens": int(plan.layout.pad_rows.sum()),
         "work_imbalance": plan.work_imbalance,
-        "bytes_sent_per_rank": {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()},
-        "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
+        "bytes_sent_per_rank": {name: plan.bytes_sent(item_size, forward=forward) for name, forward in BOTH.items()},
+        "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in BOTH.items()},
         "solver": _solver(plan),
-        "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
+        "collectives": {name: plan.collectives(forward=forward) for name, forward in BOTH.items()},
         "redistribution": _redistribution(plan, item_size),
-        "predicted_ms": {name: getattr(plan.prices[0], name) if plan.prices else None for name in _BOTH},
+        "predicted_ms": {name: getattr(plan.prices[0], name) if plan.prices else None for name in BOTH},
         "detail": plan.prices[0].detail if plan.prices else "",
         "prices": [
             {

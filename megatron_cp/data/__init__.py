@@ -7,7 +7,7 @@ host and a function of its arguments: no torch, no groups, no padding, no labels
 """
 
 from megatron_cp.data.blend import BlendedStream
-from megatron_cp.data.corpus import Corpus, CorpusPart, TokenCorpus, read_corpus
+from megatron_cp.data.corpus import Corpus, CorpusPart, TokenCorpus, is_indexed, read_corpus
 from megatron_cp.data.even import Cost, GlobalBatch, balance_packs, even_packs
 from megatron_cp.data.groups import GroupBatch, GroupSchedule, group_batches
 from megatron_cp.data.pieces import Piece, best_fit
@@ -32,6 +32,7 @@ __all__ = [
     "best_fit",
     "even_packs",
     "group_batches",
+    "is_indexed",
     "read_corpus",
     "read_tokenizer",
 ]

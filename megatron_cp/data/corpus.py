@@ -133,6 +133,23 @@ class CorpusPart:
         return self.corpus.is_learnt(self.first + document, start, end)
 
 
+def indexed_stem(prefix: str | Path) -> str:
+    """Returns the path of a `.bin/.idx` pair without either."""
+    text = str(prefix)
+    return text[:-4] if text.endswith((".bin", ".idx")) else text
+
+
+def is_indexed(path: str | Path | None) -> bool:
+    """Returns True if `path` names a `.bin/.idx` pair of Megatron rather than text."""
+    try:
+        if path is None or Path(path).is_dir():
+            return False
+        stem = indexed_stem(path)
+        return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
+    except OSError:  # such as in a folder that cannot be searched; reading it as text will raise an error
+        return False
+
+
 def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
     """Returns the parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0."""
     try:

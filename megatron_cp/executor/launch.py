@@ -129,44 +129,47 @@ def _run_processes(function: Callable[..., T], size: int, args: tuple[Any, ...],
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Raises a Ctrl-C that arrives inside the context at its end; processes that start inside block it.
+    """Raises a Ctrl-C or a SIGTERM that arrives inside the context at its end; processes that start inside block it.
 
     Ctrl-C reaches every process of a terminal's job, but only the parent must handle it.
     """
-    if not _handles_interrupts():
+    numbers = _handled()
+    if not numbers:
         yield
         return
     resource_tracker.ensure_running()  # if it is started later, Ctrl-C is unblocked again
-    arrived = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: arrived.set())
-    # This blocks it for this thread and the processes that it starts; a signal can still arrive by another thread.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    arrived: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers}
+    # This blocks them for this thread and the processes that it starts; a signal can still arrive by another thread.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        signal.signal(signal.SIGINT, previous)
-        if arrived.is_set():
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for each in dict.fromkeys(arrived):
+            signal.raise_signal(each)
 
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignores a Ctrl-C that arrives inside the context."""
-    if not _handles_interrupts():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignores a Ctrl-C that arrives inside the context, and a SIGTERM that would raise an exception."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _handled()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _handles_interrupts() -> bool:
-    """True if this is the main thread and Python's handler can be restored, so was not set outside of Python."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGINT) is not None
+def _handled() -> list[signal.Signals]:
+    """Returns the signals that may raise an exception in this thread, and whose handlers can be restored."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    # None is a handler that was set outside of Python. By default a SIGTERM ends the process.
+    interrupts = [] if signal.getsignal(signal.SIGINT) is None else [signal.SIGINT]
+    return [*interrupts, *([signal.SIGTERM] if callable(signal.getsignal(signal.SIGTERM)) else [])]
 
 
 def _collect(processes: list[Any], folder: str, timeout: float | None) -> list[Any]:
@@ -181,6 +184,8 @@ def _collect(processes: list[Any], folder: str, timeout: float | None) -> list[A
             # A rank that ends breaks the others' connections, whose errors may be read before its end is noticed.
             time.sleep(_GRACE)
             silent = _read_results(processes, folder, results, failures)
+        if silent and processes[silent[0]].exitcode == -signal.SIGTERM:
+            time.sleep(_GRACE)  # sent to all processes of a job: this one's own comes too
         if silent:
             raise _exit_error(silent[0], size, processes[silent[0]].exitcode)
         if failures:
@@ -290,7 +295,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 def _process_main(rank: int, size: int, folder: str, timeout: float | None, function: Any, args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked so far, and is ignored now
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # they were blocked so far
     _kill_with_creator()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")

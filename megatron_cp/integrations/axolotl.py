@@ -155,7 +155,7 @@ def check_sizes(cfg: Mapping[str, Any]) -> None:
     )  # its old name
     size = checked_integer(named, cfg.get("context_parallel_size") or cfg.get(named) or 1, 1)
     if ranks % size:
-        remedy = f"Start as many processes: torchrun --nproc-per-node {size}."
+        remedy = f"Start as many processes: torchrun --standalone --nproc-per-node {size}."
         raise ArgumentError(named, size, f"a divisor of the {ranks} processes", remedy)
     shards, replicas, needed = cfg.get("dp_shard_size") or 1, cfg.get("dp_replicate_size") or 1, ranks // size
     if size > 1 and shards * replicas != needed:

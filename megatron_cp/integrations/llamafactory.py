@@ -1,6 +1,6 @@
 """Context parallelism for LlamaFactory: the same configuration file, by another launcher.
 
-    torchrun --nproc-per-node 4 -m megatron_cp.integrations.llamafactory --cp-size 4 qwen3_sft.yaml
+    torchrun --standalone --nproc-per-node 4 -m megatron_cp.integrations.llamafactory --cp-size 4 qwen3_sft.yaml
 
 or, in a script of your own, `register(cp_size=4)` before `llamafactory.train.tuner.run_exp()`.
 """

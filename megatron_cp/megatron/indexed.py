@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_cp.data.corpus import indexed_stem
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
@@ -26,7 +27,7 @@ class IndexedCorpus:
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        stem = _stem(prefix)
+        stem = indexed_stem(prefix)
         allowed = "the prefix of a .bin and an .idx file that Megatron's tools wrote"
         for suffix in (".bin", ".idx"):
             if not Path(stem + suffix).is_file():
@@ -49,17 +50,6 @@ class IndexedCorpus:
         if offsets.size < 2:
             raise ArgumentError("data_path", str(prefix), "a corpus with at least one document", "It holds none.")
         self.lengths: IntArray = frozen(np.diff(offsets))
-
-    @staticmethod
-    def is_prefix(path: str | Path | None) -> bool:
-        """True if `path` names a `.bin/.idx` pair rather than text."""
-        try:
-            if path is None or Path(path).is_dir():
-                return False
-            stem = _stem(path)
-            return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
-        except OSError:  # such as in a folder that cannot be searched; reading it as text will raise an error
-            return False
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
         """Returns `[end - start]` tokens of a document, or all of them."""
@@ -144,8 +134,3 @@ def _damaged_documents(indices: IntArray) -> str | None:
         place = int(falls[0]) + 1
         return f"document {place} starts at sequence {indices[place]}, before document {place - 1}"
     return None
-
-
-def _stem(prefix: str | Path) -> str:
-    text = str(prefix)
-    return text[:-4] if text.endswith((".bin", ".idx")) else text

@@ -364,8 +364,11 @@ class Plan(Memo):
         scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
+        # The machine of the choice need not be this one.
+        machine = f", chosen for {self.prices[0].hardware.partition(':')[0]}," if len(self.prices) > 1 else ""
         lines = [
-            f"{self.kind} by {scheme} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, {about}",
+            f"{self.kind} by {scheme}{machine} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, "
+            f"{about}",
             "",
             *ownership(self.layout),
             "",
@@ -401,8 +404,8 @@ class Plan(Memo):
         for name, forward in (("forward", True), ("backward", False)):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
-                f"{name}: {counted(self.collectives(forward=forward), 'transfer')}; the busiest rank sent "
-                f"{size(max(sent))}, minimum {size(max(needed))}, at {item_size} bytes an element"
+                f"{name}: {counted(self.collectives(forward=forward), 'transfer')}; the busiest rank will send "
+                f"{size(max(sent))} (minimum {size(max(needed))}), at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:

@@ -81,11 +81,11 @@ CAPABILITIES = (
     Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
     Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
     Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),
+    Capability("layout", "balanced", True, "tokens and attention work both even, for any mask"),
     Capability("layout", "contiguous", True, "the stream cut into equal ranges"),
     Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
-    Capability("layout", "random", True, "random fragments, for checks"),
-    Capability("layout", "balanced", True, "tokens and attention work both even, for any mask"),
     Capability("layout", AUTO, True, "contiguous, zigzag or balanced: in which all layers are predicted to be fastest"),
+    Capability("layout", "random", True, "random fragments, for checks"),
     Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
     Capability(
         "packed_order", "pack", True, "Megatron's batches, the pack cut in 2 * cp: --dataloader-inter-document-masking"

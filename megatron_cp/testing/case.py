@@ -64,6 +64,7 @@ class LayerCase:
         conv_width: taps of a linear layer's convolution.
         mask: for attention, a spelling of `Mask.named`, or the name of a method that makes one, with its arguments:
             `("from_slices", slices)`.
+        layout_mask: a spelling of the mask that the balanced layout is made for; None for `mask`.
         kv_lengths, kv_layout: for cross-attention, the lengths of the keys' documents and their layout; None for those
             of the queries.
         scheme: the scheme of attention, or the mode of a linear layer.
@@ -72,6 +73,7 @@ class LayerCase:
         num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
         hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
             None.
+        latent, latent_mode: for attention; see `plan_attention`. With `latent`, `latent_attention` runs.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: for attention; see `attention`.
         kernel: the backend, or "auto".
@@ -115,6 +117,9 @@ class LayerCase:
     machine: Machine | None = None
     machine_hosts: int | None = None
     parents: tuple[int, ...] | None = None
+    layout_mask: str | None = None
+    latent: tuple[int, int] | None = None
+    latent_mode: str | None = None
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
@@ -124,7 +129,9 @@ class LayerCase:
             *([f"keys {self.kv_layout} {list(self.kv_lengths)}"] if self.kv_lengths else []),
             *(["sink"] if self.learned_sink else []),
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
+            *([f"scale {self.softmax_scale:.4g}"] if self.softmax_scale is not None else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
+            *([f"latents {self.latent[1]}+{self.latent[0]} {self.latent_mode}"] if self.latent else []),
             *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
             *([self._describe_transport()] if self.transport != "collective" else []),
             *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
@@ -163,7 +170,9 @@ class LayerCase:
         if choice:
             layout = choice.layout
         else:
-            layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
+            layout = layout_by_name(
+                self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=self._of_layout(mask)
+            )
         if self.layer == "attention":
             cross: dict[str, Any] = {}
             if self.kv_lengths:
@@ -173,7 +182,7 @@ class LayerCase:
                 self.packing, layout, heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim,
                 value_head_dim=self.value_head_dim, mask=mask, scheme=self.scheme,
                 ulysses_degree=self.ulysses_degree, search_seconds=self.search_seconds, search_cache=self.search_cache,
-                **wire, **cross,
+                latent=self.latent, latent_mode=self.latent_mode, **wire, **cross,
             )  # fmt: skip
         checked_search(self.search_seconds, self.search_cache, [])
         return plan_linear(
@@ -186,7 +195,11 @@ class LayerCase:
         if self.layout != AUTO:
             return None
         mask = self.made_mask() if self.layer == "attention" else None
-        return choose_layout(self.packing, self.cp, [self.slot()], align=self.align, mask=mask)
+        return choose_layout(self.packing, self.cp, [self.slot()], align=self.align, mask=self._of_layout(mask))
+
+    def _of_layout(self, mask: Mask | None) -> Mask | None:
+        """Returns the mask that the balanced layout is made for."""
+        return mask if self.layout_mask is None else Mask.named(self.packing, self.layout_mask)
 
     def _wire(self) -> dict[str, Any]:
         """Returns the arguments that plans and slots share."""
@@ -210,7 +223,8 @@ class LayerCase:
             raise ArgumentError("layout", self.layout, allowed)
         return AttentionSpec(
             self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree,
-            search_seconds=self.search_seconds, search_cache=self.search_cache, **self._wire(),
+            search_seconds=self.search_seconds, search_cache=self.search_cache, latent=self.latent,
+            latent_mode=self.latent_mode, **self._wire(),
         )  # fmt: skip
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.latent import latent_attention
 from megatron_cp.softmax.on_rank import attention_call
 from megatron_cp.testing.case import LayerCase
 from megatron_cp.testing.layers import LAYERS, run_mixer
@@ -101,12 +103,17 @@ def draw(case: Case) -> Problem:
         return (torch.randn(*shape, generator=random, dtype=torch.float64) * scale).to(case.dtype).to(case.device)
 
     if case.layer == "attention":
-        inputs = {
-            "q": normal(total, case.heads, case.head_dim),
-            "k": normal(case.kv_packing.total, case.groups, case.head_dim),
-            "v": normal(case.kv_packing.total, case.groups, case.value_head_dim),
-        }
+        inputs, tokens = {"q": normal(total, case.heads, case.head_dim)}, case.kv_packing.total
+        if case.latent is None:
+            inputs |= {"k": normal(tokens, case.groups, case.head_dim)}
+            inputs |= {"v": normal(tokens, case.groups, case.value_head_dim)}
+        else:
+            shared, rank = case.latent
+            inputs |= {"latent": normal(total, rank), "shared_key": normal(total, shared)}
         parameters = {"sink": normal(case.heads)} if case.learned_sink else {}
+        if case.latent is not None:
+            made = case.head_dim - shared + case.value_head_dim
+            parameters["up"] = normal(case.heads, made, rank, scale=rank**-0.5)
         return Problem(inputs, parameters, normal(total, case.heads, case.value_head_dim))
     inputs, parameters = LAYERS[case.layer].draw(case.linear_shape, total, normal)
     out = (case.heads, case.value_head_dim) if KINDS[case.layer].has_state else (case.linear_shape.heads,)
@@ -124,10 +131,13 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     }
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
     if case.layer == "attention":
-        q, k, v = inputs.values()
-        out = attention(
-            q, k, v, plan, group, sink=parameters.get("sink"), kernel=case.kernel, **case.softmax_options
-        )  # fmt: skip
+        options: dict[str, Any] = {"sink": parameters.get("sink"), "kernel": case.kernel, **case.softmax_options}
+        if case.latent is not None:
+            q, latent, shared_key = inputs.values()
+            out = latent_attention(q, latent, shared_key, parameters["up"], plan, group, **options)
+        else:
+            q, k, v = inputs.values()
+            out = attention(q, k, v, plan, group, **options)
     else:
         out = run_linear(group, case, plan, inputs, parameters)
     out.backward(hidden_layout.shard(problem.output_gradient, group.rank))
@@ -183,7 +193,7 @@ def _one_rank_case(case: Case) -> Case:
     scheme = DEFAULT.name if case.layer == "attention" else HEADWISE.name
     return replace(
         case, cp=1, layout="contiguous", align=1, scheme=scheme, ulysses_degree=None, head_chunks=None, codec="none",
-        transport="collective", hosts=(),
+        transport="collective", hosts=(), latent_mode=None if case.latent is None else "heads",
     )  # fmt: skip
 
 

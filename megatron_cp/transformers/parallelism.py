@@ -18,8 +18,8 @@ from megatron_cp.errors import ArgumentError
 _NAME = "args.parallelism_config"
 _ALONE = (
     f"one process, and no {_NAME}: this trainer runs without context parallelism. For N ranks say "
-    "ParallelismConfig(cp_size=N) and start N processes, as torchrun --nproc-per-node N does (without GPUs accelerate "
-    "launch --num_processes N starts one). ParallelismConfig() says that one rank is meant."
+    "ParallelismConfig(cp_size=N) and start N processes, as torchrun --standalone --nproc-per-node N does (without "
+    "GPUs accelerate launch --num_processes N starts one). ParallelismConfig() says that one rank is meant."
 )
 
 
@@ -68,7 +68,8 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()
     if args.n_gpu > 1:
-        remedy = f"Start a process for each GPU: torchrun --nproc-per-node {args.n_gpu}, or accelerate launch."
+        launch = f"torchrun --standalone --nproc-per-node {args.n_gpu}"
+        remedy = f"Start a process for each GPU: {launch}, or accelerate launch."
         raise ArgumentError("args.n_gpu", args.n_gpu, "1: a process of its own for each GPU", remedy)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 == args.world_size:
@@ -78,8 +79,8 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
     if ranks > 1 and asked == 1:
         remedy = (
             f"Every rank would hold whole sequences, without context parallelism. Say {_NAME} = "
-            f"ParallelismConfig(cp_size={ranks}), which torchrun --nproc-per-node {ranks} needs no flag for, on CPUs "
-            f"and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
+            f"ParallelismConfig(cp_size={ranks}), which torchrun --standalone --nproc-per-node {ranks} needs no flag "
+            f"for, on CPUs and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
         )
         raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
     if config is None:
@@ -99,4 +100,4 @@ def _fit(config: ParallelismConfig, ranks: int) -> str:
         return f"For {ranks // config.cp_size} replicas of {config.cp_size} ranks say dp_shard_size too: " + (
             f"ParallelismConfig(dp_shard_size={ranks // config.cp_size}, cp_size={config.cp_size})."
         )
-    return f"Start as many processes: torchrun --nproc-per-node {config.total_size}."
+    return f"Start as many processes: torchrun --standalone --nproc-per-node {config.total_size}."

@@ -39,7 +39,7 @@ GRADIENTS = {
     [
         ["plan", *BATCH],
         ["plan", "--whole", "--model", "tiny", "--cp", "2,4", "--layout", "zigzag", "--lengths", "4096"],
-        ["check", "--cp", "2", "--lengths", "3"],
+        ["check", "--cp", "2", "--lengths", "3", "--scheme", "a2a"],
         ["doctor"],
     ],
     ids=" ".join,
@@ -58,7 +58,8 @@ def test_json_is_one_object_and_nothing_else(command, capsys):
 # Each layer and each layout once or twice: `test_parity.test_layer_equals_one_rank` has their product.
 @pytest.mark.parametrize(("layer", "layout"), [*zip(SHAPE, itertools.cycle(["contiguous", "zigzag", "random"]))])
 def test_check_passes_bitwise_forward(layer, layout, capsys):
-    options = ["--cp", "2,5,8", "--layout", layout, "--dtype", "float64", "--json"]
+    scheme = "a2a" if layer == "attention" else "headwise"
+    options = ["--cp", "2,5,8", "--layout", layout, "--scheme", scheme, "--dtype", "float64", "--json"]
     assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0
     report = only_json(capsys.readouterr().out)
     assert report["pass"] is True
@@ -83,7 +84,27 @@ def test_check_runs_every_mode_of_a_linear_layer_and_draws_documents(capsys):
     assert report["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
     assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
-    assert only_json(capsys.readouterr().out)["cases"] == 1
+    assert only_json(capsys.readouterr().out)["cases"] == len(MAY_BE_TAKEN["attention"])
+
+
+# On one host, by three ranks, which are no product.
+MAY_BE_TAKEN = {"attention": {"a2a", "p2p", "all_gather", "exact"}, "gdn": {"headwise", "chunkwise", "redistribute"}}
+
+
+@pytest.mark.parametrize("layer", MAY_BE_TAKEN)
+def test_check_runs_what_auto_may_take_in_the_layout_of_jobs(layer):
+    """By every scheme that longer documents could make it take, and first by what it takes here."""
+    batch = ["--layer", layer, "--cp", "3", "--lengths", "7,1,30"]
+    text, report = reported(["check", *batch])
+    lines = [line.split() for line in text.splitlines() if line.startswith("ok     ")]
+    assert {line[2] for line in lines} == MAY_BE_TAKEN[layer]
+    assert {line[4] for line in lines} == {"balanced"}
+    assert report["cases"] == len(lines)
+    planned = reported(["plan", *batch, "--dtype", "float64"])[1]
+    assert (planned["scheme"], planned["layout"]) == (lines[0][2], "balanced")
+    text, report = reported(["check", *batch, "--scheme", "auto"])
+    assert report["cases"] == 1
+    assert "schemes:" not in text
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
@@ -456,12 +477,12 @@ def test_check_runs_under_torchrun(layer, run, tmp_path):
     job = ["--layer", layer, *BATCH, *SHAPE[layer], "--cp", "2,3,4", "--layout", "random", "--json"]
     report = only_json(run(["check", *job], 3, tmp_path))
     assert report["pass"]
-    assert report["bitwise_forward"]
+    assert report["cases"] == 2 * len(MAY_BE_TAKEN[layer])
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])
     assert (report["backend"], report["device"], report["dtype"]) == ("gloo", "cpu", "float64")
 
 
-@pytest.mark.parametrize("every", [[], ["--all", "--scheme", "a2a", "--mask", "causal"]])
+@pytest.mark.parametrize("every", [["--scheme", "a2a"], ["--all", "--scheme", "a2a", "--mask", "causal"]])
 def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every):
     shape = ["--heads", "12", "--kv-heads", "6", "--lengths", "7,1,30", "--layout", "zigzag"]
     arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every]
@@ -475,14 +496,14 @@ def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every):
 
 
 def test_rejects_a_check_of_which_no_size_fits(capsys):
-    assert main(["check", "--cp", "7,8", "--head-chunks", "2", "--lengths", "7,1,30"]) == 2
+    assert main(["check", "--cp", "7,8", "--scheme", "a2a", "--head-chunks", "2", "--lengths", "7,1,30"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("megatron-cp check: --head-chunks: got 2; allowed: 1, for 2 key/value heads over 7")
     assert printed.out == ""
 
 
 def test_check_runs_on_processes():
-    text, report = reported(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes"])
+    text, report = reported(["check", "--cp", "2", "--scheme", "a2a", "--lengths", "7,1,20", "--ranks", "processes"])
     assert report["bitwise_forward"]
     assert "gloo, cpu, float64" in text.splitlines()[0]
 

@@ -87,7 +87,7 @@ def test_gpus_name_jobs_and_what_the_search_left_out():
     shape = ["--whole", "--model", "llama3-8b", "--lengths", "8192", "--gpus", "4", "--global-batch", "16", "--tp", "2"]
     out, found = printed(*shape)
     assert found["fits"]
-    assert found["take_this"].startswith("torchrun --nnodes 1 --nproc-per-node 4 pretrain_gpt.py ")
+    assert found["take_this"].startswith("torchrun --standalone --nproc-per-node 4 pretrain_gpt.py ")
     assert found["best"]["flags"] in found["take_this"]
     assert all(row["gpus"] == 4 and row["tp"] == 2 and row["fits"] for row in found["rows"])
     search = found["search"]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -261,12 +262,12 @@ def heed_interrupts():
 
 
 @contextlib.contextmanager
-def started(arguments, log):
+def started(arguments, log, launcher=()):
     """The command in a process group of its own, as a terminal starts it; what it prints goes to `log`."""
     with log.open("w") as out:
         run = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=out, stderr=out, cwd=ROOT, env=ENVIRONMENT, start_new_session=True,
-            preexec_fn=heed_interrupts,
+            [*(launcher or COMMAND), *arguments], stdout=out, stderr=out, cwd=ROOT, env=ENVIRONMENT,
+            start_new_session=True, preexec_fn=heed_interrupts,
         )  # fmt: skip
     try:
         yield run
@@ -305,6 +306,25 @@ def steps_in(folder):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["local ranks", "torchrun"])
+def test_a_sigterm_ends_a_run_as_ctrl_c_does(launcher, data, tmp_path):
+    """Sent to the launcher alone, as schedulers do; torchrun passes it on to the ranks."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    job = [*HYBRID, *STEPS, "--data-path", str(data), "--context-parallel-size", "2", "--run-dir", str(folder)]
+    with started([*job, "--train-iters", "100000", "--save-interval", "3"], log, launcher) as run:
+        wait_for(lambda: steps_in(folder) >= 4, "four steps")
+        run.terminate()
+        assert run.wait(LIMIT) == (1 if launcher else 130)
+        wait_for(lambda: nothing_left(run.pid), "the end of every rank")
+    found = json.loads((folder / "run.json").read_text())
+    assert found["ended"] is not None
+    assert found["result"]["steps"] == steps_in(folder)
+    assert re.match(r"interrupted by SIGTERM after step \d+ of 100000; the last checkpoint is of step", found["error"])
+    assert f"To go on from there: --resume {folder}" in log.read_text()
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.thorough
 def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
     folder, log, run_dir = tmp_path / "run", tmp_path / "log", ["--run-dir", str(tmp_path / "run")]
     new = [*HYBRID, *STEPS, "--data-path", str(data), "--context-parallel-size", "2", *run_dir]
@@ -318,7 +338,8 @@ def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
         os.killpg(run.pid, signal.SIGINT)
         assert run.wait(LIMIT) == 130
         wait_for(lambda: nothing_left(run.pid), "the end of every rank")
-    assert log.read_text().splitlines()[1:] == ["megatron-cp train: interrupted"]
+    said = "interrupted by Ctrl-C before the first step; nothing was saved. To start again, run the same command"
+    assert log.read_text().splitlines()[1:] == [f"megatron-cp train: {said}"]
     assert steps_in(folder) == 0
 
     # In the middle, in a folder that has no steps yet; and again, by one who is impatient.
@@ -329,7 +350,11 @@ def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
         os.killpg(run.pid, signal.SIGINT)
         assert run.wait(LIMIT) == 130
         wait_for(lambda: nothing_left(run.pid), "the end of every rank")
-    assert log.read_text().endswith("megatron-cp train: interrupted\n")
+    last = log.read_text().splitlines()[-1]
+    assert re.fullmatch(
+        r"megatron-cp train: interrupted by Ctrl-C after step \d+ of 100000; the last checkpoint is of step \d+. "
+        rf"To go on from there: --resume {folder}", last,
+    )  # fmt: skip
     assert "Traceback" not in log.read_text()
     assert "Warning" not in log.read_text()
 

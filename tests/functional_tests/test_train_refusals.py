@@ -15,9 +15,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 from megatron_cp.apps.train import command as train
-from megatron_cp.apps.train.checkpoint import latest_checkpoint
 from megatron_cp.apps.train.digests import check_digests
-from megatron_cp.apps.train.run_folder import locked
+from megatron_cp.apps.train.run_folder import latest_checkpoint, locked
 from megatron_cp.cli.main import main
 from tests.forked_commands import run_forked
 from tests.functional_tests.train_runs import (
@@ -87,7 +86,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--experimental-attention-variant", "gated_delta_net"], "--experimental-attention-variant: got"),
         (
             ["--cp-layout", "striped"],
-            "--cp-layout: got 'striped'; allowed: contiguous or zigzag or random or balanced or auto.",
+            "--cp-layout: got 'striped'; allowed: balanced or contiguous or zigzag or auto or random.",
         ),
         (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
         (["--cp-comm-type", "tiles"], "Did you mean tiled?"),
@@ -202,7 +201,10 @@ def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copie
     assert "names iter_0000008, which is not there" in refused(*resume, also=())
     shutil.rmtree(copied / "checkpoints")
     found = refused(*resume, also=())
-    assert found.startswith(f"--resume: got '{copied}/checkpoints'; allowed: a folder in which a run has saved")
+    assert found == (
+        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
+        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
+    )
 
 
 @pytest.fixture

@@ -94,5 +94,5 @@ def test_launch_lines_run_as_printed(line, tmp_path):
 @pytest.mark.parametrize("name", TRAINED)
 def test_scripts_of_trl_run_as_printed(name, tmp_path):
     (tmp_path / "train.py").write_text(block("python", TRAINED[name]))
-    printed = launched("torchrun --nproc-per-node 2 train.py", tmp_path)
+    printed = launched("torchrun --standalone --nproc-per-node 2 train.py", tmp_path)
     trained_like_the_page(name, printed, times=2) if name != "GRPO" else rewarded_alike(printed)

@@ -93,10 +93,10 @@ def arguments(ranks, gpus=1):
 @pytest.mark.parametrize(
     ("ranks", "config", "remedy"),
     [
-        (2, None, r"ParallelismConfig\(cp_size=2\), which torchrun --nproc-per-node 2 needs no flag for"),
+        (2, None, r"ParallelismConfig\(cp_size=2\), which torchrun --standalone --nproc-per-node 2 needs no flag for"),
         (2, ParallelismConfig(), r"Data parallelism alone is ParallelismConfig\(dp_replicate_size=2\)"),
         (4, ParallelismConfig(cp_size=2), r"ParallelismConfig\(dp_shard_size=2, cp_size=2\)"),
-        (1, ParallelismConfig(cp_size=2), "torchrun --nproc-per-node 2"),
+        (1, ParallelismConfig(cp_size=2), "torchrun --standalone --nproc-per-node 2"),
     ],
 )  # fmt: skip
 def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
@@ -104,13 +104,14 @@ def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
 
 
 def test_rejects_processes_without_a_group_and_several_gpus(monkeypatch):
-    rejects(r"args.n_gpu: got 4.*torchrun --nproc-per-node 4", checked_parallelism, arguments(1, gpus=4), None)
+    said = r"args.n_gpu: got 4.*torchrun --standalone --nproc-per-node 4"
+    rejects(said, checked_parallelism, arguments(1, gpus=4), None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     rejects("use_cpu=True", checked_parallelism, arguments(1), None)
 
 
 def test_one_process_is_warned_unless_one_is_meant():
-    with pytest.warns(UserWarning, match=r"without context parallelism.*torchrun --nproc-per-node N"):
+    with pytest.warns(UserWarning, match=r"without context parallelism.*torchrun --standalone --nproc-per-node N"):
         assert checked_parallelism(arguments(1), None) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -54,7 +54,7 @@ def problem(folder: Path) -> str:
 def _loaded_step(folder: Path) -> int:
     from megatron.core import dist_checkpointing
 
-    from megatron_cp.apps.train.checkpoint import latest_checkpoint
+    from megatron_cp.apps.train.run_folder import latest_checkpoint
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/loading", rank=0, world_size=1)
     found = latest_checkpoint(folder / CHECKPOINTS)

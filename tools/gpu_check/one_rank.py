@@ -83,13 +83,13 @@ def _cases(tokens: int, cp: int, *, small: bool) -> Iterator[Case]:
     lengths = _lengths(tokens)
     common: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "layout": "zigzag"}
     for scheme in ATTENTION:
-        shape = MODELS["tiny" if small else "llama3-8b"]["attention"]
+        shape = next(iter(MODELS["tiny" if small else "llama3-8b"]["attention"]))
         yield Case(
             "attention", cp, lengths, heads=shape.heads, groups=shape.groups, head_dim=shape.head_dim,
             value_head_dim=shape.value_dim, scheme=scheme, **common,
         )  # fmt: skip
     for model, layer in LINEAR.items():
-        shape = MODELS["tiny" if small else model][layer]
+        shape = next(iter(MODELS["tiny" if small else model][layer]))
         for mode in MODES:
             # The interpreter would take minutes for other packages' kernels.
             kernel = "chunked" if small else "auto"

@@ -116,7 +116,7 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
         args.tokens_per_rank = args.documents = None
     hidden_size = args.hidden_size or hidden_size_of(args.model or _MODELS[layer])
     args.hidden_size = None  # nothing is redistributed here
-    known = known_shapes(_MODELS[layer])[layer]
+    known = next(iter(known_shapes(_MODELS[layer])[layer]))
     shape = {"heads": known.heads, "key_heads": known.groups, "head_dim": known.head_dim}
     if KINDS[layer] is MAMBA:
         shape = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,12 @@ def _block(layer: Any, spec: AttentionSpec, attention: Any, hidden_size: int) ->
     return block
 
 
+def _scale(module: Any, head_dim: int) -> float | None:
+    """Returns the factor of a module's scores; None for the usual one."""
+    scale = getattr(module, "scaling", None)
+    return None if scale is None or math.isclose(scale, head_dim**-0.5) else float(scale)
+
+
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward", "moe")
 
 
@@ -69,7 +76,9 @@ def _mixer(module: Any, spec: AttentionSpec) -> AttentionMixer:
         spec.heads, spec.kv_heads, spec.head_dim, spec.value_head_dim or spec.head_dim, str(spec.mask),
         qk_norm=latent is not None or any(name in children for name in ("q_norm", "query_layernorm")),
         bias=_has_bias(children.get("q_proj")), output_bias=_has_bias(children.get("o_proj")),
-        sink=getattr(module, "sinks", None) is not None, **ranks,
+        sink=getattr(module, "sinks", None) is not None,
+        softcap=getattr(module, "attn_logit_softcapping", None) or 0.0, softmax_scale=_scale(module, spec.head_dim),
+        **ranks,
     )  # fmt: skip
 
 

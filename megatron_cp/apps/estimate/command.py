@@ -54,7 +54,7 @@ _CHOICES = "fit", "sharding", "recompute", "report", "precision", "gradients", "
 WHOLE = (*_CHOICES, *(name.replace("-", "_") for name in _DEGREES))
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
-    "softmax_scale", "learned_sink", "softcap", "dropout",
+    "softmax_scale", "learned_sink", "softcap", "dropout", "latent_mode",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 def run_whole(args: argparse.Namespace) -> Report:
     """Prices every size and layout, and names the best that fits."""
     for option in _OF_A_LAYER:
-        if getattr(args, option):
+        if getattr(args, option) is not None:
             allowed = "only without --whole, which prices all layers of --model"
             raise ArgumentError(f"--{option.replace('_', '-')}", getattr(args, option), allowed)
     if args.dtype not in ("bfloat16", "float16"):

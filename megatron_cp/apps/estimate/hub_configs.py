@@ -5,6 +5,7 @@ Keys and their defaults are those of the model types' configuration classes in `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,14 +144,18 @@ def _qwen3_next(config: Fields) -> Blocks:
     return tuple(replace(block, mlp=_qwen_mixture(config, n, experts)) for n, block in enumerate(mixers))
 
 
-def _gemma(config: Fields, mixer: AttentionMixer, interval: int) -> Blocks:
+def _gemma(config: Fields, mixer: AttentionMixer, interval: int, softcap: float | None = None) -> Blocks:
     config.refuse("use_bidirectional_attention")
+    if "attn_logit_softcapping" in config.nulls:
+        softcap = None
+    scale = (config.number("query_pre_attn_scalar", 256) or 1) ** -0.5
+    mixer = replace(mixer, softcap=config.number("attn_logit_softcapping", softcap) or 0.0, softmax_scale=scale)
     full = Block(mixer, _mlp(config), post_norms=True)
     return _alternating(config, full, replace(full, mixer=_sliding(mixer, config, 4096)), interval)
 
 
 def _gemma2(config: Fields) -> Blocks:
-    return _gemma(config, _attention(config, head_dim=256), 2)
+    return _gemma(config, _attention(config, head_dim=256), 2, softcap=50.0)
 
 
 def _gemma3(config: Fields) -> Blocks:
@@ -247,23 +252,36 @@ def _granite_hybrid(config: Fields) -> Blocks:
         chosen = config.size("num_experts_per_tok", 2)
         mlp = MLP(config.size("intermediate_size"), experts=experts, experts_per_token=chosen, shared_size=shared)
     layers = config.layers("num_hidden_layers")
-    linear, attention = Block(_mamba_of_bamba(config), mlp), Block(_attention(config), mlp)
+    scaled = replace(_attention(config), softmax_scale=config.number("attention_multiplier", 1.0))
+    linear, attention = Block(_mamba_of_bamba(config), mlp), Block(scaled, mlp)
     types = {"mamba": linear, "attention": attention, LINEAR: linear, FULL: attention}
     return config.blocks("layer_types", types, ["mamba"] * layers, layers)
 
 
 def _latent(config: Fields) -> AttentionMixer:
     shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
+    head_dim = config.size("qk_nope_head_dim", 128) + shared_key
     return AttentionMixer(
         heads,
         heads,
-        config.size("qk_nope_head_dim", 128) + shared_key,
+        head_dim,
         config.size("v_head_dim", 128),
         qk_norm=True,
         kv_rank=config.size("kv_lora_rank"),
         query_rank=config.optional("q_lora_rank"),
         shared_key_dim=shared_key,
+        softmax_scale=_scale_of_longer(config, head_dim),
     )
+
+
+def _scale_of_longer(config: Fields, head_dim: int) -> float | None:
+    """Returns the factor of scores of a model whose rotary positions were stretched (YaRN, arXiv 2309.00071)."""
+    rope = config.part("rope_scaling", "rope_parameters")
+    weight = rope.number("mscale_all_dim") if rope.get("mscale_all_dim") else None
+    factor = rope.number("factor", 1.0) or 1.0
+    if weight is None or factor <= 1:
+        return None
+    return float(head_dim**-0.5 * (0.1 * weight * math.log(factor) + 1) ** 2)
 
 
 def _deepseek_v3(config: Fields) -> Blocks:

@@ -52,8 +52,9 @@ def launch_of(
     multiple = job.tp * (2 * job.cp if job.cp > 1 else 1)  # Megatron wants such a length, which the pack need not have
     tokens = -(-tokens // multiple) * multiple
     batch = f"--micro-batch-size 1 --global-batch-size {job.replicas * job.microbatches} --seq-length {tokens}"
+    placed = "--standalone" if job.gpus == per_host else f"--nnodes {job.gpus // per_host}"
     words = [
-        f"torchrun --nnodes {job.gpus // per_host} --nproc-per-node {per_host}",
+        f"torchrun {placed} --nproc-per-node {per_host}",
         "pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py", described, _TRAINING,
         f"{batch} --max-position-embeddings {tokens}", row.flags,
     ]  # fmt: skip

@@ -30,7 +30,7 @@ _SWITCHES = (
 )  # fmt: skip
 _WORDS = (
     "--hybrid-layer-pattern", "--hybrid-override-pattern", "--experimental-attention-variant",
-    "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq",
+    "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq", "--softmax-type",
 )  # fmt: skip
 _READ = (*_SIZES, *_SWITCHES, *_WORDS)
 _PAIRS = ("--window-size",)  # Megatron takes these as one word, newer versions as two
@@ -190,6 +190,7 @@ def _attention(given: Fields) -> AttentionMixer:
         qk_norm=given.flag("--qk-layernorm"),
         bias=_has_bias(given) or given.flag("--add-qkv-bias"),
         output_bias=_has_bias(given),
+        sink=_has_sink(given),
     )
 
 
@@ -202,10 +203,23 @@ def _latent(given: Fields) -> AttentionMixer:
         given.size("--v-head-dim", 128),
         qk_norm=given.flag("--qk-layernorm"),
         output_bias=_has_bias(given),
+        sink=_has_sink(given),
         kv_rank=given.size("--kv-lora-rank", 32),
         query_rank=given.optional("--q-lora-rank"),
         shared_key_dim=shared,
     )
+
+
+def _has_sink(given: Fields) -> bool:
+    """Returns True if softmax has one more score a head; that of off-by-one is 0, and counted as if it were learnt."""
+    found = given.get("--softmax-type") or _SOFTMAXES[0]
+    if found not in _SOFTMAXES:
+        remedy = did_you_mean(found, _SOFTMAXES)
+        raise ArgumentError("--softmax-type", found, " or ".join(_SOFTMAXES), remedy)
+    return bool(found != _SOFTMAXES[0])
+
+
+_SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 
 
 def _gated_delta_net(given: Fields) -> LinearMixer:

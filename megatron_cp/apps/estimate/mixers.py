@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import KINDS, Dim, Per, SectionKind
 from megatron_cp.planner import AttentionSpec, LinearSpec
+from megatron_cp.softmax import checked_options
 
 BF16, FP32 = 2, 4  # bytes
 
@@ -59,6 +60,8 @@ class AttentionMixer:
         bias: True if the projections of queries, keys and values have biases.
         output_bias: True if the output projection has a bias.
         sink: True for a learned score in each head's softmax.
+        softcap: limit of the scores; 0 for none.
+        softmax_scale: factor of the scores; None for `head_dim ** -0.5`.
         kv_rank: features of the latent from which multi-head latent attention makes keys and values; None if hidden
             states are projected to keys and values.
         query_rank: the same for queries.
@@ -78,12 +81,15 @@ class AttentionMixer:
     bias: bool = False
     output_bias: bool = False
     sink: bool = False
+    softcap: float = 0.0
+    softmax_scale: float | None = None
     kv_rank: int | None = None
     query_rank: int | None = None
     shared_key_dim: int = 0
 
     def __post_init__(self) -> None:
         self.slot()
+        checked_options(self.head_dim, softmax_scale=self.softmax_scale, softcap=self.softcap)
         _check_divides("kv_heads", self.kv_heads, "heads", self.heads)
         for name in ("output_gate", "qk_norm", "bias", "output_bias", "sink"):
             checked_flag(name, getattr(self, name))
@@ -96,6 +102,11 @@ class AttentionMixer:
     def layer(self) -> str:
         """The name of such a layer for `--layer`."""
         return "attention"
+
+    @property
+    def latent(self) -> tuple[int, int] | None:
+        """The features of the shared key and of the latent, where latents could travel; else None."""
+        return (self.shared_key_dim, self.kv_rank) if self.kv_rank and self.shared_key_dim else None
 
     def slot(self) -> AttentionSpec:
         """Returns the layer's specification, without the choice of a scheme."""

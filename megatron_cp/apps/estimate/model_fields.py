@@ -61,6 +61,29 @@ class Fields:
         """
         return self.size(name, most=MAX_LAYERS)
 
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """Returns a number above 0, or the default if it is missing.
+
+        Raises:
+            ArgumentError: it is something else.
+        """
+        value = self._values.get(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ArgumentError(name, value, "a number above 0")
+        return None if value is None else float(value)
+
+    def part(self, *names: str) -> Fields:
+        """Returns the fields of the first of these names that is given; no fields if none is.
+
+        Raises:
+            ArgumentError: it has no fields.
+        """
+        name = next((name for name in names if name in self._values), names[0])
+        values = self._values.get(name, {})
+        if not isinstance(values, Mapping):
+            raise ArgumentError(name, values, "values by name")
+        return Fields(values)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns a truth value.
 

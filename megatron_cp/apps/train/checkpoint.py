@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_cp.apps.train.digests import check_digests, write_digests
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.pickles import names_of_checkpoints_alone
-from megatron_cp.apps.train.run_folder import TRACKER, sync, write_whole, writing
+from megatron_cp.apps.train.run_folder import TRACKER, checkpoint_folder, sync, write_whole, writing
 from megatron_cp.apps.train.setup import Training
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import naming_lost_ranks
@@ -47,7 +47,7 @@ def save_checkpoint(
     Raises:
         ArgumentError: it cannot be written, or would replace the one to resume from; on the ranks that see it.
     """
-    target, new = _checkpoint(folder, iteration), folder / f"{_checkpoint(folder, iteration).name}.new"
+    target, new = checkpoint_folder(folder, iteration), folder / f"{checkpoint_folder(folder, iteration).name}.new"
     is_first = dist.get_rank() == 0
     with naming_lost_ranks(f"saving {target.name}"), writing(folder, target.name):
         try:
@@ -107,24 +107,6 @@ def _make_latest(new: Path, target: Path, iteration: int) -> None:
         sync(path)
     new.replace(target)
     write_whole(tracker, str(iteration))
-
-
-def _checkpoint(folder: Path, iteration: int) -> Path:
-    return folder / f"iter_{iteration:07d}"
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    """Returns the checkpoint from which a run in `folder` can go on."""
-    allowed = "a folder in which a run has saved a checkpoint"
-    tracker = folder / TRACKER
-    try:
-        iteration = int(tracker.read_text())
-    except (OSError, ValueError) as error:
-        raise ArgumentError("resume", str(folder), allowed, f"Cannot read {TRACKER}: {error}.") from None
-    found = _checkpoint(folder, iteration)
-    if not found.is_dir():
-        raise ArgumentError("resume", str(folder), allowed, f"{TRACKER} names {found.name}, which is not there.")
-    return found
 
 
 def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int) -> int:

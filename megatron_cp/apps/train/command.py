@@ -27,10 +27,22 @@ from megatron_cp.apps.train.comparison import (
     compared,
     limits,
 )
-from megatron_cp.apps.train.curves import entries_of, loss_figure
+from megatron_cp.apps.train.curves import LOSS_PICTURE, entries_of, loss_figure
+from megatron_cp.apps.train.documents import read_text, split_corpus
+from megatron_cp.apps.train.interruption import PATIENCE, Terminated, Terminations, cause_of, record_interruption
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.record import LOG_FILE, RUN_FILE, RunRecord, write_report
-from megatron_cp.apps.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
+from megatron_cp.apps.train.run_folder import (
+    CHECKPOINTS,
+    LOCK,
+    is_resumed,
+    latest_checkpoint,
+    locked,
+    refuse_early,
+    refuse_steps,
+    write_whole,
+    writing,
+)
 from megatron_cp.apps.train.trackers import check_trackers
 from megatron_cp.cli import (
     INSTALL_MEGATRON,
@@ -52,13 +64,14 @@ from megatron_cp.plan import plural
 from megatron_cp.testing import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
+    from megatron_cp.data import Corpus
     from megatron_cp.executor import TorchGroup
 
 EXAMPLES = (
     "train --cp 2 --train-iters 20 --run-dir runs/first",
     "train --resume runs/first --cp 3 --train-iters 40",
 )
-OPTIONS_FILE, LOSS_PICTURE = "options.json", "loss.png"
+OPTIONS_FILE = "options.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,32 +146,48 @@ def run(args: argparse.Namespace) -> Report:
         _check_comparison(options)
     check_paths(args)
     check_trackers(args.tensorboard, args.wandb)
-    if args.run_dir is not None and not is_locked(Path(args.run_dir)):  # one under way is refused where it is locked
-        _refuse_a_run(Path(args.run_dir), args)
+    refuse_early(args.run_dir, args.resume)
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
-    # From here on torch and Megatron are imported, which takes seconds.
+    text = read_text(options)
+    with Terminations(PATIENCE if "RANK" in os.environ else None) as terminations:
+        try:
+            return _started(args, options, text, terminations)
+        except KeyboardInterrupt as error:
+            said = str(error) or f"{cause_of(error)} before the first step; nothing was saved"
+            raise KeyboardInterrupt(said) from None
+
+
+def _started(
+    args: argparse.Namespace, options: TrainingOptions, text: Corpus | None, terminations: Terminations
+) -> Report:
+    """Imports torch and Megatron, which takes seconds, and trains on the ranks of torchrun or on local ones."""
     _quiet_imports()
     import torch.distributed as dist
 
     from megatron_cp.executor import in_torchrun, start_torchrun_rank
 
     world = start_torchrun_rank() if in_torchrun() else None
+    is_interrupted = False
     try:
         with contextlib.ExitStack() as held:  # the folder's lock
-            return _run(args, options, world, held)
+            return _run(args, options, text, world, held, terminations)
+    except KeyboardInterrupt:
+        is_interrupted = True  # in operations that may never end, as other ranks are interrupted too
+        raise
     finally:
-        if world is not None and dist.is_initialized():
+        if world is not None and dist.is_initialized() and not is_interrupted:
             dist.destroy_process_group()
 
 
 def _run(
-    args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None, held: contextlib.ExitStack
-) -> Report:
+    args: argparse.Namespace, options: TrainingOptions, text: Corpus | None, world: TorchGroup | None,
+    held: contextlib.ExitStack, terminations: Terminations,
+) -> Report:  # fmt: skip
     import torch
 
-    from megatron_cp.apps.train.checkpoint import check_checkpoint, latest_checkpoint, other_data
-    from megatron_cp.apps.train.loop import load_corpus, split_corpus
+    from megatron_cp.apps.train.checkpoint import check_checkpoint, other_data
+    from megatron_cp.apps.train.loop import load_corpus
     from megatron_cp.apps.train.setup import transformer_config
 
     device = _device(args.device)
@@ -167,7 +196,7 @@ def _run(
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
     transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
-    corpus, held_out = split_corpus(options, load_corpus(options))
+    corpus, held_out = split_corpus(options, load_corpus(options) if text is None else text)
     checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
@@ -187,14 +216,24 @@ def _run(
     main_run = Run(
         options, folder, checkpoint, label, first_gradients=gradients, tensorboard=args.tensorboard, wandb=args.wandb
     )
+    if record is not None:
+        terminations.last_words = lambda: print(
+            record_interruption(main_run, record, command_line(args), Terminated()), file=sys.stderr, flush=True
+        )
     try:
         summary = _train(main_run, device, world)
         if record is None:
             return Report("", quiet=True)
         report = _finished(args, main_run, summary, record, checkpoint, device)
+    except KeyboardInterrupt as error:
+        if record is None:
+            raise KeyboardInterrupt("interrupted; the first rank says how far the run came") from None
+        if (folder / METRICS).exists():
+            print(file=sys.stderr)  # the progress bar's line has no end
+        raise KeyboardInterrupt(record_interruption(main_run, record, command_line(args), error)) from None
     except BaseException as error:
         if record is not None:
-            record.ended(error=f"{type(error).__name__}: {error}")
+            record.ended(error=cause_of(error))
         is_new = isinstance(error, ArgumentError) and args.resume is None and record is not None
         if is_new and {path.name for path in folder.iterdir()} <= {OPTIONS_FILE, RUN_FILE, LOG_FILE, LOCK}:
             shutil.rmtree(folder)  # no run to go on with
@@ -369,8 +408,6 @@ def _folder(
     held: contextlib.ExitStack,
 ) -> Path:
     """Makes the run's folder, locks it for as long as `held` is open, and writes the run's options there."""
-    from megatron_cp.apps.train.checkpoint import latest_checkpoint
-
     named = args.run_dir or args.resume
     folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     if world is not None:
@@ -378,27 +415,15 @@ def _folder(
     try:
         folder.mkdir(parents=True, exist_ok=named is not None or world is not None)
         if world is None or world.rank == 0:
-            held.enter_context(locked(folder, "resume" if _is_resumed(folder, args) else "run_dir"))
-            if _is_resumed(folder, args) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
+            held.enter_context(locked(folder, "resume" if is_resumed(folder, args.resume) else "run_dir"))
+            if is_resumed(folder, args.resume) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
                 remedy = "It has just saved another checkpoint: start again."
                 raise ArgumentError("resume", args.resume, "the folder of a run that has ended", remedy)
-            _refuse_a_run(folder, args)
+            refuse_steps(folder, args.resume)
             write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
     except OSError as error:
         raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return folder
-
-
-def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
-    metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
-    has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
-    if has_steps and not _is_resumed(folder, args):  # not one that ended before a step
-        remedy = f"The steps of a run are there; to go on with it: --resume {folder}"
-        raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
-
-
-def _is_resumed(folder: Path, args: argparse.Namespace) -> bool:
-    return args.resume is not None and folder.resolve() == Path(args.resume).resolve()
 
 
 def _about(corpus: Any, held_out: Any, options: TrainingOptions, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -15,12 +16,17 @@ from megatron_cp.apps.train.options import METRICS
 from megatron_cp.page import DISTINCT
 
 Entry = dict[str, Any]
+LOSS_PICTURE = "loss.png"
 _PARTS = 30  # of a curve: a value is smoothed over one of them on either side
 
 
 def entries_of(folder: Path) -> list[Entry]:
-    """Returns the metrics of each step of the run in a folder."""
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    """Returns the metrics of each step of the run in a folder, without a line that is not whole."""
+    entries = []
+    for line in (folder / METRICS).read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
 
 
 def losses_of(entries: Sequence[Entry]) -> dict[int, float]:

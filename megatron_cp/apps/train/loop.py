@@ -18,13 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from megatron_cp.apps.train import checkpoint
+from megatron_cp.apps.train.documents import read_text, split_corpus
 from megatron_cp.apps.train.evaluate import validation_loss, write_samples
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.pack_cost import pack_cost_of
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, write_whole, writing
 from megatron_cp.apps.train.setup import Training, build_training, layers_of, start_model_parallel
 from megatron_cp.apps.train.trackers import Trackers
-from megatron_cp.data import Corpus, CorpusPart, GlobalBatch, PackedStream, read_corpus, read_tokenizer
+from megatron_cp.data import Corpus, GlobalBatch, PackedStream, is_indexed, read_tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import TorchGroup, launch, naming_lost_ranks, set_timeout
 from megatron_cp.layout import Layout, Packing
@@ -46,10 +47,9 @@ FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
 def load_corpus(options: TrainingOptions) -> Corpus:
     """Returns the documents that the options name."""
-    if not IndexedCorpus.is_prefix(options.data_path):
-        if options.vocab_size is not None:
-            raise ArgumentError("vocab_size", options.vocab_size, "only with a .bin/.idx pair as --data-path")
-        return read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
+    text = read_text(options)
+    if text is not None:
+        return text
     assert options.data_path is not None
     vocab_size = options.vocab_size
     if options.tokenizer_model is not None:
@@ -57,17 +57,6 @@ def load_corpus(options: TrainingOptions) -> Corpus:
     if vocab_size is None:
         raise ArgumentError("vocab_size", None, "the vocabulary of the .bin/.idx pair, or its --tokenizer-model")
     return IndexedCorpus(options.data_path, vocab_size)
-
-
-def split_corpus(options: TrainingOptions, corpus: Corpus) -> tuple[Corpus, Corpus | None]:
-    """Returns the documents to train on, and those that are held out for validation, the last ones."""
-    if not options.validation:
-        return corpus, None
-    total = corpus.lengths.size
-    first = total - min(max(1, round(options.validation * total)), total - 1)
-    if first == total:
-        raise ArgumentError("validation", options.validation, f"0 with a single document, in {corpus.name}")
-    return CorpusPart(corpus, 0, first), CorpusPart(corpus, first, total)
 
 
 def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> PackedStream:
@@ -188,7 +177,7 @@ def _validated(training: Training, options: TrainingOptions, corpus: Corpus) -> 
 
 def _samples(training: Training, options: TrainingOptions, corpus: Corpus) -> list[dict[str, str]]:
     """Returns texts that the model writes; none if nothing can turn its tokens into text."""
-    if not options.sample_tokens or (options.tokenizer_model is None and IndexedCorpus.is_prefix(options.data_path)):
+    if not options.sample_tokens or (options.tokenizer_model is None and is_indexed(options.data_path)):
         return []
     return write_samples(training, options, corpus, read_tokenizer(options.tokenizer_model))
 

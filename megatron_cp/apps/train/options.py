@@ -107,7 +107,7 @@ class TrainingOptions:
         None, "a folder in which found tiles are kept, the same on all ranks", metavar="FOLDER"
     )
     cp_layout: str = _parallel(
-        "zigzag", "layout of tokens over ranks: zigzag, contiguous, balanced, or auto, the fastest for each pack"
+        "balanced", "layout of tokens over ranks: balanced, contiguous, zigzag, or auto, the fastest for each pack"
     )
     distributed_timeout_minutes: float = _parallel(
         0.75, "longest wait for another rank; ten minutes in the first step and while saving"

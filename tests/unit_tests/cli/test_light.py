@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.apps.train.run_folder import locked
 from megatron_cp.cli import options
 from megatron_cp.executor import launch
 from tests.limits import limit
@@ -46,37 +47,55 @@ def test_help_imports_neither_torch_nor_megatron():
 @pytest.fixture
 def refused_lines(tmp_path):
     """Command lines whose paths lead nowhere, and what is said of each."""
-    taken, file, rotten = tmp_path / "taken", tmp_path / "file", tmp_path / "rotten"
-    for folder in (taken, rotten):
+    taken, file, rotten, empty = (tmp_path / name for name in ("taken", "file", "rotten", "empty"))
+    busy, unsaved = tmp_path / "busy", tmp_path / "unsaved"
+    for folder in (taken, rotten, empty, busy, unsaved):
         folder.mkdir()
+    (unsaved / "options.json").write_text("{}")
+    (unsaved / "metrics.jsonl").write_text("{}\n")
     (taken / "metrics.jsonl").write_text("{}\n")
     (rotten / "options.json").write_text('{"data_path": "no/such/data"}')
     file.touch()
     nul = "a\0b"
-    return {
-        ("train", "--data-path", "no/such/folder"): "--data-path: got 'no/such/folder'; allowed: a folder, a .jsonl",
-        ("train", "--data-path", ""): "--data-path: got ''",
-        ("train", "--data-path", nul): r"--data-path: got 'a\x00b'",
-        ("train", "--tokenizer-model", "no/such/file"): "--tokenizer-model: got 'no/such/file'",
-        ("train", "--tokenizer-model", nul): r"--tokenizer-model: got 'a\x00b'",
-        ("train", "--tokenizer-model", str(tmp_path)): "Not a file.",
-        ("train", "--run-dir", str(file)): "a folder that can be written. File exists.",
-        ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
-        ("train", "--run-dir", nul): r"--run-dir: got 'a\x00b'",
-        ("train", "--run-dir", str(taken)): "The steps of a run are there; to go on with it: --resume",
-        ("train", "--wandb", " "): "--wandb: got ' '; allowed: a project's name",
-        ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
-        ("train", "--resume", nul): r"--resume: got 'a\x00b'",
-        ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
-        ("plan", "--documents", "3", "--corpus", "no/such/folder"): "--corpus: got 'no/such/folder'",
-        ("check", "--documents", "3", "--corpus", nul): r"--corpus: got 'a\x00b'",
-        ("bench", "layer", "--documents", "3", "--corpus", "no/such"): "--corpus: got 'no/such'",
-        ("check", "--report", "page.txt"): "ending in .html",
-        ("bench", "linear", "--report", "no/such/page.html"): "--report: got 'no/such/page.html'",
-        ("plan", "--plot", "no/such/folder/plan.png"): "--plot: got 'no/such/folder/plan.png'",
-        ("plan", "--plot", "a\0b.png"): r"--plot: got 'a\x00b.png'",
-        ("plan", "--plot", "plan.txt"): "ending in .png",
-    }
+    with locked(busy, "run_dir"):
+        yield {
+            (
+                "train",
+                "--data-path",
+                "no/such/folder",
+            ): "--data-path: got 'no/such/folder'; allowed: a folder, a .jsonl",
+            ("train", "--data-path", ""): "--data-path: got ''",
+            ("train", "--data-path", nul): r"--data-path: got 'a\x00b'",
+            ("train", "--tokenizer-model", "no/such/file"): "--tokenizer-model: got 'no/such/file'",
+            ("train", "--tokenizer-model", nul): r"--tokenizer-model: got 'a\x00b'",
+            ("train", "--tokenizer-model", str(tmp_path)): "Not a file.",
+            ("train", "--run-dir", str(file)): "a folder that can be written. File exists.",
+            ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
+            ("train", "--run-dir", nul): r"--run-dir: got 'a\x00b'",
+            ("train", "--run-dir", str(taken)): "The steps of a run are there, but no checkpoint: a run saves one",
+            ("train", "--wandb", " "): "--wandb: got ' '; allowed: a project's name",
+            ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
+            ("train", "--resume", nul): r"--resume: got 'a\x00b'",
+            ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
+            ("plan", "--documents", "3", "--corpus", "no/such/folder"): "--corpus: got 'no/such/folder'",
+            ("check", "--documents", "3", "--corpus", nul): r"--corpus: got 'a\x00b'",
+            ("bench", "layer", "--documents", "3", "--corpus", "no/such"): "--corpus: got 'no/such'",
+            ("check", "--report", "page.txt"): "ending in .html",
+            ("bench", "linear", "--report", "no/such/page.html"): "--report: got 'no/such/page.html'",
+            ("plan", "--plot", "no/such/folder/plan.png"): "--plot: got 'no/such/folder/plan.png'",
+            ("plan", "--plot", "a\0b.png"): r"--plot: got 'a\x00b.png'",
+            ("plan", "--plot", "plan.txt"): "ending in .png",
+            ("train", "--data-path", str(empty)): "Nothing is there.",
+            ("train", "--vocab-size", "300"): "--vocab-size: got 300; allowed: only with a .bin/.idx pair",
+            (
+                "train",
+                "--run-dir",
+                str(busy),
+            ): "allowed: a folder in which no run is under way. A run is under way there",
+            ("train", "--resume", str(unsaved)): "It has saved none: a run saves one every --save-interval steps",
+            ("train", "--run-dir", str(unsaved)): "The steps of a run are there, but no checkpoint",
+            ("doctor", "--megatron", "--num-layerz", "3"): "--num-layerz is no flag of megatron-core 0.19",
+        }
 
 
 def test_rejects_paths_that_lead_nowhere_without_importing_torch(refused_lines):

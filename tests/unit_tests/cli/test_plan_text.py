@@ -89,7 +89,11 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         chosen = next(name for name, (_, is_chosen) in table.items() if is_chosen)
         begins = "as asked: p2p" if options[:1] == ["--scheme"] else f"take this: {chosen}"
         assert lines[0].startswith(begins)
-        assert lines[0].partition(";")[0].endswith(f" in layout zigzag, {table[chosen][0]} ms predicted")
+        assert (
+            lines[0]
+            .partition(";")[0]
+            .endswith(f" in layout balanced, {table[chosen][0]} ms predicted on h100, the default --gpu")
+        )
         assert [line.partition(":")[0] for line in lines[1:6]] == ["time", "bytes", "memory", "work", "why"]
         others = {name: time for name, (time, is_chosen) in table.items() if not is_chosen}
         fewest = min(others.values(), key=float)  # of several candidates where their host takes longest
@@ -114,13 +118,14 @@ def fixed(tmp_path):
 def test_the_verdict_names_the_candidates_that_are_as_fast(fixed):
     """Within half a per cent of the time of the one that is taken."""
     shape = ["--cp", "2", "--heads", "8", "--kv-heads", "8", "--head-dim", "128", "--mask", "full"]
+    shape += ["--layout", "zigzag"]
     found = {}
     for lengths in ("300k,200k", "30000,50000", "7,1,130"):
         text, data = reported(["plan", *shape, *fixed, "--lengths", lengths])
         times = {name: sum(row["predicted_ms"].values()) for name, row in data["schemes"].items()}
         taken = times.pop(data["scheme"])
         assert {*data["ties"]} == {name for name, time in times.items() if abs(time / taken - 1) <= 0.005}
-        found[lengths] = text.splitlines()[0].partition(" predicted")[2]
+        found[lengths] = text.splitlines()[0].partition(" predicted on fixed")[2]
     assert found == {
         "300k,200k": "; p2p, all_gather and 1 more are within 0.5 %", "30000,50000": "; p2p is within 0.5 %",
         "7,1,130": "",
@@ -133,7 +138,9 @@ def test_the_verdict_on_sizes_and_whole_models_names_ties_too(fixed):
     of_sizes = said_by("--cp", "3,4", "--lengths", "300k", "--heads", "2", "--scheme", "a2a", *fixed)[
         0
     ]  # one rank has a head
-    assert re.search(r"cp 3 by a2a, [0-9.]+ ms predicted; cp 4 is within 0\.5 %; least GPU time: cp 3", of_sizes)
+    assert re.search(
+        r"cp 3 by a2a, [0-9.]+ ms predicted on fixed; cp 4 is within 0\.5 %; least GPU time: cp 3", of_sizes
+    )
     assert "within 0.5 %" not in said_by("--cp", "1")[0]  # nothing is sent, and all are the same
     whole = said_by("--whole", "--model", "llama3-8b", "--cp", "8", "--lengths", "64k", *fixed)
     why = next(line for line in whole if line.startswith("why: "))
@@ -142,7 +149,19 @@ def test_the_verdict_on_sizes_and_whole_models_names_ties_too(fixed):
 
 def test_sizes_are_compared_in_the_first_line(fixed):
     first, *_ = said_by("--cp", "2,4", *fixed)
-    assert re.fullmatch(r"fastest: cp \d by \S+, [0-9.]+ ms predicted; least GPU time: cp \d, [0-9.]+ GPU-ms", first)
+    pattern = r"fastest: cp \d by \S+, [0-9.]+ ms predicted on fixed; least GPU time: cp \d, [0-9.]+ GPU-ms"
+    assert re.fullmatch(pattern, first)
+
+
+def test_no_size_is_fastest_where_each_has_a_batch_of_its_own(fixed):
+    text, data = reported(["plan", "--cp", "2,4", "--documents", "3", "--tokens-per-rank", "1k", *fixed])
+    first = text.splitlines()[0]
+    assert first.startswith("no size is fastest: --tokens-per-rank gives each its own batch, of 2,048 to 4,096 tokens")
+    assert "fastest: cp" not in text
+    for cp, found in data["sizes"].items():
+        tokens = sum(found["tokens_per_rank"])
+        assert tokens == 1024 * int(cp)
+        assert f"cp {cp} {1e3 * int(cp) * sum(found['predicted_ms'].values()) / tokens:.3f}" in first
 
 
 def test_the_verdict_says_what_makes_the_next_one_slower_and_what_crosses_between_hosts():

@@ -275,6 +275,37 @@ class CtrlC:
         return CtrlC, ()
 
 
+class Sigterm:
+    """Sends it to this process while a rank's process is being started with it, and counts them."""
+
+    started = 0
+
+    def __reduce__(self):
+        Sigterm.started += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Sigterm, ()
+
+
+def hears_sigterm(group, *_: object) -> bool:
+    """True if a SIGTERM would end this rank, though it was deferred while the rank was started."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return signal.SIGTERM not in blocked and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("spawned")
+def test_a_sigterm_that_raises_is_not_lost_while_ranks_are_started():
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(hears_sigterm, 2, Sigterm(), kind="processes", timeout=limit(60))
+        assert Sigterm.started == 2  # it is raised once no process is half started
+        assert multiprocessing.active_children() == []
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        assert run_ranks(hears_sigterm, 2, kind="processes", timeout=limit(60)) == [True, True]
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 @pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["heeded", "ignored"])
 def test_ctrl_c_while_ranks_are_started_is_not_lost(ignored: bool):

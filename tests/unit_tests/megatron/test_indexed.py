@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron_cp.data import is_indexed
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.indexed import IndexedCorpus
@@ -175,7 +176,7 @@ def test_rejects_tokens_below_0(tmp_path):
 
 def test_what_is_a_pair_and_what_is_text(prefix, tmp_path):
     for name in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path / "missing.bin"):
-        assert IndexedCorpus.is_prefix(name)
+        assert is_indexed(name)
     (tmp_path / "folder.bin").mkdir()
     for name in (None, tmp_path, tmp_path / "folder.bin", tmp_path / "text.txt", "", "x" * 300):
-        assert not IndexedCorpus.is_prefix(name)
+        assert not is_indexed(name)

@@ -134,14 +134,22 @@ def test_explain_says_what_is_sent_and_what_is_empty():
     plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
     assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
     for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
-        said = f"the busiest rank sent {sent}, minimum {sent}, at {item_size} bytes an element"
+        said = f"the busiest rank will send {sent} (minimum {sent}), at {item_size} bytes an element"
         assert plan.explain(item_size).count(said) == 2
+    assert plan.explain().startswith("attention by a2a over 2 ranks: ")
     packing = Packing([0])
     plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
     assert "the packed stream is empty" in plan.explain()
     assert plan.work_imbalance == 1.0
     assert plan_attention(PACKING, LAYOUT, heads=5, head_dim=8).work_imbalance == 2 / (5 / 3)
     assert plan_attention(PACKING, LAYOUT, heads=6, head_dim=8).work_imbalance == 1.0
+
+
+def test_explain_says_first_for_which_machine_auto_has_chosen():
+    """It need not be the one on which the plan is made."""
+    for name in (None, "b200"):
+        plan = plan_attention(PACKING, LAYOUT, heads=6, head_dim=8, hardware=name)
+        assert plan.explain().startswith(f"attention by {plan.scheme}, chosen for {name or 'h100'}, over 3 ranks: ")
 
 
 def other_batch(packing, partition=Layout.zigzag, **options):

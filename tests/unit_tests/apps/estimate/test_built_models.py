@@ -1,9 +1,11 @@
 """Models that transformers builds without memory: all parameters are counted, as where fields are read."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron_cp.apps.estimate import layer_shapes
 from megatron_cp.apps.estimate.built_models import read_built
 from megatron_cp.apps.estimate.model_files import read_model
 from tests.refusals import rejects
@@ -19,11 +21,13 @@ _LATENT = {
     "n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "num_key_value_heads": 8,
 }  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.8, "rope_theta": 10000.0}
 KNOWN = {
     "llama": {"num_experts_per_tok": None},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 8, "sliding_window": 16},
-    "deepseek_v3": _LATENT,
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 30.0},
+    "deepseek_v3": _LATENT | {"rope_scaling": _YARN},
 }
 GLM = {
     "glm4": {"pad_token_id": 0},
@@ -47,6 +51,13 @@ def test_fields_and_modules_say_the_same(kind, tmp_path):
     by_fields, built = read(tmp_path, **values(kind)), read_built(values(kind), "built", "")
     assert built.gemms == by_fields.gemms
     assert [slot.mask for slot in built.slots()] == [slot.mask for slot in by_fields.slots()]
+    ((layer, ours),) = layer_shapes(by_fields).items()
+    ((other, theirs),) = layer_shapes(built).items()
+    assert layer == other
+    for (one, layers), (same, count) in zip(ours.items(), theirs.items(), strict=True):
+        assert layers == count
+        assert one.softmax_scale == pytest.approx(same.softmax_scale)
+        assert replace(one, softmax_scale=None) == replace(same, softmax_scale=None)
     biases = 8 * 3 if kind == "deepseek_v3" else 0  # of routers, which transformers holds as buffers
     assert built.parameters == by_fields.parameters - biases
 

@@ -13,7 +13,7 @@ from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_
 from megatron_cp.apps.estimate.model_layers import MLP, RECOMPUTATION, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.cli.options import LayerShape
+from megatron_cp.cli.shapes import LayerShape
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
@@ -72,15 +72,17 @@ def test_presets_have_their_layers_in_order(name, layers):
 def test_shapes_of_single_layers_are_those_of_the_presets():
     assert {name: MODELS[name] for name in ("qwen3-next", "kimi-linear", "nemotron-h", "llama3-8b", "tiny")} == {
         "qwen3-next": {
-            "attention": LayerShape(16, 2, 256, 256),
-            "gdn": LayerShape(32, 16, 128, 128),
-            "conv1d": LayerShape(64, 64, 128, 128),
+            "attention": {LayerShape(16, 2, 256, 256): 12},
+            "gdn": {LayerShape(32, 16, 128, 128): 36},
+            "conv1d": {LayerShape(64, 64, 128, 128): 1},
         },
-        "kimi-linear": {"attention": LayerShape(32, 32, 192, 128), "kda": LayerShape(32, 32, 128, 128)},
-        "nemotron-h": {"attention": LayerShape(32, 8, 128, 128), "mamba": LayerShape(128, 8, 128, 64)},
-        "llama3-8b": {"attention": LayerShape(32, 8, 128, 128)},
-        "tiny": {name: LayerShape(6, 2, 16, 16) for name in ("attention", *KINDS)},
-    }
+        "kimi-linear": {
+            "attention": {LayerShape(32, 32, 192, 128, latent=(64, 512)): 7}, "kda": {LayerShape(32, 32, 128, 128): 20}
+        },
+        "nemotron-h": {"attention": {LayerShape(32, 8, 128, 128): 4}, "mamba": {LayerShape(128, 8, 128, 64): 24}},
+        "llama3-8b": {"attention": {LayerShape(32, 8, 128, 128): 32}},
+        "tiny": {name: {LayerShape(6, 2, 16, 16): 1} for name in ("attention", *KINDS)},
+    }  # fmt: skip
 
 
 def test_slots_are_in_order_and_know_their_runs():

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.apps.train import checkpoint
-from megatron_cp.apps.train.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint, other_data
+from megatron_cp.apps.train.checkpoint import check_checkpoint, compare_gradients, other_data
 from megatron_cp.apps.train.options import TrainingOptions
-from megatron_cp.apps.train.run_folder import TRACKER
+from megatron_cp.apps.train.run_folder import TRACKER, latest_checkpoint
 from megatron_cp.data import TokenCorpus
 from megatron_cp.errors import ArgumentError
 from tests.refusals import rejects
@@ -33,7 +33,12 @@ def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "No such file"), (b"", "invalid literal"), (b"\xff", "utf-8"), (b"7", "names iter_0000007, which is not")],
+    [
+        (None, "It has saved none: a run saves one every"),
+        (b"", "invalid literal"),
+        (b"\xff", "utf-8"),
+        (b"7", "names iter_0000007, which is not"),
+    ],
 )
 def test_rejects_a_folder_without_a_checkpoint(content, says, tmp_path):
     (tmp_path / "iter_0000005").mkdir()

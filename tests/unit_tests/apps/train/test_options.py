@@ -137,7 +137,7 @@ def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
         ({"window_size": (-2, 0)}, "window_size", "-1 for all"),
         ({"hierarchical_context_parallel_sizes": (2, 0)}, "hierarchical_context_parallel_sizes", "at least 1"),
         ({"attention_dropout": 1.0}, "attention_dropout", "less than 1"),
-        ({"cp_layout": "striped"}, "cp_layout", "zigzag or random or balanced"),
+        ({"cp_layout": "striped"}, "cp_layout", "balanced or contiguous or zigzag"),
         ({"cp_comm_type": ("a2a", "tiles")}, "cp_comm_type", "Did you mean tiled?"),
         ({"linear_cp_mode": "ringwise"}, "linear_cp_mode", "headwise or chunkwise"),
         ({"mamba_num_groups": 3}, "mamba_num_groups", "a divisor of the 8 Mamba heads"),
