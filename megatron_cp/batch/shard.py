@@ -83,6 +83,7 @@ class LocalBatch:
 
 
 @no_compile
+@torch.inference_mode(False)  # a batch of an evaluation may be trained on later: autograd saves no inference tensor
 def shard_batch(
     tokens: NDArray[np.integer] | Tensor,
     layout: Layout,
