@@ -117,7 +117,7 @@ def differentiated_twice(group, call, plan, problem):
     loss = (rank.outs[0].nan_to_num() * rank.gradients[0].nan_to_num()).sum()
     sent = group.bytes_sent
     for leaf in rank.leaves.values():
-        with pytest.raises(cp.ArgumentError, match="^create_graph: got True; allowed: False where an operation"):
+        with pytest.raises(cp.ArgumentError, match="create_graph: got True; allowed: False where"):
             torch.autograd.grad(loss, leaf, create_graph=True)
     assert group.bytes_sent == sent
 
