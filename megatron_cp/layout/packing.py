@@ -166,6 +166,15 @@ class Packing(Memo):
         return frozen(np.concatenate([[0], np.cumsum(self.lengths)]))
 
     @cached_property
+    def barriers(self) -> IntArray:
+        """The places of the stream, in rising order, at which bands of a mask end, since kernels compute a band's rows
+        together: the ends of documents and, where they branch, of each run of tokens that continue one another.
+        """
+        if self.branches is None:
+            return self.cu_seqlens
+        return frozen(np.union1d(self.cu_seqlens, self.branches.runs.starts))
+
+    @cached_property
     def total(self) -> int:
         """Tokens in the packed stream."""
         return int(self.lengths.sum())
