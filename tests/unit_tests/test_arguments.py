@@ -349,6 +349,7 @@ CALLS = {
         "loss_mask": [*optional(NO_ARRAY), STREAM[:, None], STREAM * 1j, STREAM.astype(str), STREAM.astype("m8[s]"),
                       torch.ones(9) * 1j, torch.ones(9) * math.nan, (STREAM + 1) * math.inf, STREAM * 1e300],
         "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE], "seed": NO_INTEGER, "agree": NO_FLAG,
+        "labels_may_be_tokens": NO_FLAG,
         "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device],
         "into": [5, True, "slots", [], {}, cp.GraphTables]}),
     "GraphTables": (cp.GraphTables, {"capacity_tokens": 16, "capacity_documents": 3, "cp_size": 2}, {

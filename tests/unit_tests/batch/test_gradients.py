@@ -67,6 +67,35 @@ def test_a_rank_without_a_gradient_has_zeros_and_gets_the_sum(bucket_bytes, monk
                 assert (of_rank[number] - sum(gradient_of(shape, number, rank) for rank in having)).abs().sum() < 1e-14
 
 
+def step_with_other_weights(group, changed, named):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].weight.requires_grad_(False)  # what is not trained is in the loss too
+    if group.rank == 2 and changed:
+        with torch.no_grad():
+            model.get_parameter(changed)[-1] += 1
+    model(torch.ones(1, 2)).sum().backward()
+    before = model[1].weight.grad.clone()
+    try:
+        for _ in range(2):
+            cp.reduce_gradients(model if named else model.parameters(), group)
+    except CallMismatchError as error:
+        assert torch.equal(model[1].weight.grad, before)
+        return str(error)
+    return "reduced"
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("changed", ["0.weight", "1.bias"])
+def test_rejects_other_weights_on_a_rank(changed, named):
+    for said in run_ranks(step_with_other_weights, 3, changed, named):
+        assert "the ranks' parameters differ (rank 2 from rank 0); build the model after the same" in said
+        lines = said.splitlines()[1:]
+        name = changed if named else {"0.weight": "parameters[0]", "1.bias": "parameters[3]"}[changed]
+        assert [line.split(": ")[:2] for line in lines] == [["  rank 0", name], ["  rank 2", name]]
+    assert run_ranks(step_with_other_weights, 3, "", named) == ["reduced"] * 3
+
+
 def test_messages_hold_nothing_that_nobody_wrote(monkeypatch):
     start, sent = ThreadGroup.start_all_to_all, []
 
