@@ -148,9 +148,7 @@ def shard_batch(
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing)
-    if not checked_flag("labels_may_be_tokens", labels_may_be_tokens) and labels is not None:
-        _refuse_tokens(ids, targets, weights, packing)
+    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing, labels_may_be_tokens)
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
@@ -199,13 +197,15 @@ def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 def _labels_and_weights(
-    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing
-) -> tuple[Tensor, Tensor, Tensor]:
+    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing,
+    labels_may_be_tokens: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns `[total]` each: labels, weights of their losses, and how often each counts.
 
     Where documents branch they are at the label's own place, else at that of the token before it.
     """
     given = None if loss_mask is None else _numbers("loss_mask", loss_mask, packing)
+    checked_flag("labels_may_be_tokens", labels_may_be_tokens)
     if packing.branches is not None:
         if labels is not None:
             raise ArgumentError("labels", "labels", "None where documents branch: they are each path's next tokens")
@@ -217,6 +217,8 @@ def _labels_and_weights(
         if labels is not None:
             targets = _integers("labels", labels, packing)
             weights = (targets >= 0).float()
+            if not labels_may_be_tokens:
+                _refuse_tokens(ids, targets, weights if given is None else weights * given, packing)
         else:
             targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
             weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens

@@ -68,12 +68,11 @@ def test_a_rank_without_a_gradient_has_zeros_and_gets_the_sum(bucket_bytes, monk
 
 
 def step_with_other_weights(group, changed, named):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].weight.requires_grad_(False)  # what is not trained is in the loss too
-    if group.rank == 2 and changed:
-        with torch.no_grad():
-            model.get_parameter(changed)[-1] += 1
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.5 if group.rank == 2 and name == changed else 0.25)
     model(torch.ones(1, 2)).sum().backward()
     before = model[1].weight.grad.clone()
     try:
@@ -126,6 +125,8 @@ def test_sums_of_fewer_bits_are_made_in_fp32_and_other_parameters_are_rejected()
 def of_module(group):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight  # shared: summed once
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
     model[1].bias.requires_grad_(False).grad = torch.ones(2)
     storage = torch.full((4,), group.rank + 1.0)
     model[0].weight.grad = storage.view(2, 2)

@@ -224,7 +224,7 @@ OTHERS = {
     "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)}, "labels": {"labels": ids().flip(0)},
     "weights": {"loss_mask": torch.full((RAGGED.total,), 2.0)},
 }  # fmt: skip
-GIVEN = {"labels": ids(), "loss_mask": torch.ones(RAGGED.total)}
+GIVEN = {"labels": ids().roll(-1), "loss_mask": torch.ones(RAGGED.total)}
 
 
 @pytest.mark.parametrize("other", OTHERS)
