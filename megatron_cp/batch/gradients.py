@@ -52,7 +52,12 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | No
     chosen = [parameter for parameter in named.values() if parameter.requires_grad]
     kinds = {f"parameter {number}": f"{list(p.shape)} {p.dtype} on {p.device.type}" for number, p in enumerate(chosen)}
     compared: list[bool] = []
-    mark = agree_on_call(ranks, [], "reduce_gradients", {}, kinds, lambda: compared.append(True) or {})
+
+    def compare() -> dict[str, bool]:  # it is called only where ranks compare
+        compared.append(True)
+        return {}
+
+    mark = agree_on_call(ranks, [], "reduce_gradients", {}, kinds, compare)
     if compared:  # for the first time, now that all ranks have as many parameters
         agree_on_inputs(ranks, "reduce_gradients", named, _OTHER_WEIGHTS)
     if ranks.size > 1:
@@ -127,7 +132,7 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
     if isinstance(parameters, Tensor) or unordered or not isinstance(parameters, nn.Module | Iterable):
         raise ArgumentError("parameters", parameters, "a module, or a list of parameters")
     if isinstance(parameters, nn.Module):
-        listed = list(parameters.named_parameters())
+        listed: list[tuple[str, Tensor]] = list(parameters.named_parameters())
     else:
         listed = [(f"parameters[{number}]", parameter) for number, parameter in enumerate(parameters)]
     for number, (_, parameter) in enumerate(listed):
