@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.agreement import agree_on_call
+from megatron_cp.executor.agreement import agree_on_call, agree_on_inputs
 from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_dense
 from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.executor.no_compile import no_compile
@@ -28,14 +28,18 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | No
     unless every rank lacks it. Sums run in rank order, in at least float32: they are the same bits on every rank and in
     every run. Calling it twice sums twice.
 
+    The first call with parameters of these types and shapes compares their values between ranks, those included that
+    need no gradient: one pass over them, and 16 bytes a rank. Ranks that begin with other weights would train another
+    model each. `compare_calls(group, False)` turns it off, with the comparison of calls.
+
     Args:
-        parameters: a module, or some of its parameters; those that need no gradient are ignored.
+        parameters: a module, or some of its parameters; those that need no gradient are only compared.
         group: the ranks: the context-parallel group or, with data parallelism too, all ranks of both. None for one
             rank, which is refused in a world of several.
 
     Raises:
         ArgumentError: no parameters, sparse gradients, or parameters whose gradients something else reduces.
-        CallMismatchError: another rank has other parameters.
+        CallMismatchError: another rank has other parameters, or other values of them at the first call.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -44,13 +48,28 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | No
         >>> weight.grad.tolist()
         [3.0, 3.0]
     """
-    chosen, ranks = _checked(parameters), ranks_of(group)
+    named, ranks = _checked(parameters), ranks_of(group)
+    chosen = [parameter for parameter in named.values() if parameter.requires_grad]
     kinds = {f"parameter {number}": f"{list(p.shape)} {p.dtype} on {p.device.type}" for number, p in enumerate(chosen)}
-    mark = agree_on_call(ranks, [], "reduce_gradients", {}, kinds)
+    compared: list[bool] = []
+
+    def compare() -> dict[str, bool]:  # it is called only where ranks compare
+        compared.append(True)
+        return {}
+
+    mark = agree_on_call(ranks, [], "reduce_gradients", {}, kinds, compare)
+    if compared:  # for the first time, now that all ranks have as many parameters
+        agree_on_inputs(ranks, "reduce_gradients", named, _OTHER_WEIGHTS)
     if ranks.size > 1:
         for number, bucket in enumerate(_buckets(chosen)):
             ranks.activity = f"{mark}, bucket {number}"
             _reduce(bucket, ranks)
+
+
+_OTHER_WEIGHTS = (
+    "the ranks' parameters differ ({other} from rank 0); build the model after the same torch.manual_seed on every "
+    "rank, load the same checkpoint, or broadcast the first rank's parameters before the first step"
+)
 
 
 def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
@@ -102,8 +121,8 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """Returns the parameters that need a gradient, after checking them."""
+def _checked(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
+    """Returns the parameters by name, after checking them; tied ones once."""
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             remedy = "It averages in backward: token_loss(averaged_gradients=True)."
@@ -112,13 +131,18 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     unordered = isinstance(parameters, Set | Mapping | str | bytes)
     if isinstance(parameters, Tensor) or unordered or not isinstance(parameters, nn.Module | Iterable):
         raise ArgumentError("parameters", parameters, "a module, or a list of parameters")
-    listed = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    for number, parameter in enumerate(listed):
+    if isinstance(parameters, nn.Module):
+        listed: list[tuple[str, Tensor]] = list(parameters.named_parameters())
+    else:
+        listed = [(f"parameters[{number}]", parameter) for number, parameter in enumerate(parameters)]
+    for number, (_, parameter) in enumerate(listed):
         _check_parameter(f"parameters[{number}]", parameter)
     if not listed:
         raise ArgumentError("parameters", "none", "at least one parameter")
-    once = {id(parameter): parameter for parameter in listed}  # tied weights may be listed twice
-    return [parameter for parameter in once.values() if parameter.requires_grad]
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in listed:
+        once.setdefault(id(parameter), (name, parameter))
+    return dict(once.values())
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:

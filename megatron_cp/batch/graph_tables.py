@@ -382,12 +382,12 @@ class _Memory:
         with torch.inference_mode(False):  # tables outlive an evaluation, and autograd saves no inference tensor
             self._device = torch.empty(end, dtype=torch.uint8, device=device)
             self._hosts = [torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+            self.views = dict[str, Tensor]()
+            for name, table in tables.items():  # a view of another type is one too
+                dtype = torch.from_numpy(np.empty(0, table.dtype)).dtype
+                self.views[name] = self._device[self._places[name]].view(dtype).view(table.shape)
         self._copied: list[Any] = [None, None]
         self.device, self.pack = device, object()
-        self.views = dict[str, Tensor]()
-        for name, table in tables.items():
-            dtype = torch.from_numpy(np.empty(0, table.dtype)).dtype
-            self.views[name] = self._device[self._places[name]].view(dtype).view(table.shape)
 
     def load(self, tables: Tables) -> dict[str, Tensor]:
         """Copies the tables, and returns their views on the device."""

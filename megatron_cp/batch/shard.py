@@ -83,6 +83,7 @@ class LocalBatch:
 
 
 @no_compile
+@torch.inference_mode(False)  # a batch of an evaluation may be trained on later: autograd saves no inference tensor
 def shard_batch(
     tokens: NDArray[np.integer] | Tensor,
     layout: Layout,
@@ -90,6 +91,7 @@ def shard_batch(
     *,
     slots: Iterable[Slot] = (),
     labels: NDArray[np.integer] | Tensor | None = None,
+    labels_may_be_tokens: bool = False,
     loss_mask: NDArray | Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
     device: torch.device | str = "cpu",
@@ -109,6 +111,9 @@ def shard_batch(
         slots: the kinds of layers in the model, planned here; see `AttentionSpec` and `LinearSpec`.
         labels: `[total]` integers, the target of each token, already shifted, and negative where there is none; None
             for the next token of its document, which the last one does not have. None if documents branch.
+        labels_may_be_tokens: True for models that learn the token at its own place, such as encoders and those that
+            fill in masked tokens. Else labels are refused that equal the tokens wherever they count, as do labels
+            that nobody shifted, unless the next tokens are the same too. Fewer than 4 such labels may be chance.
         loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for all
             ones. Tokens without a label have weight 0 in any case.
         ignore_index: the label of rows whose weight is 0; torch's cross entropy skips -100.
@@ -143,7 +148,7 @@ def shard_batch(
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing)
+    targets, weights, counts = _labels_and_weights(ids, labels, loss_mask, packing, labels_may_be_tokens)
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
@@ -192,13 +197,15 @@ def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 def _labels_and_weights(
-    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing
-) -> tuple[Tensor, Tensor, Tensor]:
+    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, loss_mask: NDArray | Tensor | None, packing: Packing,
+    labels_may_be_tokens: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns `[total]` each: labels, weights of their losses, and how often each counts.
 
     Where documents branch they are at the label's own place, else at that of the token before it.
     """
     given = None if loss_mask is None else _numbers("loss_mask", loss_mask, packing)
+    checked_flag("labels_may_be_tokens", labels_may_be_tokens)
     if packing.branches is not None:
         if labels is not None:
             raise ArgumentError("labels", "labels", "None where documents branch: they are each path's next tokens")
@@ -210,11 +217,31 @@ def _labels_and_weights(
         if labels is not None:
             targets = _integers("labels", labels, packing)
             weights = (targets >= 0).float()
+            if not labels_may_be_tokens:
+                _refuse_tokens(ids, targets, weights if given is None else weights * given, packing)
         else:
             targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
             weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
         counts = (weights != 0).long()
     return (targets, weights, counts) if given is None else (targets, weights * given, counts * (given != 0))
+
+
+def _refuse_tokens(ids: Tensor, labels: Tensor, weights: Tensor, packing: Packing) -> None:
+    """Refuses labels that are the tokens and not the next ones: a model would learn to repeat its input."""
+    counted = weights != 0
+    follows = torch.ones(packing.total, dtype=torch.bool, device="cpu")  # a token of the same document
+    follows[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = False
+    wrong = counted & follows & (labels != ids.roll(-1))
+    if bool((labels == ids)[counted].all()) and int(wrong.sum()) >= _NO_CHANCE:
+        given, allowed = "the tokens, wherever they count", "the token after each one"
+        remedy = (
+            "Shift them within each document, or leave them out for the next tokens. For a model that learns the token "
+            "at its own place: labels_may_be_tokens=True."
+        )
+        raise ArgumentError("labels", given, allowed, remedy)
+
+
+_NO_CHANCE = 4  # labels that equal their own token and not the next one
 
 
 def batch_seed(ids: Tensor, seed: int) -> int:

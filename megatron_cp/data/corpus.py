@@ -20,7 +20,7 @@ from megatron_cp.data.conversations import ALLOWED, Part, parse_line
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, check_signed, host_array, is_integral
 
 BoolArray = NDArray[np.bool_]
 
@@ -68,6 +68,9 @@ class TokenCorpus:
         offsets: `[documents + 1]` start of each document in `flat`; starts at 0, ends at its size.
         skipped: reason -> number of documents that were left out.
         learnt: `[tokens]` True for tokens that are to be predicted; None for all.
+
+    Raises:
+        ArgumentError: tokens or offsets that are no integers, or offsets that fall or do not end at the last token.
     """
 
     name: str
@@ -76,6 +79,16 @@ class TokenCorpus:
     offsets: IntArray
     skipped: Mapping[str, int] = field(default_factory=dict)
     learnt: BoolArray | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.flat, np.ndarray) or self.flat.ndim != 1 or not is_integral(self.flat):
+            raise ArgumentError("flat", getattr(self.flat, "dtype", self.flat), "a flat array of integers, the tokens")
+        check_signed("flat", self.flat)
+        offsets = checked_counts("offsets", self.offsets)
+        ends = offsets[[0, -1]].tolist() if offsets.size else []
+        if ends != [0, self.flat.size] or (offsets[1:] < offsets[:-1]).any():
+            allowed = f"offsets that rise from 0 to the {self.flat.size} tokens"
+            raise ArgumentError("offsets", offsets[:8].tolist(), allowed)
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -148,6 +161,14 @@ def is_indexed(path: str | Path | None) -> bool:
         return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
     except OSError:  # such as in a folder that cannot be searched; reading it as text will raise an error
         return False
+
+
+def checked_counts(argument: str, values: Iterable[int]) -> IntArray:
+    """Returns a flat array of integers of at least 0, such as lengths or offsets."""
+    given = host_array(argument, values)
+    if given.ndim != 1 or (given.size and not (is_integral(given) and int(given.min()) >= 0)):
+        raise ArgumentError(argument, given[:8].tolist(), "a flat list of integers of at least 0")
+    return given.astype(np.int64)
 
 
 def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.corpus import Corpus
+from megatron_cp.data.corpus import Corpus, checked_counts
 from megatron_cp.data.even import GlobalBatch, balance_packs
 from megatron_cp.data.pieces import Piece, best_fit, cut
 from megatron_cp.errors import ArgumentError, checked_integer
@@ -68,7 +68,7 @@ class PackedStream:
         if even is not None and not isinstance(even, GlobalBatch):
             raise ArgumentError("even", even, "a GlobalBatch or None", "GlobalBatch(ranks, microbatches, cost)")
         self.even = even
-        self._lengths = np.asarray(corpus.lengths, np.int64)
+        self._lengths = checked_counts("corpus.lengths", corpus.lengths)
         self.tokens_per_epoch = int(self._lengths.sum())
         if self.tokens_per_epoch == 0:
             raise ArgumentError("data_path", corpus.name, "a corpus with at least one token")

@@ -151,10 +151,13 @@ def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> 
     _compare(ranks, lines, "comparison of layers", CallMismatchError, f"the ranks build {name} in different ways")
 
 
-def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> None:
+def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any], what: str = "") -> None:
     """Fails on every rank unless all ranks call a model with the same inputs, by one exchange of 16 bytes on the host.
 
     Tensors are compared by type, shape and the sum of their bits, which is computed where they are and read once.
+
+    Args:
+        what: the beginning of the error's message, if these are no inputs of a call.
     """
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
@@ -176,7 +179,8 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
     device = max((tensor.device for tensor in tensors), key=lambda each: each.type != "cpu", default=None)
     sums = [_sum_of_bits(tensor).to(device, non_blocking=True) for tensor in tensors]
     lines = [template.format(*(torch.stack(sums).tolist() if sums else ())) for template in templates]
-    _compare(ranks, lines, "comparison of inputs", CallMismatchError, f"the ranks call {name} with different inputs")
+    what = what or f"the ranks call {name} with different inputs"
+    _compare(ranks, lines, "comparison of inputs", CallMismatchError, what)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

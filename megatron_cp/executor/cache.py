@@ -289,11 +289,10 @@ class LayerCache:
         layout = self.current.begun()
         new = int(layout.token_counts[rank])
         total = self._count + new
-        if not self._rows:
-            self._rank, self._rows = rank, [tensor.new_empty(0, *tensor.shape[1:]) for tensor in tensors]
-        if total > len(self._rows[0]):
+        if not self._rows or total > len(self._rows[0]):
             room = -(-max(total, self._count + self._count // 4) // self.block_size) * self.block_size
-            self._rows = [_moved(rows[: self._count], room) for rows in self._rows]
+            before = self._rows or [tensor[:0] for tensor in tensors]
+            self._rank, self._rows = rank, [_moved(rows[: self._count], room) for rows in before]
         for rows, tensor in zip(self._rows, tensors, strict=True):
             rows[self._count : total] = tensor[:new]
         self._count, self.step = total, self.current.number
@@ -332,13 +331,14 @@ class LayerCache:
         documents = self.current.begun().packing.num_documents
         for name, shape in shapes.items():
             (first, last), found = shape.ranges[rank], self._states.get(name)
-            if found is None:
-                state = like.new_zeros(documents, last - first, *shape.rest, dtype=shape.dtype)
-            elif found[0].ranges == shape.ranges:
-                continue
-            else:
-                begin = found[0].ranges[rank][0] if last > first else first
-                state = found[1][:, first - begin : last - begin].clone()
+            with torch.inference_mode(False):  # later steps, in any mode, write to it
+                if found is None:
+                    state = like.new_zeros(documents, last - first, *shape.rest, dtype=shape.dtype)
+                elif found[0].ranges == shape.ranges:
+                    continue
+                else:
+                    begin = found[0].ranges[rank][0] if last > first else first
+                    state = found[1][:, first - begin : last - begin].clone()
             self._states[name] = shape, state
         self._rank = rank
 
@@ -354,10 +354,11 @@ class LayerCache:
 
     def select_documents(self, kept: IntArray | None, added: int) -> None:
         """Keeps some documents' states, all if None, and adds others of zero."""
-        for name, (shape, tensor) in self._states.items():
-            if kept is not None:
-                tensor = tensor.index_select(0, on_device(kept, tensor.device, torch.int64))
-            self._states[name] = shape, torch.cat([tensor, tensor.new_zeros(added, *tensor.shape[1:])])
+        with torch.inference_mode(False):  # as above
+            for name, (shape, tensor) in self._states.items():
+                if kept is not None:
+                    tensor = tensor.index_select(0, on_device(kept, tensor.device, torch.int64))
+                self._states[name] = shape, torch.cat([tensor, tensor.new_zeros(added, *tensor.shape[1:])])
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -406,7 +407,8 @@ def _check_like(
 
 
 def _moved(rows: Tensor, room: int) -> Tensor:
-    """Copies rows to new memory with room for more."""
-    found = rows.new_empty(room, *rows.shape[1:])
+    """Copies rows to new memory with room for more, which later steps write to in any mode."""
+    with torch.inference_mode(False):
+        found = rows.new_empty(room, *rows.shape[1:])
     found[: len(rows)] = rows
     return found

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.torch_private import is_any_autocast_enabled, skip_when_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,18 +35,28 @@ def no_compile_backward(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The backward runs without autocast, as its forward does, even if `backward()` is called under autocast. The forward
     needs no mark, because a marked operation calls it.
+
+    Raises:
+        ArgumentError: a backward that builds a graph of the gradients, which autograd does with grad mode on.
     """
-    once = once_differentiable(no_compile(function))
 
     @no_compile
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        # To save host time, all devices are checked at once, and torch's context is skipped if grad mode is off.
+        # `once_differentiable` raises only where a gradient of the output requires grad. Elsewhere, as for a loss that
+        # is linear in the output, the second derivative by the inputs would be left out without an error.
+        if torch.is_grad_enabled():
+            raise ArgumentError("create_graph", True, _ALLOWED, _REMEDY)
+        # To save host time, all devices are checked at once.
         if is_any_autocast_enabled():
             kinds = {gradient.device.type for gradient in gradients if gradient is not None}
             with contextlib.ExitStack() as stack:
                 for kind in kinds:
                     stack.enter_context(torch.autocast(kind, enabled=False))
-                return once(ctx, *gradients)
-        return once(ctx, *gradients) if torch.is_grad_enabled() else function(ctx, *gradients)
+                return function(ctx, *gradients)
+        return function(ctx, *gradients)
 
     return backward
+
+
+_ALLOWED = "False where an operation of megatron_cp is differentiated, since it is differentiable once"
+_REMEDY = "A gradient penalty needs a part of the model without these operations, or finite differences."

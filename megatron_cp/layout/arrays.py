@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.layout.packing import IntArray, Packing, offsets_remedy
+from megatron_cp.layout.packing import IntArray, Packing, check_signed, offsets_remedy
 
 
 def take(array: Any, rows: IntArray) -> Any:
@@ -55,13 +55,15 @@ def check_array(
 
     Args:
         allowed: the required rows in words, for the message.
-        integral: its elements must be integers; booleans are not.
+        integral: its elements must be integers of 64 bits with a sign; booleans are not.
         packing: for an array over the stream, the documents whose tokens it must have.
     """
     if not _is_dense(array):
         raise ArgumentError(argument, array, "a numpy array or a dense torch tensor")
     if integral and _kind(array) not in "iu":
         raise ArgumentError(argument, f"{array.dtype}", "an array or a tensor of integers")
+    if integral and "uint64" in str(array.dtype):
+        check_signed(argument, array if isinstance(array, np.ndarray) else array.cpu().numpy())
     if array.ndim == 0:
         raise ArgumentError(argument, "no rows", allowed)
     if len(array) != rows:

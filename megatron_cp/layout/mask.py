@@ -160,7 +160,8 @@ class Mask(Memo):
                 band.range_bands(starts, ends, begins, question_ends)[apart],
             ]
         )
-        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "shared_question")
+        barriers = np.union1d(packing.cu_seqlens, starts[apart])
+        return cls(packing, packing, band.joined(bands, barriers), "shared_question")
 
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
@@ -182,7 +183,7 @@ class Mask(Memo):
         """
         kv_packing = _checked_kv_packing(packing, kv_packing)
         bands = checked_slices(slices, packing.total, kv_packing.total)
-        bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.cu_seqlens)
+        bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.barriers)
         return cls(packing, kv_packing, bands, "slices")
 
     @classmethod
@@ -300,7 +301,7 @@ class Mask(Memo):
         assert branches is not None
         path = mask_of(Packing([branches.longest]))
         bands = bands_along_paths(branches, path.bands)
-        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), path.name)
+        return cls(packing, packing, band.joined(bands, packing.barriers), path.name)
 
     @cached_property
     def area(self) -> int:

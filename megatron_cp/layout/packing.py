@@ -166,6 +166,15 @@ class Packing(Memo):
         return frozen(np.concatenate([[0], np.cumsum(self.lengths)]))
 
     @cached_property
+    def barriers(self) -> IntArray:
+        """The places of the stream, in rising order, at which bands of a mask end, since kernels compute a band's rows
+        together: the ends of documents and, where they branch, of each run of tokens that continue one another.
+        """
+        if self.branches is None:
+            return self.cu_seqlens
+        return frozen(np.union1d(self.cu_seqlens, self.branches.runs.starts))
+
+    @cached_property
     def total(self) -> int:
         """Tokens in the packed stream."""
         return int(self.lengths.sum())
@@ -358,7 +367,8 @@ def host_array(argument: str, values: Iterable[int]) -> NDArray:
     """Returns an ordered collection of integers as an array.
 
     Raises:
-        ArgumentError: the values have no order, hide some numbers, contain booleans, or are not a list.
+        ArgumentError: the values have no order, hide some numbers, contain booleans or numbers that int64 cannot
+            hold, or are not a list.
     """
     if isinstance(values, _NO_LISTS):
         raise ArgumentError(argument, values, "a list, an array or a tensor of integers")
@@ -366,7 +376,7 @@ def host_array(argument: str, values: Iterable[int]) -> NDArray:
         given = values if hasattr(values, "__array__") else list(values)
         if isinstance(given, list) and _TRUTH_VALUES & set(map(type, given)):
             raise ArgumentError(argument, given, "integers, without True and False among them")
-        return np.asarray(given)
+        return check_signed(argument, np.asarray(given))
     except ArgumentError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
@@ -377,6 +387,13 @@ def host_array(argument: str, values: Iterable[int]) -> NDArray:
 # Sets lose order and repetitions, mappings their values, bytes are text; a masked array's mask would be ignored.
 _NO_LISTS = (Set, Mapping, str, bytes, bytearray, memoryview, np.ma.MaskedArray)
 _TRUTH_VALUES = {bool, np.bool_}
+
+
+def check_signed(argument: str, integers: NDArray) -> NDArray:
+    """Returns an array, unless it holds unsigned numbers that would be negative as int64."""
+    if integers.dtype == np.uint64 and integers.size and int(integers.max()) >= 2**63:
+        raise ArgumentError(argument, int(integers.max()), "integers below 2**63")
+    return integers
 
 
 def is_integral(array: NDArray) -> bool:

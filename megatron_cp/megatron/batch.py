@@ -70,6 +70,7 @@ def shard_batch(
     *,
     slots: Iterable[Slot] = (),
     labels: NDArray[np.int64] | Tensor | None = None,
+    labels_may_be_tokens: bool = False,
     loss_mask: NDArray[np.float32] | Tensor | None = None,
     position_ids: NDArray[np.int64] | Tensor | None = None,
     device: torch.device | str = "cpu",
@@ -89,6 +90,7 @@ def shard_batch(
         slots: the kinds of layers, from `slots_of(model)`.
         labels: `[total]`, the token that each token predicts, already shifted, and negative where there is none; None
             for the next token of the document, which the last token does not have.
+        labels_may_be_tokens: see `megatron_cp.shard_batch`.
         loss_mask: `[total]`, weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
         position_ids: `[axes, total]` integers, positions of several axes, such as the three of `--mrope-section`; None
             for each token's position in its document.
@@ -103,7 +105,8 @@ def shard_batch(
     """
     layout = layout.padded(align=layout.align, min_rows=1)  # Megatron's reshapes need at least one row
     batch = local_batch(
-        tokens, layout, group, slots=slots, labels=labels, loss_mask=loss_mask, device=device, seed=seed, agree=agree,
+        tokens, layout, group, slots=slots, labels=labels, labels_may_be_tokens=labels_may_be_tokens,
+        loss_mask=loss_mask, device=device, seed=seed, agree=agree,
         ignore_index=0,  # an ignored label must still be in the vocabulary
     )  # fmt: skip
     ranks = as_rank_group(group, layout.cp_size)

@@ -29,9 +29,10 @@ class Pack(HostPack):
         if sample["tokens"].ndim > 1 and len(sample["tokens"]) != 1:
             raise ArgumentError("micro_batch_size", len(sample["tokens"]), "1: a pack is a whole microbatch")
         tokens, labels, loss_mask = (sample[name].flatten() for name in ("tokens", "labels", "loss_mask"))
-        offsets = np.unique(sample["cu_seqlens"].numpy())  # it is padded with copies of its last entry
-        total = int(offsets[-1])
-        if offsets[0] != 0 or total > tokens.numel():
+        given = Packing.from_cu_seqlens(sample["cu_seqlens"].flatten())
+        offsets = np.unique(given.cu_seqlens)  # it is padded with copies of its last entry
+        total = given.total
+        if total > tokens.numel():
             raise ArgumentError("cu_seqlens", offsets.tolist(), f"offsets from 0 up to {tokens.numel()}")
         if pad_token is not None:
             used = torch.nonzero((tokens[:total] != pad_token) | (loss_mask[:total] != 0)).flatten()

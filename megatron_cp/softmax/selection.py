@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.arguments import accumulation_dtype
-from megatron_cp.layout.bands import UNBOUNDED, cut, ranges_seen, unbound
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.bands import ranges_seen
+from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
@@ -190,8 +190,9 @@ class SelectionWork:
         dv.copy_(torch.cat([dvalues, sums.index], 1).unsqueeze(1))
 
     def _blocks(self, tiles: Tiles, device: torch.device) -> Iterator[_Block]:
-        assert self.call.step.selection is not None
-        return _blocks(tiles, device, of_one_path=self.call.step.selection.block > 0)
+        step = self.call.step
+        assert step.selection is not None
+        return _blocks(tiles, device, step.mask.packing, of_one_path=step.selection.block > 0)
 
     # -- the choice ----------------------------------------------------------------------------------------------------
 
@@ -327,11 +328,15 @@ class _Block:
             yield slice(first, last), slice(start + first, start + last)
 
 
-def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterator[_Block]:
-    """Yields the queries that see a key; with `of_one_path` each block sees one document's keys from the first on."""
+def _blocks(tiles: Tiles, device: torch.device, packing: Packing, *, of_one_path: bool) -> Iterator[_Block]:
+    """Yields the queries that see a key, in blocks of one document's, or of one path of a document that branches.
+
+    A block's queries share columns, of which each may see some only, and a number that is not finite passes from the
+    others to it. With `of_one_path` each block sees its document's keys from the first on.
+    """
     places = tiles.memo(("places", device), lambda: on_device(tiles.k_tokens, device, torch.int64))
     rises = tiles.memo("keys rise", lambda: bool((np.diff(tiles.k_tokens) > 0).all()))
-    for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles.bands, of_one_path=of_one_path)):
+    for bands in tiles.memo(("selection", of_one_path), lambda: _cut(tiles, packing, of_one_path=of_one_path)):
         first, last = int(bands[:, 0].min()), int(bands[:, 1].max())
         ranges = zip(*(edges.tolist() for edges in ranges_seen(bands)), strict=True)
         columns = torch.cat([torch.arange(*each, device=device) for each in ranges])
@@ -347,19 +352,18 @@ def _blocks(tiles: Tiles, device: torch.device, *, of_one_path: bool) -> Iterato
         yield _Block(slice(first, last), columns, own, visible)
 
 
-def _cut(bands: IntArray, *, of_one_path: bool) -> list[IntArray]:
-    if of_one_path:  # documents that branch into single tokens may have one band of these: each sees itself alone
-        bands = unbound(bands)
-        several = bands[:, 4] > -UNBOUNDED
-        starts = np.concatenate([np.arange(0), *(np.arange(*span) for span in bands[several, :2])])
-        bands = np.concatenate([bands[~several], cut(bands[several], starts, starts + 1, queries=True)[0]])
-        return cut_to_blocks(bands, ROWS)
+def _cut(tiles: Tiles, packing: Packing, *, of_one_path: bool) -> list[IntArray]:
+    blocks = cut_to_blocks(tiles.bands, ROWS)
+    if of_one_path:
+        return blocks
+    paths = np.searchsorted(packing.barriers, tiles.q_tokens, side="right")
     # Keys that stand for several tokens are seen by a few queries more for each: a band of its own.
     joined: list[list[IntArray]] = []
     start = end = k_start = k_end = -1
-    for block in cut_to_blocks(bands, ROWS):
+    for block in blocks:
         (first, last), (k_first, k_last) = block[0, :2].tolist(), (int(block[:, 2].min()), int(block[:, 3].max()))
-        if first == end and last - start <= ROWS and k_first < k_end and k_start < k_last:
+        fits = first == end and last - start <= ROWS and k_first < k_end and k_start < k_last
+        if fits and paths[first] == paths[start]:
             joined[-1].append(block)
             k_start, k_end = min(k_start, k_first), max(k_end, k_last)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
-from megatron_cp.layout.packing import IntArray, offsets_remedy
+from megatron_cp.layout.packing import IntArray, check_signed, offsets_remedy
 
 # Keys by which collators describe documents. They are not passed to the model.
 _LENGTHS = ("lengths", "seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -106,10 +106,10 @@ def on_host(name: str, values: object) -> IntArray:
     try:
         found = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError):
-        found = np.empty(0)
-    if found.dtype.kind not in "iu":
+        found = np.empty(1)
+    if found.size and found.dtype.kind not in "iu":
         raise ArgumentError(name, values, "integers")
-    return found.astype(np.int64)
+    return check_signed(name, found).astype(np.int64)
 
 
 def _checked_row(batch: Mapping[str, Any]) -> int:

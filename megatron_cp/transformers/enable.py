@@ -334,12 +334,11 @@ class ContextParallel:
         """Returns `[1, t]`: the token that each of this rank's tokens predicts; None without labels."""
         if (shifted := batch.get("shift_labels")) is not None:
             check_loss(self._model, shifts=False)
-            stream = _per_token("shift_labels", shifted, layout.packing)
-            return self._rows(stream.long(), layout, IGNORE_INDEX)
+            return self._rows(_labels_of("shift_labels", shifted, layout.packing), layout, IGNORE_INDEX)
         if (labels := batch.get("labels")) is None:
             return None
         check_loss(self._model, shifts=True)
-        stream = _per_token("labels", labels, layout.packing).long()
+        stream = _labels_of("labels", labels, layout.packing)
         return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None]
 
 
@@ -402,6 +401,12 @@ def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
     return value[0]
 
 
+def _labels_of(name: str, labels: Tensor, packing: Packing) -> Tensor:
+    """Returns `[total]` int64 labels; fractions, which are no tokens, are refused."""
+    on_host(name, labels)
+    return _per_token(name, labels, packing).long()
+
+
 def _branched_labels(batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
     """Returns `[total]` the labels of documents that branch, each at its own place; None without labels."""
     assert layout.packing.branches is not None
@@ -410,7 +415,7 @@ def _branched_labels(batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
     if (labels := batch.get("labels")) is None:
         return None
     first = torch.from_numpy(layout.packing.branches.predecessors < 0)  # nothing predicts it
-    return _per_token("labels", labels, layout.packing).long().masked_fill(first, IGNORE_INDEX)
+    return _labels_of("labels", labels, layout.packing).masked_fill(first, IGNORE_INDEX)
 
 
 def _num_items(batch: Mapping[str, Any], layout: Layout) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host
+from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host
 
 
 def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tuple[Mapping[str, Any], Tensor | None]:
@@ -71,10 +71,10 @@ def join_documents(rows: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
             if (counted != np.arange(len(counted)) - starts[np.cumsum(begins) - 1]).any():
                 raise ArgumentError("position_ids", positions, "positions that count up from 0 in every document")
         lengths += np.diff(np.append(np.flatnonzero(begins), kept.sum())).tolist()
-        ids.append(np.asarray(row["input_ids"])[kept])
-        labels.append(np.asarray(row["labels"])[kept])
+        ids.append(on_host("input_ids", row["input_ids"])[kept])
+        labels.append(on_host("labels", row["labels"])[kept])
     joined = {"input_ids": np.concatenate(ids)[None], "labels": np.concatenate(labels)[None]}
-    return {name: torch.from_numpy(value).long() for name, value in joined.items()} | {"lengths": torch.tensor(lengths)}
+    return {name: torch.from_numpy(value) for name, value in joined.items()} | {"lengths": torch.tensor(lengths)}
 
 
 def restore_rows(rows: Tensor, kept: Tensor | None) -> Tensor:

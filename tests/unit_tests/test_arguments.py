@@ -63,7 +63,9 @@ NO_ARRAY = [None, 5, True, "abc", b"123456789", list(range(9)), {}, np.array(3),
             torch.arange(8), np.ma.array(STREAM, mask=STREAM > 4), NESTED, JAGGED, torch.eye(9).to_sparse(),
             object()]  # fmt: skip
 NO_TOKENS = [*NO_ARRAY, STREAM * 1.0, STREAM > 4, STREAM * 1j, STREAM.astype("m8[s]"), STREAM.astype(str),
-             STREAM.astype(object), torch.ones(9), torch.ones(9) > 0, torch.ones(9) * 1j]  # fmt: skip
+             STREAM.astype(object), STREAM.astype(np.uint64) + np.uint64(2**63),
+             torch.from_numpy(STREAM.astype(np.uint64) + np.uint64(2**63)), torch.ones(9), torch.ones(9) > 0,
+             torch.ones(9) * 1j]  # fmt: skip
 
 
 def no_tensor(good):
@@ -167,7 +169,8 @@ CALLS = {
         "lengths": NO_LIST, "parents": [*NO_LIST[:-1], [0], [-2], [-1, 0]], "ends": [*NO_LIST[1:], [-1], [1, 1]]}),
     "Packing.from_sequences": (cp.Packing.from_sequences, {"sequences": [[3, 4]]}, {
         "sequences": [None, 5, 2.5, True, object(), [], [5], [None], ["31"], [b"31"], [{3, 1}], [{3: 1}], [[3, True]],
-                      [[3, 1.5]], [[3, None]], [["3"]], [[BEYOND]], [[[3]]], [MASKED], [torch.tensor([3.0])]],
+                      [[3, 1.5]], [[3, None]], [["3"]], [[BEYOND]], [[2**63, 3]], [[[3]]], [MASKED],
+                      [torch.tensor([3.0])]],
         "min_shared": [*NO_INTEGER, 0]}),
     **{call: (function, {"tokens": STREAM}, {
         "tokens": [None, 5, True, "1", {1}, [True], [1.0], [9], [-1], MASKED, torch.ones(2), [BEYOND]]})
@@ -346,6 +349,7 @@ CALLS = {
         "loss_mask": [*optional(NO_ARRAY), STREAM[:, None], STREAM * 1j, STREAM.astype(str), STREAM.astype("m8[s]"),
                       torch.ones(9) * 1j, torch.ones(9) * math.nan, (STREAM + 1) * math.inf, STREAM * 1e300],
         "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE], "seed": NO_INTEGER, "agree": NO_FLAG,
+        "labels_may_be_tokens": NO_FLAG,
         "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device],
         "into": [5, True, "slots", [], {}, cp.GraphTables]}),
     "GraphTables": (cp.GraphTables, {"capacity_tokens": 16, "capacity_documents": 3, "cp_size": 2}, {

@@ -368,3 +368,10 @@ def test_rejects_a_size_that_does_not_divide_llamafactorys_processes(llamafactor
 def test_rejects_positions_that_name_no_documents(positions):
     with pytest.raises(ArgumentError, match=r"position_ids: got .*count up from 0"):
         join_documents([{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": positions}])
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_rejects_rows_of_fractions(name):
+    row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], name: [1, 2.5, 3]}
+    with pytest.raises(ArgumentError, match=f"{name}: got .*; allowed: integers"):
+        join_documents([row])

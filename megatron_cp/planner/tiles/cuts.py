@@ -119,8 +119,8 @@ def bands_by_rank(mask: Mask, problem: TileProblem, ranks_of_tiles: IntArray) ->
     rank = ranks[order[found]]
     runs, rank = _runs_of_columns(mask, pieces, rank, problem)
     offsets = np.searchsorted(rank, np.arange(problem.num_ranks + 1))
-    starts = mask.packing.cu_seqlens
-    parts = [band.joined(runs[first:last], starts) for first, last in itertools.pairwise(offsets.tolist())]
+    barriers = mask.packing.barriers
+    parts = [band.joined(runs[first:last], barriers) for first, last in itertools.pairwise(offsets.tolist())]
     parts = [part[np.lexsort((part[:, 2], part[:, 0]))] for part in parts]
     return np.concatenate(parts), np.concatenate([[0], np.cumsum([len(part) for part in parts])])
 

@@ -184,9 +184,10 @@ def _pieces(q_start: int, q_end: int, k_start: int, k_end: int, lo: int, hi: int
 
 
 def _additive_mask(rows: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:
-    ahead = torch.arange(columns) - torch.arange(rows)[:, None]
-    mask = torch.zeros(rows, columns, dtype=dtype)
-    return mask.masked_fill_((ahead < 0) | (ahead > width), -torch.inf)[None, None]
+    with torch.inference_mode(False):  # masks outlive an evaluation
+        ahead = torch.arange(columns) - torch.arange(rows)[:, None]
+        mask = torch.zeros(rows, columns, dtype=dtype)
+        return mask.masked_fill_((ahead < 0) | (ahead > width), -torch.inf)[None, None]
 
 
 def _size(rows: slice) -> int:

@@ -160,9 +160,10 @@ def _make_visibility(tiles: Tiles, device: torch.device) -> _Visibility:
     counts, indices, full_counts, full_indices = (
         on_device(table, device) for table in (*_block_lists(some & ~whole), *_block_lists(whole))
     )
-    blocks = flex.BlockMask.from_kv_blocks(
-        counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys)
-    )
+    with torch.inference_mode(False):  # it makes tables of its own, which outlive an evaluation
+        blocks = flex.BlockMask.from_kv_blocks(
+            counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys)
+        )
     return _Visibility(blocks, on_device((ends > starts).any(0), device, torch.bool), len(starts))
 
 

@@ -67,6 +67,34 @@ def test_a_rank_without_a_gradient_has_zeros_and_gets_the_sum(bucket_bytes, monk
                 assert (of_rank[number] - sum(gradient_of(shape, number, rank) for rank in having)).abs().sum() < 1e-14
 
 
+def step_with_other_weights(group, changed, named):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].weight.requires_grad_(False)  # what is not trained is in the loss too
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.5 if group.rank == 2 and name == changed else 0.25)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model[1].weight.grad.clone()
+    try:
+        for _ in range(2):
+            cp.reduce_gradients(model if named else model.parameters(), group)
+    except CallMismatchError as error:
+        assert torch.equal(model[1].weight.grad, before)
+        return str(error)
+    return "reduced"
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("changed", ["0.weight", "1.bias"])
+def test_rejects_other_weights_on_a_rank(changed, named):
+    for said in run_ranks(step_with_other_weights, 3, changed, named):
+        assert "the ranks' parameters differ (rank 2 from rank 0); build the model after the same" in said
+        lines = said.splitlines()[1:]
+        name = changed if named else {"0.weight": "parameters[0]", "1.bias": "parameters[3]"}[changed]
+        assert [line.split(": ")[:2] for line in lines] == [["  rank 0", name], ["  rank 2", name]]
+    assert run_ranks(step_with_other_weights, 3, "", named) == ["reduced"] * 3
+
+
 def test_messages_hold_nothing_that_nobody_wrote(monkeypatch):
     start, sent = ThreadGroup.start_all_to_all, []
 
@@ -97,6 +125,8 @@ def test_sums_of_fewer_bits_are_made_in_fp32_and_other_parameters_are_rejected()
 def of_module(group):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight  # shared: summed once
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
     model[1].bias.requires_grad_(False).grad = torch.ones(2)
     storage = torch.full((4,), group.rank + 1.0)
     model[0].weight.grad = storage.view(2, 2)

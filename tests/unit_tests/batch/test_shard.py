@@ -154,6 +154,30 @@ MISFITS = {
 }
 
 
+@pytest.mark.parametrize("mask", [None, np.arange(RAGGED.total) % 3 == 0])
+def test_rejects_labels_that_are_the_tokens(mask):
+    tokens, layout = ids(), cp.Layout.contiguous(RAGGED, 1)
+    ignored = torch.where(torch.arange(RAGGED.total) % 2 == 0, tokens, -100)
+    for labels in (tokens, tokens.numpy(), ignored):
+        given = {"tokens": tokens, "layout": layout, "labels": labels, "loss_mask": mask}
+        rejects("labels: got 'the tokens, wherever they count'; .*labels_may_be_tokens=True", cp.shard_batch, **given)
+        batch = cp.shard_batch(**given, labels_may_be_tokens=True)
+        assert torch.equal(batch.labels[batch.loss_weights != 0], tokens[batch.loss_weights != 0])
+
+
+def test_labels_may_equal_tokens_where_the_next_tokens_do_or_by_chance():
+    layout = cp.Layout.contiguous(cp.Packing([5, 4]), 1)
+    few = torch.tensor([1, 2, 3, -100, -100, 6, -100, -100, 9])  # the last token has no next one here
+    for tokens, labels in (
+        (torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)),
+        (torch.tensor([7, 7, 7, 7, 7, 2, 2, 2, 2]), torch.tensor([7, 7, 7, 7, 7, 2, 2, 2, 2])),
+        (torch.arange(1, 10), few.where(torch.arange(9) != 0, -100)),
+        (torch.arange(1, 10), torch.full((9,), -100)),
+        (torch.arange(1, 10), torch.arange(2, 11)),
+    ):
+        assert cp.shard_batch(tokens, layout, labels=labels).labels.tolist() == labels.tolist()
+
+
 @pytest.mark.parametrize("misfit", MISFITS)
 @pytest.mark.parametrize("argument", ["tokens", "labels", "loss_mask"])
 def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
@@ -200,7 +224,7 @@ OTHERS = {
     "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)}, "labels": {"labels": ids().flip(0)},
     "weights": {"loss_mask": torch.full((RAGGED.total,), 2.0)},
 }  # fmt: skip
-GIVEN = {"labels": ids(), "loss_mask": torch.ones(RAGGED.total)}
+GIVEN = {"labels": ids().roll(-1), "loss_mask": torch.ones(RAGGED.total)}
 
 
 @pytest.mark.parametrize("other", OTHERS)

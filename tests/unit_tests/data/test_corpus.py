@@ -145,6 +145,18 @@ def test_a_range_of_a_document_stays_inside_it():
     assert corpus.skipped == {}
 
 
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("flat", np.arange(7) * 1.0), ("flat", list(range(7))), ("flat", np.full(7, 2**63, np.uint64)),
+        ("offsets", [0, 5, 3, 7]), ("offsets", [0.0, 7.0]), ("offsets", [0, 6]), ("offsets", [1, 7]), ("offsets", []),
+    ],
+)  # fmt: skip
+def test_rejects_tokens_and_offsets_of_no_corpus(argument, given):
+    arrays = {"flat": np.arange(7), "offsets": np.array([0, 3, 7]), argument: given}
+    rejects(rf"{argument}: got .*; allowed: (a flat|offsets that|integers below)", TokenCorpus, "two", 9, **arrays)
+
+
 def test_what_is_read_out_is_nobody_elses(tmp_path):
     write(tmp_path, {"a": "abc"})
     corpus = read(tmp_path)

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,6 +237,12 @@ def test_pieces_of_even_packs_keep_their_order():
     kept = list(pieces)
     pieces.clear()
     assert stream.pieces(1) == kept
+
+
+@pytest.mark.parametrize("lengths", [[3.5, 2.0], [3, -1], np.array([2**63], np.uint64), None])
+def test_rejects_a_corpus_whose_lengths_are_none(lengths):
+    corpus = SimpleNamespace(name="mine", vocab_size=9, lengths=lengths, skipped={})
+    rejects("corpus.lengths: got", PackedStream, corpus, 4)
 
 
 @pytest.mark.parametrize("even", [True, 3, (2, 2), COST])

@@ -130,17 +130,6 @@ def test_an_expanded_gradient_and_no_group():
     assert torch.equal(gather(local, LAYOUTS["one rank"], None), local)
 
 
-def test_rejects_second_derivatives():
-    def rank_main(group: RankGroup) -> None:
-        x = torch.ones(int(LAYOUTS["contiguous, cp 3"].row_counts[group.rank]), requires_grad=True)
-        loss = gather(x, LAYOUTS["contiguous, cp 3"], group).square().sum() + x.square().sum()
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.sum().backward()
-
-    run_ranks(rank_main, 3)
-
-
 def _refused(local: Tensor, group: RankGroup | None) -> str:
     with pytest.raises(ArgumentError) as caught:
         gather(local, LAYOUTS["contiguous, cp 3"], group)

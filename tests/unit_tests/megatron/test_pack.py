@@ -37,7 +37,8 @@ def test_a_sample_of_megatrons_becomes_a_pack_without_its_filling():
 
 def test_rejects_samples_of_two_packs_and_offsets_beyond_them():
     rejects("micro_batch_size: got 2; allowed: 1", Pack.from_megatron, sample(2), PAD)
-    rejects("cu_seqlens: got", Pack.from_megatron, {**sample(), "cu_seqlens": torch.tensor([[0, 13]])})
+    for offsets in ([0, 13], [0, 9, 5, 12], [3, 12], [0.0, 12.0]):
+        rejects("cu_seqlens: got", Pack.from_megatron, {**sample(), "cu_seqlens": torch.tensor([offsets])})
 
 
 def broadcast(group, packs):

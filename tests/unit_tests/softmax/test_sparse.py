@@ -9,6 +9,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.choices import ROWS, first_of_largest
 from megatron_cp.softmax.selection import _cut
 from megatron_cp.testing.memory import PeakMemory
@@ -253,7 +254,7 @@ def test_queries_that_see_a_few_keys_more_are_computed_together():
     firsts = ((0, 400, 0), (403, 1003, 101))
     slices = [(at, at + 4, key, key + 1 + (at - q) // 4, "full") for q, end, key in firsts for at in range(q, end, 4)]
     bands = cp.Mask.from_slices(packing, slices, keys).bands
-    blocks = _cut(bands, of_one_path=False)
+    blocks = _cut(Tiles(bands, np.arange(packing.total), np.arange(keys.total)), packing, of_one_path=False)
     rows = [[int(block[:, 0].min()), int(block[:, 1].max())] for block in blocks]
     assert len(bands) > 200
     assert rows == [[at, min(at + ROWS, end)] for q, end, _ in firsts for at in range(q, end, ROWS)]
