@@ -17,7 +17,7 @@ from megatron_cp.batch.branched import Targets, targets_of
 from megatron_cp.batch.graph_tables import GraphTables, documents_of, is_padded_to_capacity, pad_to_capacity
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
-from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.executor.agreement import agree_on_batch
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.run import prepare
@@ -149,7 +149,7 @@ def shard_batch(
     if agree and layout.cp_size > 1:
         given = [("labels", labels, targets), ("loss_weights", loss_mask, weights)]
         compared = {name: stream for name, said, stream in given if said is not None}
-        check_agreement(plans, ranks, seed=mixed, tensors=compared)
+        agree_on_batch(ranks, plans, ids, seed, mixed, compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
     tree_targets = targets_of(layout, ranks.rank, device, targets, weights, counts)
     if into is None:

@@ -319,4 +319,7 @@ class BatchPlan:
 
     def describe(self) -> list[str]:
         """Returns the layout and every plan as lines of text, which ranks compare when their plans differ."""
-        return [*self.layout.describe(), *(line for plan in self.plans for line in plan.describe())]
+        lines = self.layout.describe()
+        for number, plan in enumerate(self.plans):
+            lines += [f"slot {number}, {line}" for line in plan.describe(beside=self.layout)]
+        return lines
