@@ -16,6 +16,7 @@ from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.capabilities import hints_keywords
 
 
 class Layer(nn.Module):
@@ -28,6 +29,11 @@ class Layer(nn.Module):
     """
 
     slot: Slot
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            hints_keywords(cls)
 
     def __init__(self, hidden_size: int, kernel: str | Kernel, kernels: Sequence[Kernel]) -> None:
         super().__init__()
@@ -62,7 +68,8 @@ class Layer(nn.Module):
         if not isinstance(batch, LocalBatch | BatchPlan):
             raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
         ranks = as_rank_group(group, batch.layout.cp_size)
-        check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size), like=hidden)
+        layout, shape = batch.layout, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size)
+        check_tensor("hidden", hidden, shape, like=hidden, layout=layout)
         return ranks
 
     @no_compile
