@@ -183,7 +183,9 @@ def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> 
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
     lines = [f"layer: {name}", *(f"{setting}: {value!r}" for setting, value in settings.items())]
-    _compare(ranks, lines, "comparison of layers", CallMismatchError, lambda *_: f"the ranks build {name} in different ways")
+    _compare(
+        ranks, lines, "comparison of layers", CallMismatchError, lambda *_: f"the ranks build {name} in different ways"
+    )
 
 
 def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> None:
@@ -211,7 +213,13 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any]) -> N
     device = max((tensor.device for tensor in tensors), key=lambda each: each.type != "cpu", default=None)
     sums = [_sum_of_bits(tensor).to(device, non_blocking=True) for tensor in tensors]
     lines = [template.format(*(torch.stack(sums).tolist() if sums else ())) for template in templates]
-    _compare(ranks, lines, "comparison of inputs", CallMismatchError, lambda *_: f"the ranks call {name} with different inputs")
+    _compare(
+        ranks,
+        lines,
+        "comparison of inputs",
+        CallMismatchError,
+        lambda *_: f"the ranks call {name} with different inputs",
+    )
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -73,9 +73,17 @@ def delta_rule(
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
     # v is first, since the others are compared with it.
     for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
-        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True, layout=plan.layout)
+        check_tensor(
+            name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True, layout=plan.layout
+        )
     heads = blocks[2].num_heads
-    check_tensor("g", g, (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads), like=v, layout=plan.layout)
+    check_tensor(
+        "g",
+        g,
+        (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads),
+        like=v,
+        layout=plan.layout,
+    )
     check_tensor("beta", beta, (layer.rows, heads), like=v, layout=plan.layout)
     layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)

@@ -71,7 +71,9 @@ def mamba2(
     x, B, C = widened(x, B, C)  # noqa: N806
     layer, blocks = LinearOnRank(plan, group, kernel, "x", x, cache), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
-        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True, layout=plan.layout)
+        check_tensor(
+            name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True, layout=plan.layout
+        )
     heads = blocks[0].num_heads
     check_tensor("dt", dt, (layer.rows, heads), like=x, layout=plan.layout)
     check_tensor("A", A, (heads,), like=x)

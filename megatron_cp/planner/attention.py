@@ -148,12 +148,12 @@ def plan_attention(
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
     mask = mask_over(packing, mask, kv_packing)
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
-    head_dim = checked_size("head_dim", head_dim)
-    value_head_dim = head_dim if value_head_dim is None else checked_size("value_head_dim", value_head_dim)
     for name, value in {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}.items():
         if value is not None:
             checked_integer(name, value, 1)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
+    head_dim = checked_size("head_dim", head_dim, heads)
+    value_head_dim = head_dim if value_head_dim is None else checked_size("value_head_dim", value_head_dim, heads)
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_item_size(item_size), machine(hardware)
     on, topology = checked_machine(transport, on, topology, layout.cp_size)

@@ -242,7 +242,7 @@ Slot = AttentionSpec | LinearSpec
 def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) -> None:
     """Refuses sizes of a spec that no layer has, and numbers of parts that are no integers of at least 1."""
     for name in sizes:
-        checked_size(name, getattr(slot, name))
+        checked_size(name, getattr(slot, name), slot.heads if name.endswith("dim") else 1)
     for name in optional:
         if getattr(slot, name) is not None:
             checked_integer(name, getattr(slot, name), 1)

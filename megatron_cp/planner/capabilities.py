@@ -14,7 +14,6 @@ from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES
 
-
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 

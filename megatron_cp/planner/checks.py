@@ -109,9 +109,7 @@ def checked_machine(
 
 def checked_heads(**counts: int) -> tuple[int, int]:
     """Returns the numbers of heads and of groups; errors use the names of the two keyword arguments, heads first."""
-    (heads_name, heads), (groups_name, groups) = (
-        (name, checked_size(name, count)) for name, count in counts.items()
-    )
+    (heads_name, heads), (groups_name, groups) = ((name, checked_size(name, count)) for name, count in counts.items())
     if heads % groups:
         raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
     return heads, groups

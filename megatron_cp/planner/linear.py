@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_cp.errors import MAX_FEATURES, MAX_SIZE, ArgumentError, checked_integer
+from megatron_cp.errors import MAX_FEATURES, ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
@@ -329,8 +329,12 @@ def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape
         if value is None:
             sizes[argument.field] = sizes[default] if isinstance(default, str) else default or 1
         else:
-            most = MAX_SIZE if kind.has_state else MAX_FEATURES  # channels are the features of all heads
-            sizes[argument.field] = checked_integer(argument.name, value, 1, most)
+            of_heads = sizes["heads"] if argument.field in ("key_dim", "value_dim") else 1
+            sizes[argument.field] = (
+                checked_size(argument.name, value, of_heads)
+                if kind.has_state
+                else checked_integer(argument.name, value, 1, MAX_FEATURES)  # channels are features of all heads
+            )
     if "groups" in sizes:
         checked_heads(**{kind.argument(field) or field: sizes[field] for field in ("heads", "groups")})
     heads = sizes["heads"]

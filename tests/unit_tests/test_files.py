@@ -32,7 +32,10 @@ def plan():
 
 @pytest.mark.parametrize(
     ("name", "save"),
-    [("page.html", lambda path: save_page({"title": "x"}, path)), ("plan.png", lambda path: save_picture(plan(), path))],
+    [
+        ("page.html", lambda path: save_page({"title": "x"}, path)),
+        ("plan.png", lambda path: save_picture(plan(), path)),
+    ],
 )
 def test_rejects_a_full_disk_and_keeps_what_was_there(name, save, tmp_path, full_disk):
     path = tmp_path / name

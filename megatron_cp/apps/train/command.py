@@ -241,9 +241,8 @@ def _finished(
                 f"{gradients_limit:g} for gradients)"
             )
             lines.append(verdict)
-    with writing(folder, LOSS_PICTURE):
-        with whole_file(folder / LOSS_PICTURE) as new:
-            loss_figure(entries, label, theirs).savefig(new, dpi=130)
+    with writing(folder, LOSS_PICTURE), whole_file(folder / LOSS_PICTURE) as new:
+        loss_figure(entries, label, theirs).savefig(new, dpi=130)
     write_report(
         folder, options, command_line(args), record.environment, label, entries, theirs, data | shown,
         (verdict, is_good), limits(options) if args.compare else {},

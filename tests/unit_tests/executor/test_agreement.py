@@ -204,8 +204,8 @@ def test_rejects_layouts_of_which_one_differs_showing_which():
     zigzag, contiguous = cp.Layout.zigzag(packing, SIZE), cp.Layout.contiguous(packing, SIZE)
 
     def rank_main(group: RankGroup) -> str:
+        target = zigzag if group.rank == 1 else contiguous
         with pytest.raises(cp.CallMismatchError) as caught:
-            target = zigzag if group.rank == 1 else contiguous
             cp.relayout(torch.ones(int(zigzag.row_counts[group.rank])), zigzag, target, group)
         return str(caught.value)
 

@@ -8,8 +8,8 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
-from megatron_cp.plan.transport import Transport
 from megatron_cp.nn import Attention
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec
 from megatron_cp.planner.capabilities import require, working
@@ -91,6 +91,7 @@ def test_rejects_shapes_that_mamba_does_not_have(argument, change):
         (lambda: AttentionSpec(heads=6), "^head_dim: got None; allowed: an integer from 1"),
         (lambda: AttentionSpec(2, 2, 10**9), "^head_dim: got 1000000000; allowed: an integer from 1 to 65536"),
         (lambda: LinearSpec("conv1d", 2**25, 1, 1, 1), "^heads: got 33554432; allowed: an integer from 1 to 16777216"),
+        (lambda: plan_attention(PACKING, LAYOUT, heads=2**16, head_dim=2**9), "^head_dim: got 512; .* from 1 to 256"),
         (lambda: plan_attention(PACKING, LAYOUT, heads=10**12, head_dim=8), "^heads: got .* from 1 to 65536"),
         (lambda: plan_attention(PACKING, LAYOUT, heads=2, head_dim=8, item_size=17), "^item_size: got .* from 1 to 16"),
         (lambda: plan_linear(PACKING, LAYOUT, "gdn", heads=2, head_dim=10**9), "^head_dim: got .* from 1 to 65536"),
@@ -101,12 +102,13 @@ def test_rejects_sizes_when_they_are_given(make, says):
     rejects(says, make)
 
 
-@pytest.mark.parametrize("tokens", [2**27, 2**40])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("tokens", [2**27, 2**30])
 def test_the_largest_sizes_are_planned(tokens):
     packing = Packing([tokens])
     layout = Layout.contiguous(packing, 2)
-    assert plan_attention(packing, layout, heads=2**16, head_dim=2**16, item_size=16).prices[0].forward > 0
-    sizes = {"heads": 2**16, "head_dim": 2**16, "hidden_size": 2**24, "item_size": 16}
+    assert plan_attention(packing, layout, heads=2**16, head_dim=2**8, item_size=16).prices[0].forward > 0
+    sizes = {"heads": 2**16, "head_dim": 2**8, "hidden_size": 2**24, "item_size": 16}
     assert plan_linear(packing, layout, "gdn", **sizes).prices[0].forward > 0
 
 
