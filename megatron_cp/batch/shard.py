@@ -211,7 +211,7 @@ def _labels_and_weights(
             targets = _integers("labels", labels, packing)
             weights = (targets >= 0).float()
         else:
-            targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
+            targets, weights = ids.roll(-1), torch.ones(packing.total, dtype=torch.float32, device="cpu")
             weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
         counts = (weights != 0).long()
     return (targets, weights, counts) if given is None else (targets, weights * given, counts * (given != 0))

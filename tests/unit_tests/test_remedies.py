@@ -336,6 +336,7 @@ ELSEWHERE_RUN = {
     "leave the choice to kernel='auto'": "functional_tests/test_cuda_graphs.py",
     "Give megatron_cp.megatron.batch.shard_batch the batch's position_ids.":
         "functional_tests/test_megatron_positions.py",
+    "Megatron gives offsets with --sft or --dataloader": "unit_tests/megatron/test_pack.py",
     "Leave seq_idx out.": "unit_tests/megatron/test_batch.py",
     "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec.": "functional_tests/test_megatron_batch.py",
     "Shard the batch with megatron_cp.megatron.batch.shard_batch": "functional_tests/test_megatron_batch.py",
