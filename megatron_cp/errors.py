@@ -4,6 +4,8 @@ import math
 from numbers import Integral, Real
 
 MAX_INTEGER = 2**63 - 1
+MAX_SIZE = 2**16  # heads, or features of one, beyond any model
+MAX_FEATURES = 2**24  # features of all heads, or of hidden states: bytes of a batch stay below 2**63
 
 
 class ArgumentError(ValueError):
@@ -39,6 +41,11 @@ def checked_integer(argument: str, value: object, least: int, most: int | None =
         allowed += ", below 2**63" if most is None and number is not None and number > MAX_INTEGER else ""
         raise ArgumentError(argument, value, allowed)
     return number
+
+
+def checked_size(argument: str, value: object, heads: int = 1) -> int:
+    """Returns `value` as an int after checking that it is a number of heads, or of features of each of `heads`."""
+    return checked_integer(argument, value, 1, min(MAX_SIZE, MAX_FEATURES // heads))
 
 
 def as_number(value: object) -> float:

@@ -41,8 +41,12 @@ def attach_stub(
                 raise kind(_remedy(package, extra, error), name=error.name) from error
             vars(sys.modules[package])[name] = found  # lazy_loader keeps it from 0.6 on
             return found
+        text = hint(name)
+        # An import statement would drop the hint of an AttributeError, and look for a module of that name.
+        if text and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+            raise ImportError(f"cannot import name {name!r} from {package!r}{text}", name=package)
         # With its name, so that Python adds no hint of its own to this one.
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}", name=name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{text}", name=name)
 
     def hint(name: str) -> str:
         if name in old:
@@ -50,7 +54,7 @@ def attach_stub(
         # Inspection asks for the former; an import statement asks for a module before it imports it.
         if name.startswith("__") or (folder / f"{name}.py").exists() or (folder / name).is_dir():
             return ""
-        return _resembling(name, names)
+        return _resembling(name, names, [f"{package}.{room}" for room in _rooms_with(name, folder)])
 
     return get, lambda: sorted(public), names
 
@@ -61,12 +65,19 @@ def _remedy(package: str, extra: str, error: ImportError) -> str:
     return f"{error}; {package} needs it: {install(extra)}"
 
 
-def _resembling(name: str, known: Collection[str]) -> str:
+def _rooms_with(name: str, folder: Path) -> list[str]:
+    """Returns the packages in a folder that export a name."""
+    stubs = sorted(folder.glob("*/__init__.pyi"))
+    return [stub.parent.name for stub in stubs if f" as {name}\n" in stub.read_text()]
+
+
+def _resembling(name: str, known: Collection[str], rooms: Collection[str]) -> str:
     from difflib import get_close_matches
 
     plain = {_plain(each): each for each in known}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.75) or [each for each in plain if _is_part(name, each)]
-    return f". Did you mean {' or '.join(plain[each] for each in near)}?" if near else ""
+    found = [*(f"{room}.{name}" for room in rooms), *(plain[each] for each in near)]
+    return f". Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _is_part(name: str, plain: str) -> bool:

@@ -17,7 +17,7 @@ from megatron_cp.batch.branched import Targets, targets_of
 from megatron_cp.batch.graph_tables import GraphTables, documents_of, is_padded_to_capacity, pad_to_capacity
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
-from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.executor.agreement import agree_on_batch
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.run import prepare
@@ -154,7 +154,7 @@ def shard_batch(
     if agree and layout.cp_size > 1:
         given = [("labels", labels, targets), ("loss_weights", loss_mask, weights)]
         compared = {name: stream for name, said, stream in given if said is not None}
-        check_agreement(plans, ranks, seed=mixed, tensors=compared)
+        agree_on_batch(ranks, plans, ids, seed, mixed, compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
     tree_targets = targets_of(layout, ranks.rank, device, targets, weights, counts)
     if into is None:
@@ -220,7 +220,7 @@ def _labels_and_weights(
             if not labels_may_be_tokens:
                 _refuse_tokens(ids, targets, weights if given is None else weights * given, packing)
         else:
-            targets, weights = ids.roll(-1), torch.ones(packing.total, device="cpu")
+            targets, weights = ids.roll(-1), torch.ones(packing.total, dtype=torch.float32, device="cpu")
             weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
         counts = (weights != 0).long()
     return (targets, weights, counts) if given is None else (targets, weights * given, counts * (given != 0))

@@ -170,7 +170,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
     )  # fmt: skip
     group.add_argument(
         "--documents",
-        type=positive,
+        type=rows,
         metavar="N",
         help="instead of --lengths: a number of documents, such as 64, whose lengths are drawn from --corpus, or "
         f"without a corpus from a law of short lengths with a heavy tail (default: {DOCUMENTS})",

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import MAX_SIZE, ArgumentError
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.planner.capabilities import did_you_mean, spelled
 
 MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry for each token
-MAX_SIZE = 2**16  # heads or features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
 MAX_SECONDS = 10**6
 _LARGEST = 2**63 - 1
 
@@ -58,6 +57,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
+        if word == "--micro-batch-size" and "--seq-length" in known:
+            self.error(f"{word}: there is no such option. A microbatch is one pack of --seq-length tokens.")
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -136,13 +137,13 @@ def rows(text: str) -> int:
 
 
 def tokens(text: str) -> int:
-    """Parses a number of tokens from 1 that fits 63 bits, such as 256k."""
-    return _integer(text, 1, _LARGEST, "such as 4096 or 4k", _scaled)
+    """Parses a number of tokens from 1 that fits a batch, such as 256k."""
+    return _integer(text, 1, MAX_TOKENS, "such as 4096, 4k or 1M", _scaled)
 
 
 def document_tokens(text: str) -> list[int]:
     """Parses the tokens of documents, separated by commas, such as 130,256k."""
-    return [_integer(part, 0, _LARGEST, "as in 7,1,130", _scaled) for part in text.split(",")]
+    return [_integer(part, 0, MAX_TOKENS, "as in 7,1,130, 4k or 1M", _scaled) for part in text.split(",")]
 
 
 def parents(text: str) -> list[int]:

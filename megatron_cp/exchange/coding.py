@@ -1,11 +1,10 @@
 """Coding and decoding of messages: one byte an element and a float32 scale for each token and head.
 
-    scale = max|x| / largest        code = round(x / scale)        x' = scale * code
+    scale = max(max|x| / largest, 2^-126)        code = round(x / scale)        x' = scale * code
 
-The arithmetic is in float32. If the largest element of a head is m, the error of an element x is at most |x| / 16 or m
-/ 2^18, whichever is more, in E4M3; |x| / 8 or m / 2^32 in E5M2; and m / 254 in INT8. If m is below 2^-126 * largest,
-the error is at most 2^-126 in all three. A head with an element that is not finite decodes to NaN, since its scale is
-not finite either.
+The arithmetic is in float32. The error of an element x is at most |x| / 16 or scale / 2^10, whichever is more, in E4M3;
+|x| / 8 or scale / 2^17 in E5M2; and scale / 2 in INT8. A head with an element that is not
+finite decodes to NaN, since its scale is not finite either.
 
 Shapes: `n` any, `h` heads, `d` head size.
 """

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
+from megatron_cp.executor.differences import Detail, describe_differences, differing_names, layout_details
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
 from megatron_cp.layout.memo import remembered
@@ -61,9 +61,36 @@ def check_agreement(
         for name, tensor in tensors.items()
     ):
         raise ArgumentError("tensors", tensors, "tensors on the host, by name")
-    lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
-    lines += [f"{name}: {_describe_contents(tensor)}" for name, tensor in sorted(tensors.items())]
-    _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
+    _agree_on_plans(ranks, plan, [] if seed is None else [f"tokens and seed: {seed}"], tensors, {})
+
+
+def agree_on_batch(
+    ranks: RankGroup, plans: Agreeable, tokens: Tensor, seed: int, digest: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Does what `check_agreement` does for a batch whose tokens and seed have a digest already."""
+    lines = [f"seed: {seed}", f"tokens: {_describe_shape(tokens)} #{digest:x}"]
+    _agree_on_plans(ranks, plans, lines, tensors, {"tokens": tokens})
+
+
+def _agree_on_plans(
+    ranks: RankGroup, plan: Agreeable, lines: list[str], tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]
+) -> None:
+    """Compares plans, `lines`, and `tensors` by their digests; `others` have theirs in `lines`."""
+    lines = lines + [f"{name}: {_describe_contents(tensor)}" for name, tensor in sorted(tensors.items())]
+    of_plan = plan.describe()
+
+    def what(here: Sequence[str], there: Sequence[str]) -> str:
+        names = {name for name, _ in differing_names(here, there)}
+        given = {line.partition(": ")[0] for line in lines}
+        return _DIFFERENT_BATCHES if names <= given else _DIFFERENT_PLANS
+
+    def details() -> dict[str, Detail]:
+        elements = {**others, **tensors}
+        return layout_details(plan) | {
+            name: Detail("[{}] is {}", tensor.flatten().tolist()) for name, tensor in elements.items()
+        }
+
+    _compare(ranks, [*of_plan, *lines], "comparison of plans", PlanMismatchError, what, details)
     _remember(ranks, plan)
 
 
@@ -136,8 +163,16 @@ def _compare_call(
         f"gradients: {'on' if grad else 'off'}",
     ]
     lines = [*kind_of_call, *(f"{name}: {value!r}" for name, value in once.items())]
-    lines += [line for subject in subjects for line in _digest_and_lines(subject)[1]]
-    _compare(ranks, lines, "comparison of calls", CallMismatchError, f"the ranks call {operation} in different ways")
+    of_subjects = list(zip(["source, ", "target, "] if len(subjects) > 1 else [""], subjects, strict=False))
+    lines += [f"{group}{line}" for group, subject in of_subjects for line in _digest_and_lines(subject)[1]]
+
+    def details() -> dict[str, Detail]:
+        return {
+            name: each for group, subject in of_subjects for name, each in layout_details(subject, group).items()
+        }  # fmt: skip
+
+    what = f"the ranks call {operation} in different ways"
+    _compare(ranks, lines, "comparison of calls", CallMismatchError, lambda *_: what, details)
     for subject in subjects:
         _remember(ranks, subject)
     ranks.agreed.add_call(call, _digest(kind_of_call), kind_of_call)
@@ -148,7 +183,9 @@ def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> 
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
     lines = [f"layer: {name}", *(f"{setting}: {value!r}" for setting, value in settings.items())]
-    _compare(ranks, lines, "comparison of layers", CallMismatchError, f"the ranks build {name} in different ways")
+    _compare(
+        ranks, lines, "comparison of layers", CallMismatchError, lambda *_: f"the ranks build {name} in different ways"
+    )
 
 
 def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any], what: str = "") -> None:
@@ -180,7 +217,7 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any], what
     sums = [_sum_of_bits(tensor).to(device, non_blocking=True) for tensor in tensors]
     lines = [template.format(*(torch.stack(sums).tolist() if sums else ())) for template in templates]
     what = what or f"the ranks call {name} with different inputs"
-    _compare(ranks, lines, "comparison of inputs", CallMismatchError, what)
+    _compare(ranks, lines, "comparison of inputs", CallMismatchError, lambda *_: what)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -190,8 +227,12 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 _DIFFERENT_PLANS = (
-    "the ranks made different plans ({other} differs from rank 0); every rank must plan from the same document lengths "
-    "and options"
+    "the ranks made different plans ({other} differs from rank 0); every rank must plan from the same document "
+    "lengths, layout and options"
+)
+_DIFFERENT_BATCHES = (
+    "the ranks were given different batches ({other} differs from rank 0); every rank must be given the same whole "
+    "batch and seed, of which it keeps its own rows"
 )
 
 
@@ -229,25 +270,34 @@ def _describe_contents(tensor: Tensor) -> str:
     """Describes a tensor on the host, its elements by a digest."""
     # A copy, because a tensor of one element counts as contiguous whatever its stride, and bytes need a stride of 1.
     elements = tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
-    digest = hashlib.blake2b(elements, digest_size=8).hexdigest()
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {digest}"
+    return f"{_describe_shape(tensor)} #{hashlib.blake2b(elements, digest_size=8).hexdigest()}"
+
+
+def _describe_shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _digest(lines: Sequence[str]) -> bytes:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
 
-def _compare(ranks: RankGroup, lines: list[str], activity: str, error: type[PlanMismatchError], what: str) -> None:
-    """Raises `error` on every rank unless `lines` are the same on all."""
+def _compare(
+    ranks: RankGroup, lines: list[str], activity: str, error: type[PlanMismatchError],
+    what: Callable[[Sequence[str], Sequence[str]], str], details: Callable[[], Mapping[str, Detail]] = dict,
+) -> None:  # fmt: skip
+    """Raises `error` on every rank unless `lines` are the same on all.
+
+    Args:
+        what: returns what the error says of two ranks' lines.
+        details: returns elements of which lines have digests; it is called where ranks differ.
+    """
     ranks.activity, ranks.details = activity, tuple(lines)
     digests = ranks.all_gather_bytes(_digest(lines))
     if len(set(digests)) > 1:
-        everyones = ranks.all_gather_object(lines)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        shown = [
-            f"  rank 0: {here or 'nothing'}\n  rank {other}: {there or 'nothing'}"
-            for here, there in zip_longest(everyones[0], everyones[other])
-            if here != there
-        ]
-        raise error(f"{what.format(other=f'rank {other}')}:\n" + "\n".join(shown))
+        pair = (0, other)
+        everyones = ranks.all_gather_object((lines, details()) if ranks.rank in pair else None)
+        both, elements = zip(*(everyones[rank] for rank in pair), strict=True)
+        shown = describe_differences(pair, both, elements)
+        raise error(f"{what(*both).format(other=f'rank {other}')}:\n" + "\n".join(shown))
     ranks.activity, ranks.details = "", ()

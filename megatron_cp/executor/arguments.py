@@ -15,11 +15,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False, remedy: str = ""
-) -> None:
+    name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False, remedy: str = "",
+    layout: Layout | None = None,
+) -> None:  # fmt: skip
     """Refuses a tensor of another shape, on another device than `like`, or of a type not in `DTYPES`.
 
-    With `same_dtype` the type must be that of `like`.
+    With `same_dtype` the type must be that of `like`. `layout` is that of its rows, if it has some.
     """
     check_dense(name, tensor)
     fits = (
@@ -32,7 +33,22 @@ def check_tensor(
         return
     dtype = f"{like.dtype}" if same_dtype and like.dtype in DTYPES else "float64, float32, bfloat16 or float16"
     given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    if not remedy and layout is not None:
+        remedy = _rows_remedy(name, tuple(tensor.shape), shape, layout)
     raise ArgumentError(name, given, f"{dtype} {list(shape)} on {like.device}", remedy)
+
+
+def _rows_remedy(name: str, given: tuple[int, ...], shape: tuple[int, ...], layout: Layout) -> str:
+    """Returns what to do with rows of all ranks, or with heads that are not an axis of their own; "" for others."""
+    total = layout.packing.total
+    remedies = []
+    if layout.cp_size > 1 and (given[:1] == (total,) or given[:2] == (1, total)) and total != shape[0]:
+        batch = "[0]" * (given[:2] == (1, total) and total > 1)
+        remedies.append(f"These are the tokens of all ranks: pass this rank's, layout.shard({name}{batch}, rank).")
+    is_flat = len(shape) > 2 and given[-1:] == (shape[-2] * shape[-1],)
+    if is_flat and (given[-1] != shape[-1] or len(given) < len(shape)):
+        remedies.append(f"Heads are an axis: {name}.unflatten(-1, ({shape[-2]}, {shape[-1]})).")
+    return " ".join(remedies)
 
 
 def check_dense(name: str, tensor: object) -> None:
@@ -105,12 +121,15 @@ def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], 
     return shape[1:-2][:1], ""
 
 
-def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
+def check_rows(name: str, tensor: object, layout: Layout, rank: int) -> None:
     """Refuses an object that is no dense tensor with this rank's number of rows."""
     check_dense(name, tensor)
     assert isinstance(tensor, Tensor)
+    rows = int(layout.row_counts[rank])
     if tensor.ndim == 0 or len(tensor) != rows:
-        raise ArgumentError(name, f"{len(tensor)} rows" if tensor.ndim else "no rows", f"{rows} on rank {rank}")
+        given = f"{len(tensor)} rows" if tensor.ndim else "no rows"
+        remedy = _rows_remedy(name, tuple(tensor.shape), (rows, *tensor.shape[1:]), layout)
+        raise ArgumentError(name, given, f"{rows} on rank {rank}", remedy)
 
 
 def check_plan(plan: Plan, kind: str, maker: str) -> None:

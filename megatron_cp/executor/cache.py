@@ -279,7 +279,10 @@ class LayerCache:
                 ("queries in", plan.layout, layout) if plan.layout != layout else
                 ("keys in", plan.kv_layout, expected)
             )  # fmt: skip
-            remedy = "Plan each step with kv_packing=keys.packing, kv_layout=keys, where keys = cache.extend(layout)."
+            remedy = (
+                'Plan each step with mask="causal", kv_packing=keys.packing, kv_layout=keys, where keys ='
+                " cache.extend(layout)."
+            )
             raise ArgumentError("cache", f"a plan with {side} {given!r}", f"one with {side} {allowed!r}", remedy)
         for stored, tensor in zip(self._rows, tensors, strict=False):
             _check_like("keys and values", stored, tensor, stored.shape[1:], tensor.shape[1:])

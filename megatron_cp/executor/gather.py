@@ -48,7 +48,7 @@ def gather(
     if not isinstance(layout, Layout):
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks = as_rank_group(group, layout.cp_size)
-    check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
+    check_rows("local", local, layout, ranks.rank)
     check_stream("local", local.device, layout)
     checked_flag("same_loss", same_loss)
     transport = checked_transport(transport, layout.cp_size)

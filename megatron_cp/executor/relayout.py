@@ -47,7 +47,7 @@ def relayout(
                 name, layout, "a layout", "A plan's hidden_layout is None where nothing is redistributed."
             )
     ranks = as_rank_group(group, source.cp_size)
-    check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
+    check_rows("local", local, source, ranks.rank)
     check_stream("local", local.device, source)
     transport = checked_transport(transport, source.cp_size)
     options = {"transport": transport.describe()}

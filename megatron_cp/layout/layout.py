@@ -408,9 +408,8 @@ class Layout(Memo):
             digest.update(array.tobytes())
         lengths = hashlib.blake2b(self.packing.value, digest_size=8)
         return [
-            f"documents: {self.packing!r}, lengths hash {lengths.hexdigest()}",
-            f"layout: cp_size {self.cp_size}, align {self.align}, at least {self.min_rows} rows, "
-            f"fragments hash {digest.hexdigest()}",
+            f"documents: {self.packing!r} #{lengths.hexdigest()}",
+            f"layout: cp_size {self.cp_size}, align {self.align}, at least {self.min_rows} rows #{digest.hexdigest()}",
             f"tokens per rank: {self.token_counts.tolist()}",
         ]
 

@@ -53,7 +53,7 @@ def causal_conv1d(
     (x,) = lowered(x)
     layer = LinearOnRank(plan, group, kernel, "x", x, cache, convolves=True)
     (block,) = plan.sections.blocks
-    check_tensor("x", x, (layer.rows, block.width), like=x)
+    check_tensor("x", x, (layer.rows, block.width), like=x, layout=plan.layout)
     taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")
     if activation is not None and (not isinstance(activation, str) or activation not in ("silu", "swish")):
         raise ArgumentError("activation", activation, "silu, swish or None")

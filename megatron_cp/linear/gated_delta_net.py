@@ -73,10 +73,18 @@ def delta_rule(
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
     # v is first, since the others are compared with it.
     for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
-        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
+        check_tensor(
+            name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True, layout=plan.layout
+        )
     heads = blocks[2].num_heads
-    check_tensor("g", g, (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads), like=v)
-    check_tensor("beta", beta, (layer.rows, heads), like=v)
+    check_tensor(
+        "g",
+        g,
+        (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads),
+        like=v,
+        layout=plan.layout,
+    )
+    check_tensor("beta", beta, (layer.rows, heads), like=v, layout=plan.layout)
     layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
@@ -150,9 +158,9 @@ def gated_delta_net(
     (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
-    check_tensor("beta", beta, (layer.rows, heads), like=qkv)
-    check_tensor("alpha", alpha, (layer.rows, heads), like=qkv)
+    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv, layout=plan.layout)
+    check_tensor("beta", beta, (layer.rows, heads), like=qkv, layout=plan.layout)
+    check_tensor("alpha", alpha, (layer.rows, heads), like=qkv, layout=plan.layout)
     taps = check_conv(plan, conv, conv_bias, channels, qkv)
     check_tensor("A_log", A_log, (heads,), like=qkv)
     check_tensor("dt_bias", dt_bias, (heads,), like=qkv)

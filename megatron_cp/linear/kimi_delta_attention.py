@@ -117,9 +117,9 @@ def kda_mixer(
     (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
-    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
-    check_tensor("g", g, (layer.rows, decay.width), like=qkv)
-    check_tensor("beta", beta, (layer.rows, heads), like=qkv)
+    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv, layout=plan.layout)
+    check_tensor("g", g, (layer.rows, decay.width), like=qkv, layout=plan.layout)
+    check_tensor("beta", beta, (layer.rows, heads), like=qkv, layout=plan.layout)
     taps = check_conv(plan, conv, conv_bias, channels, qkv)
     check_tensor("A_log", A_log, (heads,), like=qkv)
     check_tensor("dt_bias", dt_bias, (decay.width,), like=qkv)

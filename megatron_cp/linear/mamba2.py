@@ -71,9 +71,11 @@ def mamba2(
     x, B, C = widened(x, B, C)  # noqa: N806
     layer, blocks = LinearOnRank(plan, group, kernel, "x", x, cache), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
-        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
+        check_tensor(
+            name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True, layout=plan.layout
+        )
     heads = blocks[0].num_heads
-    check_tensor("dt", dt, (layer.rows, heads), like=x)
+    check_tensor("dt", dt, (layer.rows, heads), like=x, layout=plan.layout)
     check_tensor("A", A, (heads,), like=x)
     if dt_bias is not None:
         check_tensor("dt_bias", dt_bias, (heads,), like=x)
@@ -150,8 +152,8 @@ def mamba2_mixer(
     (xBC,) = lowered(xBC)  # noqa: N806
     layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC, cache, convolves=True), plan.sections.blocks
     heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("xBC", xBC, (layer.rows, channels), like=xBC)
-    check_tensor("dt", dt, (layer.rows, heads), like=xBC)
+    check_tensor("xBC", xBC, (layer.rows, channels), like=xBC, layout=plan.layout)
+    check_tensor("dt", dt, (layer.rows, heads), like=xBC, layout=plan.layout)
     taps = check_conv(plan, conv, conv_bias, channels, xBC)
     check_tensor("A_log", A_log, (heads,), like=xBC)
     check_tensor("dt_bias", dt_bias, (heads,), like=xBC)

@@ -11,6 +11,8 @@ from megatron_cp.batch.pack import Pack as HostPack
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
 
+_UNPACKED = "Megatron gives offsets with --sft or --dataloader-inter-document-masking; else make a Pack of your own."
+
 
 class Pack(HostPack):
     """A `megatron_cp.batch.pack.Pack` that can be made from Megatron's samples."""
@@ -26,6 +28,9 @@ class Pack(HostPack):
                 their first axis.
             pad_token: the token that pads the end of the pack, which is dropped to save its computation.
         """
+        lacking = [name for name in ("tokens", "labels", "loss_mask", "cu_seqlens") if sample.get(name) is None]
+        if lacking:
+            raise ArgumentError("sample", f"no {', '.join(lacking)}", "a sample of a packed dataset", _UNPACKED)
         if sample["tokens"].ndim > 1 and len(sample["tokens"]) != 1:
             raise ArgumentError("micro_batch_size", len(sample["tokens"]), "1: a pack is a whole microbatch")
         tokens, labels, loss_mask = (sample[name].flatten() for name in ("tokens", "labels", "loss_mask"))

@@ -17,6 +17,7 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.relayout import relayout
 from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import BatchPlan, LinearSpec, Slot
+from megatron_cp.planner.capabilities import hints_keywords
 
 
 class Layer(nn.Module):
@@ -29,6 +30,11 @@ class Layer(nn.Module):
     """
 
     slot: Slot
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            hints_keywords(cls)
 
     def __init__(self, hidden_size: int, kernel: str | Kernel, kernels: Sequence[Kernel]) -> None:
         super().__init__()
@@ -72,7 +78,8 @@ def checked_rows(hidden: Tensor, hidden_size: int, batch: LocalBatch | BatchPlan
     if not isinstance(batch, LocalBatch | BatchPlan):
         raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
     ranks = as_rank_group(group, batch.layout.cp_size)
-    check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), hidden_size), like=hidden)
+    shape = (int(batch.layout.row_counts[ranks.rank]), hidden_size)
+    check_tensor("hidden", hidden, shape, like=hidden, layout=batch.layout)
     return ranks
 
 

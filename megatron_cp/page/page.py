@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.files import whole_file
 from megatron_cp.page.fields import checked_report
 
 # In this order: later ones use earlier ones.
@@ -104,7 +105,8 @@ def save_page(report: dict[str, Any], path: str | Path) -> None:
     check_page("path", path)
     page = page_of(report)
     try:
-        Path(path).write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+        with whole_file(path) as new:
+            new.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     except OSError as error:
         raise ArgumentError("path", str(path), "a file that can be written, ending in .html", str(error)) from None
 

@@ -323,16 +323,22 @@ class Plan(Memo):
         """
         return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
 
-    def describe(self) -> list[str]:
-        """Returns the plan's value as lines of text, which are compared when two ranks' plans differ."""
+    def describe(self, *, beside: Layout | None = None) -> list[str]:
+        """Returns the plan's value as lines of text, `name: value`, by which two ranks' plans are compared.
+
+        Args:
+            beside: a layout that the caller describes, and the lines leave out.
+        """
+        hidden = self.hidden_layout
         lines = [
             f"kind: {self.kind}",
             f"scheme: {self.scheme}",
-            f"transport: {self.transport.describe()}",  # never left out, since ranks compare line by line
-            *self.layout.describe(),
+            f"transport: {self.transport.describe()}",
+            f"heads: {', '.join(f'{b.name} {b.num_heads} x {b.head_dim}' for b in self.sections.blocks)}",
+            *([] if self.layout == beside else self.layout.describe()),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
             *([f"conv width: {self.conv_width}"] if self.mask is None else []),
-            *([f"outside the run: {line}" for line in self.hidden_layout.describe()] if self.hidden_layout else []),
+            *([] if hidden in (None, beside) else [f"outside the run, {line}" for line in hidden.describe()]),
         ]
         for number, step in enumerate(self.steps):
             match step:

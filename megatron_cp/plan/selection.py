@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer, checked_size
 from megatron_cp.plan.schemes import AUTO, SCHEMES
 
 
@@ -73,5 +73,5 @@ def checked_selection(topk: object, indexer: object, block: object, kv_heads: in
     if indexer is not None:
         if not isinstance(indexer, tuple | list) or len(indexer) != 2:
             raise ArgumentError("indexer", indexer, "heads and features of the indexer, such as (64, 128)")
-        heads, head_dim = (checked_integer(f"indexer[{at}]", size, 1) for at, size in enumerate(indexer))
+        heads, head_dim = (checked_size(f"indexer[{at}]", size) for at, size in enumerate(indexer))
     return Selection(topk, kv_heads, heads, head_dim, block or 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
@@ -24,7 +24,7 @@ from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.selection import Selection, checked_selection, travelling_features
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
-from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.capabilities import hints_keywords, require
 from megatron_cp.planner.checks import (
     UNCODED_CHOICE,
     check_layout,
@@ -33,6 +33,7 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_item_size,
     checked_machine,
     exchange_of,
     many_bands,
@@ -48,6 +49,7 @@ from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
 
 
+@hints_keywords
 def plan_attention(
     packing: Packing,
     layout: Layout,
@@ -146,14 +148,14 @@ def plan_attention(
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
     mask = mask_over(packing, mask, kv_packing)
     check_mask(mask, layout, kv_layout, is_cross=is_cross)
-    head_dim = checked_integer("head_dim", head_dim, 1)
-    value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     for name, value in {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}.items():
         if value is not None:
             checked_integer(name, value, 1)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
+    head_dim = checked_size("head_dim", head_dim, heads)
+    value_head_dim = head_dim if value_head_dim is None else checked_size("value_head_dim", value_head_dim, heads)
     transport = checked_transport(transport, layout.cp_size)
-    item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
+    item_size, on = checked_item_size(item_size), machine(hardware)
     on, topology = checked_machine(transport, on, topology, layout.cp_size)
     search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
@@ -264,7 +266,7 @@ class _Request:
             if other.attend is not None and other.ulysses_degree == degree:
                 attend.share_seen(other.attend)
                 break
-        notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
+        notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=5)
         notes += many_bands(attend, scheme)
         plan = Plan(
             "attention", scheme.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,

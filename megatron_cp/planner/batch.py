@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import MAX_FEATURES, ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.block_masks import is_block_table
@@ -25,10 +25,10 @@ from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import UNCODED_CHOICE, checked_codec
+from megatron_cp.planner.capabilities import hints_keywords, require
+from megatron_cp.planner.checks import UNCODED_CHOICE, checked_codec, checked_heads, checked_item_size
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode
-from megatron_cp.planner.linear import plan_linear, unused
+from megatron_cp.planner.linear import MAX_CONV_WIDTH, plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.tiled import checked_search
@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from megatron_cp.exchange.device import CallTables
 
 
+@hints_keywords
 @dataclass(frozen=True)
 class AttentionSpec:
     """The arguments of a softmax attention layer's plan, except the batch. See `plan_attention`.
 
-    Layers with equal specs share a plan. A spec is fixed when a module is built. `value_head_dim` is `head_dim` if it
-    is not given. `mask` is a spelling of `Mask.named`, or for a mask of your own a function that makes it from a
-    batch's packing; a `Mask` serves the one packing that it is over. With `latent`, `kv_heads` is `heads`.
+    Layers with equal specs share a plan. A spec is fixed when a module is built. Where they are not given, `kv_heads`
+    is `heads`, which `latent` needs, and `value_head_dim` is `head_dim`. `mask` is a spelling of `Mask.named`, or for a
+    mask of your own a function that makes it from a batch's packing; a `Mask` serves the one packing that it is over.
 
     Example:
         >>> AttentionSpec(heads=8, kv_heads=2, head_dim=64).value_head_dim
@@ -51,9 +52,9 @@ class AttentionSpec:
     """
 
     heads: int
-    kv_heads: int
-    head_dim: int
-    value_head_dim: int = None  # type: ignore[assignment]  # an integer once the spec is made
+    kv_heads: int = None  # type: ignore[assignment]  # an integer once the spec is made
+    head_dim: int = None  # type: ignore[assignment]  # has no default, but may stand behind one
+    value_head_dim: int = None  # type: ignore[assignment]
     mask: MaskLike = "causal"
     scheme: str = "auto"
     ulysses_degree: int | None = None
@@ -72,10 +73,11 @@ class AttentionSpec:
     latent_mode: str | None = None
 
     def __post_init__(self) -> None:
-        if self.value_head_dim is None:
-            object.__setattr__(self, "value_head_dim", self.head_dim)
-        sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
-        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
+        for name, default in (("kv_heads", self.heads), ("value_head_dim", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        _check_sizes(self, ("heads", "kv_heads", "head_dim", "value_head_dim"), ("ulysses_degree", "head_chunks"))
+        checked_heads(heads=self.heads, kv_heads=self.kv_heads)
         _check_topology(self.topology)
         object.__setattr__(self, "latent_mode", checked_latent_mode(self.latent_mode, self.latent))
         if self.latent is not None:
@@ -130,6 +132,7 @@ def _among_pads(mask: Mask, packing: Packing) -> Mask:
     return Mask(packing, packing, bands, f"{mask.name} of {mask.packing.total} tokens")
 
 
+@hints_keywords
 @dataclass(frozen=True)
 class LinearSpec:
     """The arguments of a linear layer's plan, except the batch. See `plan_linear`.
@@ -171,11 +174,18 @@ class LinearSpec:
     topology: Topology | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")
-        _check_sizes(self, sizes, ("hidden_size", "head_chunks"))
-        _check_topology(self.topology)
         for name in ("kind", "mode", "codec"):
             object.__setattr__(self, name, require(name, getattr(self, name)))
+        record = KINDS[self.kind]
+        sizes = ("heads", "key_heads", "head_dim", "value_head_dim") if record.has_state else ()
+        _check_sizes(self, sizes, ("head_chunks",))
+        checked_integer("heads", self.heads, 1, MAX_FEATURES)  # the channels of a bare convolution
+        checked_integer("conv_width", self.conv_width, 1, MAX_CONV_WIDTH)
+        if self.hidden_size is not None:
+            checked_integer("hidden_size", self.hidden_size, 1, MAX_FEATURES)
+        if record.argument("groups"):
+            checked_heads(heads=self.heads, key_heads=self.key_heads)
+        _check_topology(self.topology)
         if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSpec) for slot in self.run):
             raise ArgumentError("run", self.run, "a tuple of the slots of the run's layers")
         object.__setattr__(self, "transport", Transport.named(self.transport))
@@ -230,9 +240,13 @@ Slot = AttentionSpec | LinearSpec
 
 
 def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    """Refuses sizes of a spec that are no integers of at least 1."""
-    for name in sizes + tuple(name for name in optional if getattr(slot, name) is not None):
-        checked_integer(name, getattr(slot, name), 1)
+    """Refuses sizes of a spec that no layer has, and numbers of parts that are no integers of at least 1."""
+    for name in sizes:
+        checked_size(name, getattr(slot, name), slot.heads if name.endswith("dim") else 1)
+    for name in optional:
+        if getattr(slot, name) is not None:
+            checked_integer(name, getattr(slot, name), 1)
+    checked_item_size(slot.item_size)
 
 
 def _check_topology(topology: Topology | None) -> None:
@@ -334,4 +348,7 @@ class BatchPlan:
 
     def describe(self) -> list[str]:
         """Returns the layout and every plan as lines of text, which ranks compare when their plans differ."""
-        return [*self.layout.describe(), *(line for plan in self.plans for line in plan.describe())]
+        lines = self.layout.describe()
+        for number, plan in enumerate(self.plans):
+            lines += [f"slot {number}, {line}" for line in plan.describe(beside=self.layout)]
+        return lines

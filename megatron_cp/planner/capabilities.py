@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES
+
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,31 @@ def did_you_mean(value: object, known: Iterable[str], alike: float = 0.75) -> st
     return f"Did you mean {plain[near[0]]}?" if near else ""
 
 
+def hints_keywords(made: Made) -> Made:
+    """Decorates a function or a class so that an unknown keyword is answered with the argument that it resembles.
+
+    Python itself does so from 3.13 on, but does not know the names of other projects.
+    """
+    if isinstance(made, type):
+        made.__init__ = hints_keywords(made.__init__)  # type: ignore[misc]
+        return made
+    parameters = signature(made).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return made
+    known = [name for name, each in parameters.items() if each.kind is not each.POSITIONAL_ONLY]
+
+    @wraps(made)
+    def call(*args: Any, **named: Any) -> Any:
+        for name in named:
+            if name not in known:
+                hint = did_you_mean(name, known)
+                text = f"{made.__qualname__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{text}. {hint}" if hint else text)
+        return made(*args, **named)
+
+    return cast(Made, call)
+
+
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "+")
 
@@ -242,6 +271,15 @@ SYNONYMS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 SYNONYMS["layer"] = {"softmax": "attention", **SYNONYMS["kind"]}
 _SUGGESTED = {
+    "cpsize": "--cp",
+    "learningrate": "--lr",
+    "nheads": "heads",
+    "numattentionheads": "heads",
+    "numheads": "heads",
+    "numkeyvalueheads": "kv_heads",
+    "numkvheads": "kv_heads",
+    "numquerygroups": "kv_heads",
+    "kvchannels": "head_dim",
     "nccl": "collective",
     "gloo": "collective",
     "nodes": "--hosts",

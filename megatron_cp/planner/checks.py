@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
@@ -109,12 +109,15 @@ def checked_machine(
 
 def checked_heads(**counts: int) -> tuple[int, int]:
     """Returns the numbers of heads and of groups; errors use the names of the two keyword arguments, heads first."""
-    (heads_name, heads), (groups_name, groups) = (
-        (name, checked_integer(name, count, 1)) for name, count in counts.items()
-    )
+    (heads_name, heads), (groups_name, groups) = ((name, checked_size(name, count)) for name, count in counts.items())
     if heads % groups:
         raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
     return heads, groups
+
+
+def checked_item_size(value: object) -> int:
+    """Returns the bytes of an activation after checking them."""
+    return checked_integer("item_size", value, 1, 16)
 
 
 def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
@@ -202,5 +205,5 @@ def many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
         f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
         f"and compute {gathered_calls}"
     )
-    warnings.warn(note, stacklevel=4)
+    warnings.warn(note, stacklevel=5)
     return (note,)

@@ -18,6 +18,7 @@ from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_queries
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.capabilities import hints_keywords
 
 _HELD, _REST = 0, 1
 
@@ -97,6 +98,7 @@ class HeldPlan(Memo):
         return _kinds(self.held, self.plan.layout.packing)
 
 
+@hints_keywords
 def plan_held_attention(
     layout: Layout, held: Packing, *, heads: int, kv_heads: int | None = None, head_dim: int,
     value_head_dim: int | None = None, mask: MaskLike = "causal", scheme: str = "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_size
 from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require
@@ -19,7 +19,7 @@ def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> 
     """
     if not isinstance(latent, tuple | list) or len(latent) != 2:
         raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
-    shared, rank = checked_integer("latent[0]", latent[0], 1), checked_integer("latent[1]", latent[1], 1)
+    shared, rank = checked_size("latent[0]", latent[0]), checked_size("latent[1]", latent[1])
     if shared >= head_dim:
         raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
     if kv_heads != heads:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import MAX_FEATURES, ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
@@ -16,12 +16,13 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import AUTO, CHUNKWISE, HEADWISE, MODES, REDISTRIBUTE, LinearMode, may_exchange_heads
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
-from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.capabilities import hints_keywords, require
 from megatron_cp.planner.checks import (
     check_layout,
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_item_size,
     checked_machine,
     exchange_of,
     no_chunks,
@@ -76,6 +77,7 @@ class LinearShape:
         return sum(block.width for block in convolved)
 
 
+@hints_keywords
 def plan_linear(
     packing: Packing,
     layout: Layout,
@@ -146,10 +148,10 @@ def plan_linear(
     )  # fmt: skip
     layers = checked_integer("layers", layers, 1)
     if hidden_size is not None:
-        hidden_size = checked_integer("hidden_size", hidden_size, 1)
+        hidden_size = checked_integer("hidden_size", hidden_size, 1, MAX_FEATURES)
     mode = _mode(mode, layout, hidden_size, layers)
     on = machine(hardware)
-    item_size = checked_integer("item_size", item_size, 1)
+    item_size = checked_item_size(item_size)
     transport = checked_transport(transport, layout.cp_size)
     on, topology = checked_machine(transport, on, topology, layout.cp_size)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
@@ -168,7 +170,7 @@ def plan_linear(
     candidates = _priced_candidates(makers, on, topology, item_size)
     chosen = next(plan for _, plan in candidates if plan is not None)
     if chosen.partition.idle_ranks:
-        warnings.warn(chosen.notes[0], stacklevel=2)
+        warnings.warn(chosen.notes[0], stacklevel=3)
     taken = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
     notes = (*chosen.notes, *_notes(chosen), *(() if taken.exchanges_heads else unused(taken.name, codec, chunks)))
     return replace(chosen, notes=notes, prices=tuple(price for price, _ in candidates), transport=transport)
@@ -327,7 +329,12 @@ def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape
         if value is None:
             sizes[argument.field] = sizes[default] if isinstance(default, str) else default or 1
         else:
-            sizes[argument.field] = checked_integer(argument.name, value, 1)
+            of_heads = sizes["heads"] if argument.field in ("key_dim", "value_dim") else 1
+            sizes[argument.field] = (
+                checked_size(argument.name, value, of_heads)
+                if kind.has_state
+                else checked_integer(argument.name, value, 1, MAX_FEATURES)  # channels are features of all heads
+            )
     if "groups" in sizes:
         checked_heads(**{kind.argument(field) or field: sizes[field] for field in ("heads", "groups")})
     heads = sizes["heads"]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.files import whole_file
 from megatron_cp.layout import Layout
 from megatron_cp.layout.bands import canonical
 from megatron_cp.layout.packing import IntArray
@@ -77,7 +78,8 @@ def save_picture(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         is_plans = layout is each.layout
         _draw_shares(shares, layout, each.work_per_rank() if is_plans else None)
     try:
-        whole.savefig(path, dpi=130)
+        with whole_file(path) as new:
+            whole.savefig(new, dpi=130)
     except (OSError, ValueError) as error:
         raise ArgumentError(
             "plot", str(path), "a file that can be written, ending in .png, .pdf or .svg", str(error)

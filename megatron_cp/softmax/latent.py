@@ -83,9 +83,10 @@ def latent_attention(
     shared, rank, made_size, mode = plan.attend.latent
     block, own_size = plan.sections.blocks[0], plan.sections.blocks[0].head_dim - shared
     rows, key_rows = (int(each.row_counts[layer.ranks.rank]) for each in (plan.layout, plan.kv_layout))
-    check_tensor("q", q, (rows, *layer.batch, block.num_heads, block.head_dim), like=q)
-    check_tensor("latent", latent, (key_rows, *layer.batch, rank), like=q, same_dtype=True)
-    check_tensor("shared_key", shared_key, (key_rows, *layer.batch, shared), like=q, same_dtype=True)
+    check_tensor("q", q, (rows, *layer.batch, block.num_heads, block.head_dim), like=q, layout=plan.layout)
+    for name, tensor, size in (("latent", latent, rank), ("shared_key", shared_key, shared)):
+        wanted = (key_rows, *layer.batch, size)
+        check_tensor(name, tensor, wanted, like=q, same_dtype=True, layout=plan.kv_layout)
     check_tensor("up", up, (block.num_heads, made_size, rank), like=q, same_dtype=True)
     key, value = shared_key.unsqueeze(-2), latent.unsqueeze(-2)  # as they travel
     if mode == "heads":

@@ -101,15 +101,16 @@ class AttentionOnRank:
         With a cache, k and v are those of the new tokens, in the layout of q.
         """
         rank, blocks = self.ranks.rank, self.plan.sections.blocks
-        rows = int((self.plan.kv_layout if cache is None else self.plan.layout).row_counts[rank])
-        row_counts = (int(self.plan.layout.row_counts[rank]), rows, rows)
+        of_keys = self.plan.kv_layout if cache is None else self.plan.layout
+        layouts = (self.plan.layout, of_keys, of_keys)
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
             len(numbers) for numbers in self.plan.chunk_heads(chunk)
         )  # fmt: skip
-        for block, tensor, row_count, count in zip(blocks, tensors, row_counts, (heads, groups, groups), strict=True):
+        for block, tensor, layout, count in zip(blocks, tensors, layouts, (heads, groups, groups), strict=True):
             check_dense(block.name, tensor)
-            shape, remedy = (row_count, *self.batch, count, block.head_dim), rows_first(tensor, row_count, count)[1]
-            check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
+            rows = int(layout.row_counts[rank])
+            shape, remedy = (rows, *self.batch, count, block.head_dim), rows_first(tensor, rows, count)[1]
+            check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy, layout=layout)
         if cache is not None:
             checked_cache(cache).check_rows(self.plan, tensors[1:])
             refuse_gradients((*tensors, self.sink))

@@ -172,7 +172,10 @@ def _check(plan: Plan, rank: int, q: Tensor, given: dict[str, Tensor | None]) ->
     in_latents = step.latent is not None and given["up"] is None
     for name, shape in wanted.items():
         remedy = "Without up, queries are in the space of latents." if name == "q" and in_latents else ""
-        check_tensor(name, tensors[name], shape, like=q, same_dtype=name != "index_weights", remedy=remedy)
+        layout = None if name == "up" else plan.layout
+        check_tensor(
+            name, tensors[name], shape, like=q, same_dtype=name != "index_weights", remedy=remedy, layout=layout
+        )  # fmt: skip
     if not heads and (given["chosen"] is not None or not step.selection.block):
         _check_chosen(given["chosen"], step.selection.shape(rows, query_heads), q)
     for name, tensor in given.items():

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.batch import ShardedBatch
 
 
-def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float = 1.0) -> Tensor:
+def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float | Tensor = 1.0) -> Tensor:
     """Returns the log-probability of each label, in at least fp32; differentiable.
 
     A rank computes those of its own rows, exactly as one rank does. `parallel.gather(token_log_probs(...), batch)`
@@ -20,7 +22,8 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
     Args:
         logits: this rank's logits, `[1, t, vocabulary]`.
         batch: the batch, with labels, that the model was called with.
-        temperature: the logits are divided by it; positive.
+        temperature: the logits are divided by it: a positive number, or one for each row, `[1, t]`, as `shard` deals
+            them from `[1, tokens]`.
 
     Returns:
         `[1, t]`: for each token the log-probability of the token that it predicts; 0 where there is no label. `[1, p]`
@@ -34,12 +37,26 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float =
     rows = (1, int(batch.layout.row_counts[batch["cp_batch"].group.rank]))
     if logits.shape[:-1] != rows:
         raise ArgumentError("logits", list(logits.shape), f"{[*rows, 'vocabulary']}")
-    if not temperature > 0:
-        raise ArgumentError("temperature", temperature, "a positive number")
     is_label = labels != IGNORE_INDEX
-    wide = logits.to(accumulation_dtype(logits.dtype)) / temperature
+    wide = logits.to(accumulation_dtype(logits.dtype)) / _checked_temperature(temperature, rows)
     chosen, normaliser = labels.where(is_label, 0), wide.logsumexp(-1)
     if of_labels is not None:
         picked = wide[0, of_labels.rows, chosen] - normaliser[0, of_labels.rows]
         return torch.where(is_label, picked, 0.0)[None]
     return torch.where(is_label, wide.gather(-1, chosen[..., None])[..., 0] - normaliser, 0.0)
+
+
+def _checked_temperature(temperature: float | Tensor, rows: Sequence[int]) -> float | Tensor:
+    """Returns the temperature as what logits `[1, t, vocabulary]` are divided by, after checking it."""
+    if not isinstance(temperature, Tensor):
+        if not 0 < as_number(temperature) < float("inf"):
+            raise ArgumentError("temperature", temperature, _TEMPERATURES.format(list(rows)))
+        return temperature
+    of_rows = list(temperature.shape) == list(rows)
+    if not (of_rows or temperature.ndim == 0) or not bool(((temperature > 0) & temperature.isfinite()).all()):
+        given = f"{temperature.dtype} {list(temperature.shape)} from {temperature.min()}"[:200]
+        raise ArgumentError("temperature", given, _TEMPERATURES.format(list(rows)))
+    return temperature[..., None] if of_rows else temperature
+
+
+_TEMPERATURES = "a positive number, or one for each of this rank's rows, {}"

@@ -238,8 +238,9 @@ CALLS = {
     "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
     "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("value_head_dim", "ulysses_degree", "head_chunks")},
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
+        **{name: optional([*NO_INTEGER, 0])
+           for name in ("kv_heads", "value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT,
@@ -463,7 +464,7 @@ def test_numbers_of_numpy_are_numbers():
 # Their constructors are called with what others have checked; their methods are here.
 NOT_CALLED_BY_USERS = {"Layout", "LocalBatch", "Mask", "Packing.refuse_branches", "Plan", "Route"}
 # Asked of plans and transports by what runs them.
-NOT_CHECKED = {"self", "cls", "forward", "projected", "chunk", "ranks"}
+NOT_CHECKED = {"self", "cls", "forward", "projected", "chunk", "ranks", "beside"}
 
 
 def parameters():

@@ -17,7 +17,8 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors", "extras", "versions"}, {"lazy"}, {"layout", "page", "torch_private"}, {"exchange", "data"}, {"plan"},
+    {"errors", "extras", "files", "versions"}, {"lazy"}, {"layout", "page", "torch_private"}, {"exchange", "data"},
+    {"plan"},
     {"executor", "planner"}, {"softmax", "linear"}, {"batch"}, {"nn"}, {"testing"},
     {"megatron", "transformers", "diffusers"}, {"integrations"}, {"cli"}, {"apps"},
 ]  # fmt: skip

@@ -58,6 +58,12 @@ def test_tab_completion_knows_them_and_modules_are_imported_without_a_hint(monke
         ("megatron_cp", "loss", ". Did you mean token_loss?"),
         ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"), ("megatron_cp", "net", ""),
         ("megatron_cp", "delta", ""), ("megatron_cp", "frobnicate", ""), ("megatron_cp", "__wrapped__", ""),
+        (
+            "megatron_cp", "enable_context_parallel",
+            ". Did you mean megatron_cp.diffusers.enable_context_parallel or"
+            " megatron_cp.transformers.enable_context_parallel?",
+        ),
+        ("megatron_cp", "run_ranks", ". Did you mean megatron_cp.executor.run_ranks?"),
         ("megatron_cp.planner", "PackCosts", ". Did you mean PackCost?"),
         ("megatron_cp.transformers", "enable_contextparallel", ". Did you mean enable_context_parallel?"),
     ],
@@ -76,6 +82,23 @@ def test_rejects_a_former_name_with_that_of_today(old, new):
     with pytest.raises(AttributeError, match=f"attribute '{old}'. It is {new} now$"):
         getattr(megatron_cp, old)
     assert new in megatron_cp.__all__
+
+
+@pytest.mark.parametrize(
+    ("statement", "hint"),
+    [
+        ("from megatron_cp import PlanSlots", ". It is GraphTables now"),
+        ("from megatron_cp import atention, cli", ". Did you mean attention?"),
+        ("from megatron_cp.planner import PackCosts", ". Did you mean PackCost?"),
+        ("from megatron_cp import frobnicate", " (unknown location)"),
+    ],
+)
+def test_rejects_the_import_of_a_misspelt_name_with_a_hint(statement, hint):
+    package, name = statement.split()[1], statement.split()[3].strip(",")
+    with pytest.raises(ImportError, match=f"^cannot import name '{name}' from '{package}'") as error:
+        exec(statement)
+    assert name == "frobnicate" or str(error.value).endswith(hint)
+    assert not hasattr(importlib.import_module(package), name)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,12 @@ def test_temperature_divides_logits(enabled):
     expected = -nn.functional.cross_entropy(logits[0] / 2.5, sharded["labels"][0], reduction="none")
     assert (chosen[0] - expected).abs().max() < 1e-12
     assert (chosen - token_log_probs(logits, sharded)).abs().max() > 0.1
+    assert torch.equal(token_log_probs(logits, sharded, temperature=torch.tensor(2.5)), chosen)
+    of_rows = torch.linspace(0.5, 3, 13, dtype=torch.float64)[None]
+    chosen = token_log_probs(logits, sharded, temperature=of_rows)
+    divided = logits[0] / of_rows[0, :, None]
+    expected = -nn.functional.cross_entropy(divided, sharded["labels"][0], reduction="none")
+    assert (chosen[0] - expected).abs().max() < 1e-12
 
 
 def test_positions_of_several_axes_and_values_of_each_token_are_dealt(llama):
@@ -362,6 +368,9 @@ def test_rejects_dropout_without_a_seed():
         (torch.zeros(1, 13, 97), ("labels", "shift_labels"), {}, "no labels"),
         (torch.zeros(1, 13, 97), (), {"temperature": 0.0}, "temperature"),
         (torch.zeros(1, 13, 97), (), {"temperature": float("nan")}, "temperature"),
+        (torch.zeros(1, 13, 97), (), {"temperature": torch.ones(13)}, r"temperature: .* rows, \[1, 13\]"),
+        (torch.zeros(1, 13, 97), (), {"temperature": torch.zeros(1, 13)}, r"temperature: got 'torch.float32 \[1, 13\]"),
+        (torch.zeros(1, 13, 97), (), {"temperature": "hot"}, "temperature: got 'hot'"),
     ],
 )
 def test_rejects_log_probs(enabled, logits, without, options, text):

@@ -60,6 +60,7 @@ from megatron_cp.cli import (
     whole,
 )
 from megatron_cp.errors import ArgumentError
+from megatron_cp.files import whole_file
 from megatron_cp.plan import plural
 from megatron_cp.testing import CODEC_TOLERANCES
 
@@ -279,8 +280,8 @@ def _finished(
                 f"{gradients_limit:g} for gradients)"
             )
             lines.append(verdict)
-    with writing(folder, LOSS_PICTURE):
-        loss_figure(entries, label, theirs).savefig(folder / LOSS_PICTURE, dpi=130)
+    with writing(folder, LOSS_PICTURE), whole_file(folder / LOSS_PICTURE) as new:
+        loss_figure(entries, label, theirs).savefig(new, dpi=130)
     write_report(
         folder, options, command_line(args), record.environment, label, entries, theirs, data | shown,
         (verdict, is_good), limits(options) if args.compare else {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -99,12 +100,14 @@ def _read(path: Path, argument: str) -> Machine:
     wanted -= {"name", "about"}
     lacking = [f"hardware.{name}" for name in sorted(wanted - set(rates))]
     lacking += [f"topology.{name}" for name in ("ranks_per_host", "rails", *_LINKS) if name not in links]
-    unknown = sorted(set(rates) - {x.name for x in fields(Hardware)})
-    unknown += [f"{name} outside of its table" for name in sorted({*given} - {"name", "about", "base", *_TABLES})]
+    of_hardware, outside = {x.name for x in fields(Hardware)}, {"name", "about", "base", *_TABLES}
+    unknown = [_unknown(name, wanted - {*rates}, of_hardware) for name in sorted({*rates} - of_hardware)]
+    unknown += [_unknown(name, outside, where=" outside of its table") for name in sorted({*given} - outside)]
     parts = [(name, each.name) for name in _LINKS for each in fields(Link)]
     known = {"ranks_per_host", "rails", "shares_cores", *_LINKS, *map(".".join, parts)}
     given_parts = [(name, part) for name in _LINKS if isinstance(links.get(name), dict) for part in links[name]]
-    unknown += [f"topology.{name}" for name in [*links, *map(".".join, given_parts)] if name not in known]
+    of_links = [*links, *map(".".join, given_parts)]
+    unknown += [_unknown(name, known, of="topology.") for name in of_links if name not in known]
     if lacking or unknown:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
@@ -125,6 +128,12 @@ def _read(path: Path, argument: str) -> Machine:
     if not isinstance(shares_cores, bool):
         raise ArgumentError("topology.shares_cores", shares_cores, "true or false")
     return Machine(hardware, ranks, **ends, rails=rails, shares_cores=shares_cores)
+
+
+def _unknown(name: str, *known: Iterable[str], where: str = "", of: str = "") -> str:
+    """Describes a name that a file should not have, with the one that it resembles of the first names that do."""
+    near = [match for names in known for match in difflib.get_close_matches(name, names, 1)]
+    return f"{of}{name}{where}" + (f" (did you mean {of}{near[0]}?)" if near else "")
 
 
 def written(found: Machine) -> str:

@@ -206,8 +206,7 @@ def test_rejects_other_tokens_groups_and_layers():
     with pytest.raises(ArgumentError, match="group: got '3 ranks'; allowed: the 2 ranks"):
         cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
     rejects("group: got None", cp.shard_batch, ids(), cp.Layout.zigzag(RAGGED, 2))
-    slot = dataclasses.replace(SLOTS[0], kv_heads=3)
-    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", cp.shard_batch, ids(), ONE_RANK, slots=[slot])
+    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", dataclasses.replace, SLOTS[0], kv_heads=3)
 
 
 def disagreement(group, arguments, agree):
@@ -233,3 +232,14 @@ def test_rejects_another_batch_on_another_rank(other):
     for message in run_ranks(disagreement, 3, arguments, True):
         assert "rank 2 differs from rank 0" in message
     assert run_ranks(disagreement, 3, arguments, False) == ["they agree"] * 3
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_mask": np.linspace(0, 1, 7)}, {"labels": np.arange(7)}], ids=str)
+def test_weights_are_float32_whatever_the_default_type(given):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = cp.shard_batch(np.arange(7), cp.Layout.contiguous(cp.Packing([4, 3]), 1), **given)
+    finally:
+        torch.set_default_dtype(before)
+    assert batch.loss_weights.dtype == torch.float32

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def _noted(name: str, method: Callable[..., Pending], calls: list[tuple[str, int
 DIFFERENCES = {
     "lengths": ({"lengths": (7, 1, 12, 3)}, "Packing([7, 1, 13, 2])", "Packing([7, 1, 12, 3])"),
     "a document more": ({"lengths": (7, 1, 13, 2, 0)}, "Packing([7, 1, 13, 2])", "Packing([7, 1, 13, 2, 0])"),
-    "layout": ({"layout": "contiguous"}, "fragments hash", "fragments hash"),
+    "layout": ({"layout": "contiguous"}, "; rank 0 holds tokens 0:2, 6:7, 8:10, 19:22", "; rank 0 holds tokens 0:7"),
     "align": ({"align": 8}, "align 1", "align 8"),
     "heads": ({"heads": 9}, "q 6 x 4", "q 9 x 4"),
     "key/value heads": ({"kv_heads": 6}, "k 3 x 4", "k 6 x 4"),
@@ -129,6 +130,89 @@ def test_rejects_layers_and_documents_that_differ():
         assert _shown(message, 2, "20 documents, 61 tokens")
     for group in (None, ThreadGroup.create(2)[0]):
         rejects("group", check_agreement, attention_plan(), group)
+
+
+BATCH = {
+    "tokens": np.arange(23), "labels": np.arange(23), "seed": 0,
+    "slots": [cp.AttentionSpec(6, 6, 4), cp.LinearSpec("gdn", 6, 2, 8, 8), cp.AttentionSpec(6, 3, 4, scheme="p2p")],
+}  # fmt: skip
+FRAGMENTS = [[(0, 4), (5, 8)], [(4, 5), (8, 9), (10, 11), (12, 13), (14, 23)], [(9, 10), (11, 12), (13, 14)]]
+SWAPPED = [*FRAGMENTS[:1], [(4, 5), (8, 9), (10, 11), (12, 13), (15, 23)], [*FRAGMENTS[2], (14, 15)]]
+# What one rank gives otherwise, and all that the message says of rank 0 and of that rank.
+OTHER_BATCHES = {
+    "tokens": (
+        {"tokens": np.where(np.arange(23) == 7, 9, np.arange(23))},
+        ["tokens: int64 [23]; [7] is 7"], ["tokens: int64 [23]; [7] is 9"],
+    ),
+    "labels": (
+        {"labels": np.full(23, 4)}, ["labels: int64 [23]; [0] is 0"], ["labels: int64 [23]; [0] is 4"],
+    ),
+    "seed": ({"seed": 5}, ["seed: 0"], ["seed: 5"]),
+    "documents": (
+        {"layout": cp.Layout.from_fragments(cp.Packing((7, 1, 12, 3)), FRAGMENTS)},
+        ["documents: Packing([7, 1, 13, 2]); document 2 has 13 tokens"],
+        ["documents: Packing([7, 1, 12, 3]); document 2 has 12 tokens"],
+    ),
+    "fragments": (
+        {"layout": cp.Layout.from_fragments(cp.Packing(LENGTHS), SWAPPED)},
+        ["layout: cp_size 3, align 1, at least 0 rows; rank 1 holds tokens ..., 14:23"],
+        ["layout: cp_size 3, align 1, at least 0 rows; rank 1 holds tokens ..., 15:23"],
+    ),
+    "rows": (
+        {"layout": cp.Layout.from_fragments(cp.Packing(LENGTHS), FRAGMENTS, align=4)},
+        ["layout: cp_size 3, align 1, at least 0 rows"], ["layout: cp_size 3, align 4, at least 0 rows"],
+    ),
+    "key heads": (
+        {"slots": [cp.AttentionSpec(6, 3, 4), *BATCH["slots"][1:]]},
+        ["slot 0, heads: q 6 x 4, k 6 x 4, v 6 x 4"], ["slot 0, heads: q 6 x 4, k 3 x 4, v 3 x 4"],
+    ),
+    "scheme": (
+        {"slots": [*BATCH["slots"][:2], cp.AttentionSpec(6, 3, 4, scheme="exact")]},
+        ["slot 2, scheme: p2p"], ["slot 2, scheme: exact"],
+    ),
+    "a slot less": ({"slots": BATCH["slots"][:2]}, ["slot 2, kind: attention"], ["nothing"]),
+    "slots in another order": (
+        {"slots": BATCH["slots"][::-1]},
+        ["slot 0, scheme: a2a", "slot 0, heads: q 6 x 4, k 6 x 4, v 6 x 4", "slot 2, scheme: p2p",
+         "slot 2, heads: q 6 x 4, k 3 x 4, v 3 x 4"],
+        ["slot 0, scheme: p2p", "slot 0, heads: q 6 x 4, k 3 x 4, v 3 x 4", "slot 2, scheme: a2a",
+         "slot 2, heads: q 6 x 4, k 6 x 4, v 6 x 4"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_BATCHES)
+def test_rejects_batches_that_differ_showing_where_and_nothing_that_follows(name: str):
+    odd, at_rank_0, at_rank_2 = OTHER_BATCHES[name]
+    layout = cp.Layout.from_fragments(cp.Packing(LENGTHS), FRAGMENTS)
+
+    def rank_main(group: RankGroup) -> str:
+        given: dict[str, Any] = {"layout": layout} | BATCH | (odd if group.rank == 2 else {})
+        with pytest.raises(PlanMismatchError) as caught:
+            cp.shard_batch(group=group, **given)
+        return str(caught.value)
+
+    (message,) = set(run_ranks(rank_main, SIZE, timeout=limit(5)))
+    assert (_lines(message, 0), _lines(message, 2)) == (at_rank_0, at_rank_2)
+    of_batch = name in ("tokens", "labels", "seed")
+    assert ("given different batches (rank 2 differs from" in message) == of_batch
+    assert ("made different plans (rank 2 differs from" in message) != of_batch
+
+
+def test_rejects_layouts_of_which_one_differs_showing_which():
+    packing = cp.Packing(LENGTHS)
+    zigzag, contiguous = cp.Layout.zigzag(packing, SIZE), cp.Layout.contiguous(packing, SIZE)
+
+    def rank_main(group: RankGroup) -> str:
+        target = zigzag if group.rank == 1 else contiguous
+        with pytest.raises(cp.CallMismatchError) as caught:
+            cp.relayout(torch.ones(int(zigzag.row_counts[group.rank])), zigzag, target, group)
+        return str(caught.value)
+
+    (message,) = set(run_ranks(rank_main, SIZE, timeout=limit(5)))
+    start = "target, layout: cp_size 3, align 1, at least 0 rows; rank 0 holds tokens"
+    assert _lines(message, 0) == [f"{start} 0:7"]
+    assert _lines(message, 1) == [f"{start} 0:2, 6:7, 8:10, 19:22"]
 
 
 def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:

@@ -37,6 +37,8 @@ def test_a_sample_of_megatrons_becomes_a_pack_without_its_filling():
 
 def test_rejects_samples_of_two_packs_and_offsets_beyond_them():
     rejects("micro_batch_size: got 2; allowed: 1", Pack.from_megatron, sample(2), PAD)
+    without = {name: tensor for name, tensor in sample().items() if name != "cu_seqlens"}
+    rejects("sample: got 'no cu_seqlens'; allowed: a sample of a packed dataset. .*--sft", Pack.from_megatron, without)
     for offsets in ([0, 13], [0, 9, 5, 12], [3, 12], [0.0, 12.0]):
         rejects("cu_seqlens: got", Pack.from_megatron, {**sample(), "cu_seqlens": torch.tensor([offsets])})
 

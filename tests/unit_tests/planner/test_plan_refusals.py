@@ -8,8 +8,10 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
+from megatron_cp.nn import Attention
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.planner.linear import plan_linear
 from tests.refusals import refusal_of, rejects
@@ -79,6 +81,57 @@ def test_auto_takes_the_cheapest_way():
 )  # fmt: skip
 def test_rejects_shapes_that_mamba_does_not_have(argument, change):
     rejects(f"^{argument}: got ", plan_linear, PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: AttentionSpec(heads=6, kv_heads=4, head_dim=8), "^kv_heads: got 4; allowed: a divisor of heads, 6"),
+        (lambda: LinearSpec("gdn", 6, 4, 8, 8), "^key_heads: got 4; allowed: a divisor of heads, 6"),
+        (lambda: AttentionSpec(heads=6), "^head_dim: got None; allowed: an integer from 1"),
+        (lambda: AttentionSpec(2, 2, 10**9), "^head_dim: got 1000000000; allowed: an integer from 1 to 65536"),
+        (lambda: LinearSpec("conv1d", 2**25, 1, 1, 1), "^heads: got 33554432; allowed: an integer from 1 to 16777216"),
+        (lambda: plan_attention(PACKING, LAYOUT, heads=2**16, head_dim=2**9), "^head_dim: got 512; .* from 1 to 256"),
+        (lambda: plan_attention(PACKING, LAYOUT, heads=10**12, head_dim=8), "^heads: got .* from 1 to 65536"),
+        (lambda: plan_attention(PACKING, LAYOUT, heads=2, head_dim=8, item_size=17), "^item_size: got .* from 1 to 16"),
+        (lambda: plan_linear(PACKING, LAYOUT, "gdn", heads=2, head_dim=10**9), "^head_dim: got .* from 1 to 65536"),
+        (lambda: plan_linear(PACKING, LAYOUT, "conv1d", channels=2**25), "^channels: got .* from 1 to 16777216"),
+    ],
+)
+def test_rejects_sizes_when_they_are_given(make, says):
+    rejects(says, make)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("tokens", [2**27, 2**30])
+def test_the_largest_sizes_are_planned(tokens):
+    packing = Packing([tokens])
+    layout = Layout.contiguous(packing, 2)
+    assert plan_attention(packing, layout, heads=2**16, head_dim=2**8, item_size=16).prices[0].forward > 0
+    sizes = {"heads": 2**16, "head_dim": 2**8, "hidden_size": 2**24, "item_size": 16}
+    assert plan_linear(packing, layout, "gdn", **sizes).prices[0].forward > 0
+
+
+def test_key_heads_and_value_sizes_are_those_of_queries_where_none_are_given():
+    assert AttentionSpec(heads=6, head_dim=8) == AttentionSpec(6, 6, 8, 8)
+    assert AttentionSpec(heads=2, head_dim=8, latent=(2, 4)).kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: plan_attention(PACKING, LAYOUT, num_heads=4, head_dim=8), "plan_attention.*'num_heads'. .*mean heads"),
+        (lambda: AttentionSpec(num_attention_heads=4), "AttentionSpec.__init__.* Did you mean heads"),
+        (lambda: AttentionSpec(4, num_key_value_heads=4), "Did you mean kv_heads"),
+        (lambda: plan_linear(PACKING, LAYOUT, "gdn", heads=4, key_head=2, head_dim=8), "Did you mean key_heads"),
+        (lambda: LinearSpec("gdn", n_heads=4), "Did you mean heads"),
+        (lambda: Attention(8, num_heads=4), "Attention.__init__.*'num_heads'. Did you mean heads"),
+        (lambda: plan_attention(PACKING, LAYOUT, frob=4), "unexpected keyword argument 'frob'$"),
+    ],
+)
+def test_rejects_an_unknown_keyword_with_the_argument_that_it_resembles(call, says):
+    with pytest.raises(TypeError, match=says):
+        call()
 
 
 def test_rejects_keys_and_layouts_of_another_packing():

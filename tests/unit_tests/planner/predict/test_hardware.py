@@ -77,12 +77,16 @@ def test_rejects_unknown_machines(name, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("copy = ", "copies = "), "It lacks hardware.copy. It has copies"),
+        (("copy = ", "copies = "), "It lacks hardware.copy. It has copies (did you mean copy?)."),
+        (("memory = ", "memroy = "), "It lacks hardware.memory. It has memroy (did you mean memory?)."),
         (("[topology]", "[topologies]"), "It lacks topology.ranks_per_host"),
-        (("[topology]", "[topologies]"), "It has topologies outside of its table."),
+        (("[topology]", "[topologies]"), "It has topologies outside of its table (did you mean topology?)."),
         (("[hardware]", "memory = 9e10\n[hardware]"), "It has memory outside of its table."),
-        (("rails = 8", "rails = 8\nrail = 8"), "It has topology.rail."),
-        (("bandwidth = ", "bandwith = "), "It has topology.within.bandwith, topology.between.bandwith."),
+        (("rails = 8", "rails = 8\nrail = 8"), "It has topology.rail (did you mean topology.rails?)."),
+        (
+            ("bandwidth = ", "bandwith = "),
+            "It has topology.within.bandwith (did you mean topology.within.bandwidth?), topology.between.bandwith",
+        ),
         (("matrix = 6.5e+14", "matrix = -1"), "matrix: got -1; allowed: a number above 0"),
         (("launch = ", "launch = nonsense"), "a file in TOML"),
         (("attention = [[", "attention = [[1], ["), "rows of a head size and two rates"),
