@@ -7,19 +7,37 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+pytest.importorskip("megatron.core")
+
 import megatron_cp as cp
 from megatron_cp.nn.base import Layer
 from megatron_cp.plan.transport import COLLECTIVE
 from megatron_cp.transformers import enable_context_parallel
 from tests import entries
-from tests.entries import COLUMNS, ENTRIES, EntryError, Row, drawn, judged, pairs_of, refusals, table
+from tests.entries import COLUMNS, ENTRIES, HERE, EntryError, Row, drawn, judged, pairs_of, refusals, table
+from tests.entries_megatron import outcomes
+from tests.shared import once
 
 ROWS = table()
+OF_MEGATRON = [row for row in ROWS if row.entry not in HERE]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.entry in HERE], ids=str)
 def test_a_row_is_exact_or_refused_by_name(row):
     assert judged(row) in {"", *refusals(row)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    cases = [entries.megatron_case(row) for row in OF_MEGATRON]
+    return once(tmp_path_factory, "rows_of_megatron", lambda: dict(zip(OF_MEGATRON, outcomes(cases), strict=True)))
+
+
+@pytest.mark.parametrize("row", OF_MEGATRON, ids=str)
+def test_a_row_of_megatron_is_exact_or_refused_by_name(row, found):
+    assert judged(row, entries.of_megatron(row, found[row])) in {"", *refusals(row)}
 
 
 @pytest.mark.thorough
@@ -32,7 +50,7 @@ def test_other_rows(part):
 
 def test_any_two_values_meet_in_a_row_that_is_exact_if_any_is():
     draws = random.Random(1)
-    possible = [drawn(draws) for _ in range(4000)]
+    possible = [drawn(draws, [name]) for name in ENTRIES for _ in range(400)]
     met, exact = set(), set()
     for row in ROWS:
         met |= pairs_of(row)
@@ -88,7 +106,7 @@ def test_every_operation_and_layer_is_in_the_table():
     }
     assert layers == {"Attention", "GatedDeltaNet", "KimiDeltaAttention", "Mamba2"}
     rooms = {path.name for path in Path(cp.__file__).parent.iterdir() if (path / "__init__.py").exists()}
-    assert {"nn", "transformers"} <= rooms & {*ENTRIES}
+    assert {"nn", "transformers", "diffusers", "megatron"} <= rooms & {name.lower() for name in ENTRIES}
 
 
 # An entry that ignores one column. Each is seen in a row that has another value there than the one that is taken.
