@@ -6,7 +6,7 @@ Names are imported when first used, so that a data loader can plan and shard wit
 
 from megatron_cp.lazy import attach_stub
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _RENAMED = {"AttentionSlot": "AttentionSpec", "LinearSlot": "LinearSpec", "PlanSlots": "GraphTables"}
 
