@@ -70,7 +70,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One use of the library.
+    """A use of the library.
 
     Attributes:
         entry: one of `ENTRIES`.

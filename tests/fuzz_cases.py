@@ -149,7 +149,7 @@ class Call:
         return Transport("hierarchical", self.hosts) if self.transport == "hierarchical" else self.transport
 
     def machine(self):
-        """What predictions are made for; None for the default."""
+        """Returns the machine that predictions are for; None for the default."""
         return machine_drawn(self.prices) if isinstance(self.prices, int) else self.prices or None
 
     def has(self, option):

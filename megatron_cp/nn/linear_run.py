@@ -40,7 +40,10 @@ class LinearRun(nn.Module):
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        given = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+        if not all(isinstance(block, nn.Module) for block in given):
+            raise ArgumentError("blocks", blocks, "modules, one after another")
+        self.blocks = nn.ModuleList(given)
         layers = [module for module in self.modules() if isinstance(module, Layer)]
         others = [type(layer).__name__ for layer in layers if not isinstance(layer, LinearLayer)]
         if others or not layers:

@@ -21,9 +21,10 @@ from megatron_cp.planner.batch import BatchPlan, Slot
 _EMBEDS = (functional.embedding, torch.embedding)
 _INDEXES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
 _NOT_ENABLED = (
-    "Call enable_context_parallel on every model that gets sharded batches: also on a reference or teacher, and again "
-    "on one that was loaded or built anew. A model within parallel.disabled(), or without context parallelism, takes "
-    "the whole batch."
+    "Call enable_context_parallel on every model that you call with a sharded batch (also on a teacher, and again on "
+    "one that was loaded or built anew), or give it the whole batch, within parallel.disabled() if it is enabled. "
+    "Instead of prompt tuning use adapters that act on each token, such as LoRA; to embed a rank's tokens by hand: "
+    "input_ids.as_subclass(torch.Tensor)."
 )
 
 
@@ -31,7 +32,8 @@ class RankTokens(Tensor):
     """The token ids of a rank's rows. A stock model cannot embed them; a model that runs over the ranks can.
 
     Stock models ignore arguments that they do not know, so they would compute a rank's rows as if these were a whole
-    batch. `plain` returns an ordinary tensor of the same memory, which any model embeds.
+    batch. A wrapper that embeds tokens itself, such as PEFT's prompt tuning, cannot embed them either. `plain` returns
+    an ordinary tensor of the same memory, which any model embeds.
     """
 
     @classmethod
@@ -40,8 +42,12 @@ class RankTokens(Tensor):
     ) -> Any:
         weights = [x for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
         if func in _EMBEDS or (func in _INDEXES and any(x.is_floating_point() for x in weights)):
-            given = "a model that does not run over the ranks, called with a batch of ContextParallel.shard"
-            raise ArgumentError("model", given, "one after enable_context_parallel(model, ...)", _NOT_ENABLED)
+            given = (
+                "a model that does not run over the ranks, or a wrapper around one that does, that embeds tokens of "
+                "ContextParallel.shard"
+            )
+            allowed = "one after enable_context_parallel(model, ...), which embeds them in its own forward"
+            raise ArgumentError("model", given, allowed, _NOT_ENABLED)
         return super().__torch_function__(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> RankTokens:

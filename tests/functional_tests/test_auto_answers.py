@@ -1,4 +1,4 @@
-"""What `auto` answers for the layers of real models: each answer is forced in the table of entries, at every entry.
+"""Answers of `auto` for the layers of real models, which the table of entries forces at every entry.
 
 `python -m tests.functional_tests.test_auto_answers` counts the answers over all cells.
 """

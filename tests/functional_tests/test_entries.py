@@ -1,4 +1,4 @@
-"""Each way into the library with each option is exact, or refused by name: the rows of `tests/entries.csv`."""
+"""Rows of `tests/entries.csv`: ways into the library with their options are exact, or refused by name."""
 
 import dataclasses
 import inspect

@@ -133,7 +133,7 @@ def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed():
     text, report = reported(["doctor", "--megatron", *job], status=1)
     assert text.startswith("NOT READY: refused: --cp-comm-type, --cp-layout, --qk-clip\n")
     text = re.sub(" +", " ", text)
-    assert "refused --cp-layout=striped got 'striped'; allowed: contiguous or" in text
+    assert "refused --cp-layout=striped got 'striped'; allowed: balanced or" in text
     assert "refused --cp-comm-type a2a p3p got 'p3p'; allowed: a2a or" in text
     assert "refused --qk-clip got True; allowed: off" in text
     assert "proved --micro-batch-size tests/" in text

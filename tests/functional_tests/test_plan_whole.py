@@ -191,7 +191,7 @@ def test_memory_is_close_if_the_machine_would_not_suffice_with_the_worst_known_e
 @pytest.mark.parametrize("seconds", ["9", "2"])
 def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
     """The line is on standard error, before the plan: standard output is JSON all the same."""
-    monkeypatch.setattr("megatron_cp.cli.plan._explained", lambda args, cp: Report("a plan", {"cp": cp}))
+    monkeypatch.setattr("megatron_cp.cli.plan._of_one_size", lambda args, cp, *_: Report("a plan", {"cp": cp}))
     assert main(["plan", "--lengths", "64", "--layout", "contiguous", "--search", seconds, "--json"]) == 0
     out, err = capsys.readouterr()
     said = "searching tiles for up to 18 s for each size and scheme of tiles ...\n"

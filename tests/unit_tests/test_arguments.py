@@ -262,6 +262,8 @@ CALLS = {
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], {SLOT}]}),
     "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSpec(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSpec]}),
+    "BatchPlan.inside": (cp.BatchPlan(LAYOUT).inside, {"slot": cp.LinearSpec("gdn", 2, 2, 4, 4)}, {
+        "slot": [None, 5, "attention", [], {}, cp.LinearSpec]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
         "plan": NO_PLAN, "group": NO_GROUP, "seed": optional(NO_INTEGER),
         "tensors": [5, "labels", [torch.zeros(2)], {"labels": [1, 2]}, {5: torch.zeros(2)},
@@ -412,6 +414,9 @@ LAYERS = {
         "state": NO_SIZE, "groups": [*NO_SIZE, 3], "conv_bias": NO_FLAG}),
     "nn.KimiDeltaAttention": (
         cp.nn.KimiDeltaAttention, {"hidden_size": 8, "heads": 2, "head_dim": 4}, LINEAR_MADE),
+    "nn.LinearRun": (cp.nn.LinearRun, {"blocks": [cp.nn.Mamba2(8, 2, head_dim=4, state=4)]}, {
+        "blocks": [None, 5, True, "blocks", [], {}, [5], [None], [torch.nn.Linear(8, 8)], torch.nn.Linear(8, 8),
+                   [cp.nn.Mamba2], [cp.nn.Attention(8, 2)]]}),
 }  # fmt: skip
 CALLS |= LAYERS
 CALLS |= {

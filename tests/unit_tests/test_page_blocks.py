@@ -234,7 +234,7 @@ def hugging_face(group):
     places = names["packing"].cu_seqlens[1:] - 1
     return names | {
         "model": model, "mesh": Mesh(group), "loader": [batch], "num_items": 46, "classifier": classifier,
-        "last_places": torch.from_numpy(places),
+        "last_places": torch.from_numpy(places), "classes": torch.arange(len(places)) % 2,
     }  # fmt: skip
 
 
@@ -276,7 +276,7 @@ SURROUNDINGS = {
     "docs/profiling.md": Surroundings(one_trace, ranks=1),
     "docs/moving-a-megatron-job.md": Surroundings(pack_of_megatron, ranks=1),
     "docs/tiles.md": Surroundings(ranks=1),
-    "docs/transformers.md": Surroundings(hugging_face, ranks=2, equal=("log_probs", "scores")),
+    "docs/transformers.md": Surroundings(hugging_face, ranks=2, equal=("log_probs", "scores", "loss")),
     "docs/diffusers.md": Surroundings(video, ranks=2, equal=("video",)),
 }
 

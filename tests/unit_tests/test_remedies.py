@@ -216,9 +216,52 @@ ROWS = [
         "losses = torch.randn(rows); weights = torch.ones(rows, requires_grad=True)",
     ),
     Row(
+        "Shift them within each document, or leave them out for the next tokens. For a model that learns the token at "
+        "its own place: labels_may_be_tokens=True.", "labels_may_be_tokens=True",
+        "cp.shard_batch(tokens, layout, group, labels=tokens)",
+        "batch = cp.shard_batch(tokens, layout, group, labels=tokens, labels_may_be_tokens=True)\n"
+        "assert torch.equal(cp.gather(batch.labels, layout, group), tokens)", "tokens = torch.arange(23)",
+    ),
+    *(
+        Row(
+            "Move hidden states before the layer with relayout(hidden, plan.hidden_layout, plan.layout, group), and "
+            "back after it; or plan without hidden_size, so that nothing is redistributed.", code,
+            "mix(layout.shard(hidden, rank), planned(layout, hidden_size=1))",
+            f"{right}\ntorch.testing.assert_close(cp.gather(out, layout, group), alone)",
+            "from functools import partial; from megatron_cp import relayout\n"
+            "def mix(x, plan, group=group):\n"
+            "    heads, gates = x[:, None].expand(-1, 2, 8), x.expand(-1, 2)\n"
+            "    return cp.gated_delta_rule(heads, heads, heads, -gates, gates, plan, group, kernel='reference')\n"
+            "planned = partial(cp.plan_linear, packing, heads=2, head_dim=8, layers=20)\n"
+            "hidden = torch.arange(1, 24.0)[:, None] / 24\n"
+            "alone = mix(hidden, planned(cp.Layout.contiguous(packing, 1)), None)",
+        )
+        for code, right in (
+            (
+                "relayout(hidden, plan.hidden_layout, plan.layout, group)",
+                "hidden, plan = layout.shard(hidden, rank), planned(layout, hidden_size=1)\n"
+                "inside = relayout(hidden, plan.hidden_layout, plan.layout, group)\n"
+                "out = relayout(mix(inside, plan.inside), plan.layout, plan.hidden_layout, group)",
+            ),
+            (
+                "plan without hidden_size",
+                "out = mix(layout.shard(hidden, rank), planned(layout))  # or plan without hidden_size",
+            ),
+        )
+    ),
+    Row(
+        "It has saved none: a run saves one every --save-interval steps, and one at its end. Start again without "
+        "--resume, in another --run-dir.", "without --resume, in another --run-dir",
+        "refuse_early(None, run)", "refuse_early(another, None)  # without --resume, in another --run-dir",
+        "from megatron_cp.apps.train.run_folder import refuse_early\n"
+        "run, another = str(folder), str(folder / 'another'); (folder / 'metrics.jsonl').write_text('{}')",
+    ),
+    Row(
         "Embedding(sparse=False)", "sparse=False",
-        "reduce(torch.nn.Embedding(3, 2, sparse=True))", "reduce(torch.nn.Embedding(3, 2, sparse=False))",
-        "def reduce(module): module(torch.tensor([1])).sum().backward(); cp.reduce_gradients(module, group)",
+        "reduce(Embedding(sparse=True))", "reduce(Embedding(sparse=False))",
+        "from functools import partial\n"
+        "def reduce(module): module(torch.tensor([1])).sum().backward(); cp.reduce_gradients(module, group)\n"
+        "weight = torch.arange(6.0).view(3, 2); Embedding = partial(torch.nn.Embedding, 3, 2, _weight=weight)",
     ),
     Row(
         "Make it by the layout(lengths) of these GraphTables.", "layout(lengths)",
@@ -344,6 +387,8 @@ ELSEWHERE_RUN = {
     "Make layouts with layout_by_name(": "unit_tests/megatron/layers/test_refusals.py",
     "as megatron_cp.megatron.config.TransformerConfig does.": "unit_tests/megatron/layers/test_refusals.py",
     "set cp_packed_order, or shard the batch": "unit_tests/megatron/layers/test_refusals.py",
+    "or call arrange_runs": "unit_tests/megatron/layers/test_redistribution.py",
+    "of megatron_cp.megatron.layers.": "unit_tests/megatron/layers/test_redistribution.py",
     "GraphTables of align_documents=1": "unit_tests/batch/test_filled_documents.py",
     "`megatron-cp bench planner --calibrate`": "functional_tests/test_bench.py",
     "Without it search_seconds=0": "unit_tests/planner/test_assigned_tiles.py",
@@ -355,7 +400,7 @@ NOT_RUN = {
     "Call it before fully_shard, torch.compile and PEFT wrap": "an order of calls of other packages",
     "Rows of other classes are not known here": "points to the operations that all other rows call",
     "hidden_layout is None where nothing is redistributed": "a reason",
-    "torchrun --nproc-per-node": "starts the host's processes",
+    "torchrun --standalone --nproc-per-node": "starts the host's processes",
     "dp_shard_size * dp_replicate_size": "a reason",
     "cu_seqlens end at the number of rows on all ranks": "a reason",
     "Rows behind the last document are a document too": "a number of cu_seqlens, which is the caller's",
@@ -409,7 +454,7 @@ def test_a_remedy_with_code_is_found_in_the_source(source, expected, tmp_path):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code[:40])
-def test_the_remedy_of_a_refusal_works(row):
+def test_the_remedy_of_a_refusal_works(row, tmp_path):
     assert row.code in row.says
     assert row.code in row.right
 
@@ -418,8 +463,9 @@ def test_the_remedy_of_a_refusal_works(row):
         layout = cp.Layout.zigzag(packing, 2)
         names = {
             "cp": cp, "np": np, "torch": torch, "group": group, "rank": group.rank, "packing": packing,
-            "layout": layout, "rows": int(layout.row_counts[group.rank]),
+            "layout": layout, "rows": int(layout.row_counts[group.rank]), "folder": tmp_path / str(group.rank),
         }  # fmt: skip
+        names["folder"].mkdir()
         exec(row.setup, names)
         with pytest.raises(ArgumentError) as refused:
             exec(row.wrong, names)

@@ -93,6 +93,12 @@ REMEDIES = {
         "model", "with parallel.disabled(): model(**rows)", "",
         "with parallel.disabled(): found = model(**WHOLE).logits", "", ALONE,
     ),
+    "tokens of a rank that are embedded by hand": Remedy(
+        "model", "embed(rows['input_ids'])", "input_ids.as_subclass(torch.Tensor)",
+        "input_ids = rows.pop('input_ids'); out = model(**rows, inputs_embeds=embed({said})); "
+        "found = parallel.gather(out.logits, rows)",
+        "embed = model.get_input_embeddings()",
+    ),
     "weights that are elsewhere": Remedy(
         "device", "parallel.shard(batch)", "parallel.shard(batch, device=...)",
         "rows = eval('{said}'.replace('...', '\"cpu\"')); found = parallel.gather(model(**rows).logits, rows)",

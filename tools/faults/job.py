@@ -151,7 +151,7 @@ class Job:
                     call = operations.changed(call, change, self.faulty.variant(3))
             if self.faulty.drops(("requires_grad",), step, number):
                 call = operations.changed(call, "dropped", self.faulty.variant(3))
-            out = operations.run(call, plan, self.group)
+            out = operations.run(call, plan.inside, self.group)
             if plan.hidden_layout is not None:
                 out = cp.relayout(out, plan.layout, plan.hidden_layout, self.group, transport=plan.transport)
         if self.faulty.drops(("no_grad", "inference_mode"), step, number):

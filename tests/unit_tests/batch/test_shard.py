@@ -234,7 +234,7 @@ def test_rejects_another_batch_on_another_rank(other):
     assert run_ranks(disagreement, 3, arguments, False) == ["they agree"] * 3
 
 
-@pytest.mark.parametrize("given", [{}, {"loss_mask": np.linspace(0, 1, 7)}, {"labels": np.arange(7)}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"loss_mask": np.linspace(0, 1, 7)}, {"labels": np.arange(1, 8)}], ids=str)
 def test_weights_are_float32_whatever_the_default_type(given):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

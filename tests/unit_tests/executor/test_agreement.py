@@ -133,7 +133,7 @@ def test_rejects_layers_and_documents_that_differ():
 
 
 BATCH = {
-    "tokens": np.arange(23), "labels": np.arange(23), "seed": 0,
+    "tokens": np.arange(23), "labels": np.arange(1, 24), "seed": 0,
     "slots": [cp.AttentionSpec(6, 6, 4), cp.LinearSpec("gdn", 6, 2, 8, 8), cp.AttentionSpec(6, 3, 4, scheme="p2p")],
 }  # fmt: skip
 FRAGMENTS = [[(0, 4), (5, 8)], [(4, 5), (8, 9), (10, 11), (12, 13), (14, 23)], [(9, 10), (11, 12), (13, 14)]]
@@ -145,7 +145,7 @@ OTHER_BATCHES = {
         ["tokens: int64 [23]; [7] is 7"], ["tokens: int64 [23]; [7] is 9"],
     ),
     "labels": (
-        {"labels": np.full(23, 4)}, ["labels: int64 [23]; [0] is 0"], ["labels: int64 [23]; [0] is 4"],
+        {"labels": np.full(23, 4)}, ["labels: int64 [23]; [0] is 1"], ["labels: int64 [23]; [0] is 4"],
     ),
     "seed": ({"seed": 5}, ["seed: 0"], ["seed: 5"]),
     "documents": (

@@ -259,8 +259,9 @@ def test_rejects_other_groups_and_layers():
         shard_batch(ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
     with pytest.raises(ArgumentError):
         shard_batch(ids(), Layout.zigzag(RAGGED, 2))
-    slot = dataclasses.replace(SLOTS[0], kv_heads=3)
-    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", shard_batch, ids(), ONE_RANK, slots=[slot])
+    slot = dataclasses.replace(SLOTS[0], scheme="a2a+p2p")
+    rejects("scheme: got 'a2a.p2p'; allowed", shard_batch, ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(2)[0],
+            slots=[slot])  # fmt: skip
 
 
 def test_the_seed_of_dropout_is_the_batchs():

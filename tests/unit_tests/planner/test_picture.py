@@ -11,7 +11,7 @@ from megatron_cp.planner.picture import save_picture
 def drawn(monkeypatch, tmp_path):
     """Draws a plan, and returns what would be saved."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (path.touch(), figures.append(figure)))
 
     def draw(plan):
         save_picture(plan, tmp_path / "plan.png")

@@ -329,7 +329,7 @@ def test_rejects_another_word_for_recomputation():
     ("make", "message"),
     [
         (lambda: AttentionMixer(0, 1, 16, 16), "heads: got 0"),
-        (lambda: AttentionMixer(4, 3, 16, 16), "kv_heads: got 3; allowed: a divisor of heads, which is 4"),
+        (lambda: AttentionMixer(4, 3, 16, 16), "kv_heads: got 3; allowed: a divisor of heads, 4"),
         (lambda: AttentionMixer(4, 2, 16.0, 16), "head_dim: got 16.0"),
         (lambda: replace(ATTENTION, mask="strided-ish"), "mask: got 'strided-ish'"),
         (lambda: replace(ATTENTION, output_gate=1), "output_gate: got 1; allowed: True or False"),
@@ -338,7 +338,7 @@ def test_rejects_another_word_for_recomputation():
         (lambda: replace(ATTENTION, kv_rank=8, shared_key_dim=16), "shared_key_dim: got 16"),
         (lambda: LinearMixer("gnd", 4, 2, 16, 16), "kind: got 'gnd'; allowed: gdn or kda or mamba"),
         (lambda: LinearMixer("conv1d", 4, 4, 1, 1), "kind: got 'conv1d'; allowed: gdn or kda or mamba"),
-        (lambda: LinearMixer("gdn", 4, 3, 16, 16), "key_heads: got 3; allowed: a divisor of heads, which is 4"),
+        (lambda: LinearMixer("gdn", 4, 3, 16, 16), "key_heads: got 3; allowed: a divisor of heads, 4"),
         (lambda: LinearMixer("gdn", 4, 2, 16, 16, vectors_per_layer=-1), "vectors_per_layer: got -1"),
         (lambda: LinearMixer("gdn", 4, 2, 16, 16, gate_rank=0), "gate_rank: got 0"),
         (lambda: MLP(0), "intermediate_size: got 0"),
