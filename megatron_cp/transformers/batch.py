@@ -43,10 +43,10 @@ class RankTokens(Tensor):
         weights = [x for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
         if func in _EMBEDS or (func in _INDEXES and any(x.is_floating_point() for x in weights)):
             given = (
-                "a model that does not run over the ranks, or a wrapper around one that does, that embeds tokens of "
-                "ContextParallel.shard"
+                "a model that does not run over the ranks, or a wrapper that embeds tokens itself, called with a batch "
+                "of ContextParallel.shard"
             )
-            allowed = "one after enable_context_parallel(model, ...), which embeds them in its own forward"
+            allowed = "one after enable_context_parallel(model, ...), which embeds tokens in its forward"
             raise ArgumentError("model", given, allowed, _NOT_ENABLED)
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -226,20 +226,20 @@ ROWS = [
         Row(
             "Move hidden states before the layer with relayout(hidden, plan.hidden_layout, plan.layout, group), and "
             "back after it; or plan without hidden_size, so that nothing is redistributed.", code,
-            "mix(layout.shard(hidden, rank), planned(layout, hidden_size=1))",
+            "mix(layout.shard(hidden, rank), planned(layout, **moved))",
             f"{right}\ntorch.testing.assert_close(cp.gather(out, layout, group), alone)",
             "from functools import partial; from megatron_cp import relayout\n"
             "def mix(x, plan, group=group):\n"
             "    heads, gates = x[:, None].expand(-1, 2, 8), x.expand(-1, 2)\n"
             "    return cp.gated_delta_rule(heads, heads, heads, -gates, gates, plan, group, kernel='reference')\n"
-            "planned = partial(cp.plan_linear, packing, heads=2, head_dim=8, layers=20)\n"
+            "planned = partial(cp.plan_linear, packing, heads=2, head_dim=8); moved = dict(hidden_size=1, layers=20)\n"
             "hidden = torch.arange(1, 24.0)[:, None] / 24\n"
             "alone = mix(hidden, planned(cp.Layout.contiguous(packing, 1)), None)",
         )
         for code, right in (
             (
                 "relayout(hidden, plan.hidden_layout, plan.layout, group)",
-                "hidden, plan = layout.shard(hidden, rank), planned(layout, hidden_size=1)\n"
+                "hidden, plan = layout.shard(hidden, rank), planned(layout, **moved)\n"
                 "inside = relayout(hidden, plan.hidden_layout, plan.layout, group)\n"
                 "out = relayout(mix(inside, plan.inside), plan.layout, plan.hidden_layout, group)",
             ),
