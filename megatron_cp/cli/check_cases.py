@@ -26,7 +26,8 @@ from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.describe import counted
-from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.schemes import DEFAULT, SCHEMES
+from megatron_cp.planner.tiled import checked_search
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -124,6 +125,7 @@ def _cases(args: argparse.Namespace, case: Case, given: list[str]) -> list[Case]
         return sweep(case, given)
     if args.scheme is not None:
         return [case]
+    checked_search(case.search_seconds, case.search_cache, [DEFAULT.name])  # a search is for schemes that are named
     width = case.heads * case.value_head_dim
     wide = case if case.layer == "attention" or case.hidden_size else replace(case, hidden_size=width)
     schemes = dict.fromkeys(price.scheme for price in wide.plan().prices)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 import runpy
 import threading
 from functools import cache
@@ -157,7 +158,7 @@ def steps_on_rank(group, text):
 def test_steps_of_two_guidance_branches_have_two_plans(text):
     for first, second, third in run_ranks(steps_on_rank, 2, text):
         assert first == second == third
-        assert first.count("a2a, chosen for h100, over 2 ranks") == 2
+        assert len(re.findall(r"a2a(, chosen for h100,)? over 2 ranks", first)) == 2
         assert first.count(" rows of image:") == 2
         assert first.count(" at 8 bytes an element") == 4  # forward and backward of each
         # The other rank gets 4 rows of text of 2 of 3 heads of 16 numbers.

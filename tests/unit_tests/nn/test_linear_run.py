@@ -71,11 +71,12 @@ def test_a_run_over_ranks_is_the_run_on_one(modes, size, align):
 
 
 def test_hidden_states_move_once_in_and_once_back():
-    def collectives(modes, layout):
-        return {rank[3] for rank in run_ranks(lambda group: trained(run_of(*modes), layout, group), 2)}
+    run = run_of(*MODES[0])
 
-    zigzag, contiguous = cp.Layout.zigzag(PACKING, 2), cp.Layout.contiguous(PACKING, 2)
-    (moved,), (inside,) = collectives(MODES[0], zigzag), collectives(MODES[0], contiguous)
+    def collectives(layout):
+        return {rank[3] for rank in run_ranks(lambda group: trained(run, layout, group), 2)}
+
+    (moved,), (inside,) = collectives(cp.Layout.zigzag(PACKING, 2)), collectives(cp.Layout.contiguous(PACKING, 2))
     assert moved == inside + 2
 
 
