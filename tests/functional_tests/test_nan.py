@@ -20,11 +20,15 @@ OPERATIONS = (*ATTENTIONS, *KINDS)
 def touched(call, chosen):
     """The segments whose documents all have a segment, and those of which one has it.
 
-    Documents end in leaves with tokens: one that is the beginning of another is computed as one with it.
+    Documents end in segments with tokens that no other tokens continue: one that is the beginning of another is
+    computed as one with it.
     """
     parents = call.parents or (-1,) * len(call.lengths)
-    documents = [set() for _ in parents]
-    for leaf in {number for number, length in enumerate(call.lengths) if length} - set(parents):
+    documents, continued = [set() for _ in parents], set()
+    for number, length in reversed([*enumerate(call.lengths)]):  # a segment comes after its parent
+        if length or number in continued:
+            continued.add(parents[number])
+    for leaf in {number for number, length in enumerate(call.lengths) if length} - continued:
         segment = leaf
         while segment >= 0:
             documents[segment].add(leaf)
