@@ -215,7 +215,8 @@ def agree_on_inputs(ranks: RankGroup, name: str, inputs: Mapping[str, Any], what
     # Moved to one device, so that the host waits once.
     device = max((tensor.device for tensor in tensors), key=lambda each: each.type != "cpu", default=None)
     sums = [_sum_of_bits(tensor).to(device, non_blocking=True) for tensor in tensors]
-    lines = [template.format(*(torch.stack(sums).tolist() if sums else ())) for template in templates]
+    numbers = torch.stack(sums).tolist() if sums else []  # once: the host waits for a device
+    lines = [template.format(*numbers) for template in templates]
     what = what or f"the ranks call {name} with different inputs"
     _compare(ranks, lines, "comparison of inputs", CallMismatchError, lambda *_: what)
 

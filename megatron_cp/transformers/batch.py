@@ -40,15 +40,18 @@ class RankTokens(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        weights = [x for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
-        if func in _EMBEDS or (func in _INDEXES and any(x.is_floating_point() for x in weights)):
+        tables = [x for x in args if isinstance(x, Tensor) and not isinstance(x, cls) and x.ndim > 1]
+        if func in _EMBEDS or (func in _INDEXES and any(x.is_floating_point() for x in tables)):
             given = (
                 "a model that does not run over the ranks, or a wrapper that embeds tokens itself, called with a batch "
                 "of ContextParallel.shard"
             )
             allowed = "one after enable_context_parallel(model, ...), which embeds tokens in its forward"
             raise ArgumentError("model", given, allowed, _NOT_ENABLED)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, cls) and (found.dtype == torch.bool or found.is_floating_point()):
+            return cls.plain(found)  # a mask, or numbers that were chosen by tokens
+        return found
 
     def __deepcopy__(self, memo: Any) -> RankTokens:
         return copy.deepcopy(self.plain(self), memo).as_subclass(RankTokens)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
@@ -67,8 +66,6 @@ def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> N
 
 def check_rows(inputs: Iterable[object], batch: PlannedBatch) -> None:
     """Refuses a call with other rows than the batch's, such as virtual tokens that a wrapper puts before them."""
-    if torch.compiler.is_compiling():
-        return  # attention refuses them too, though it names its own arguments
     rows = (1, int(batch.plans.layout.row_counts[batch.group.rank]))
     for given in inputs:
         if isinstance(given, Tensor) and given.shape[:2] != rows:
@@ -105,9 +102,11 @@ def run_checked(model: Any, forward: Callable[..., Any], *args: Any, **given: An
     if layers is None:  # disabled
         return forward(*args, **given)
     before, args, given = _enter(layers, args, given)
+    kept = vars(model).get("_loss_function")
+    if isinstance(kept, TokenLoss):
+        kept.loss = None  # of a call by hand, or of a forward that failed
     found = forward(*args, **given)
     _leave(layers, given["cp_batch"], before)
-    kept = vars(model).get("_loss_function")
     if isinstance(kept, TokenLoss) and kept.loss is not None:
         kept.check(found, type(model).__name__)
     return found

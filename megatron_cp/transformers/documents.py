@@ -141,12 +141,13 @@ def _numbered_mask(batch: Mapping[str, Any], total: int) -> Tensor | None:
 
 
 def _lengths_by_number(name: str, numbers: IntArray, total: int) -> list[int]:
-    """Returns the lengths of documents whose tokens have the same number."""
+    """Returns the lengths of documents whose tokens have the same number, which may be any: pads are often -1 or 0.
+
+    Documents that stand side by side must have different ones.
+    """
     if numbers.shape not in ((1, total), (total,)):
         raise ArgumentError(name, list(numbers.shape), f"[1, {total}], the number of each token's document")
     steps = np.diff(numbers.reshape(-1))
-    if (steps < 0).any():
-        raise ArgumentError(name, numbers.reshape(-1), "numbers that do not fall: 1 1 2 2 2", "Or say lengths.")
     return np.diff(np.concatenate([[0], np.flatnonzero(steps) + 1, [total]])).tolist()
 
 
@@ -163,9 +164,16 @@ def _check_known(batch: Mapping[str, Any], total: int) -> None:
     for name, value in batch.items():
         if value is None or name in (*DOCUMENT_KEYS, "input_ids", "position_ids"):
             continue
-        if _DESCRIBES.search(name) or _is_offsets(value, total):
+        if (isinstance(name, str) and _DESCRIBES.search(name) and _are_numbers(value)) or _is_offsets(value, total):
             remedy = "Name them cu_seq_lens_q if they are offsets; or say lengths. Else take another name."
             raise ArgumentError(name, value, f"documents described by {', '.join(_LENGTHS)}", remedy)
+
+
+def _are_numbers(value: object) -> bool:
+    """True for a tensor, an array, or a list of integers: a single number or a text describes no document."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(each, int | np.integer) for each in value)
+    return isinstance(value, Tensor | np.ndarray)
 
 
 def _is_offsets(value: object, total: int) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 
 @functools.cache
-def calls_in(function: Callable[..., Any]) -> tuple[ast.Call, ...] | None:
-    """Returns the calls in a function's source, without those of its decorators; None for one without a file."""
+def _nodes_of(function: Callable[..., Any]) -> tuple[ast.AST, ...] | None:
+    """Returns the syntax of a function's source, without that of its decorators; None for one without a file."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -20,15 +20,21 @@ def calls_in(function: Callable[..., Any]) -> tuple[ast.Call, ...] | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = []
-    return tuple(node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return tuple(ast.walk(tree))
 
 
-def calls(function: Callable[..., Any], name: str) -> bool:
-    """True if a function calls a method of that name, such as that of its base class."""
-    found = calls_in(function)
-    if found is None:
+def calls_in(function: Callable[..., Any]) -> tuple[ast.Call, ...] | None:
+    """Returns the calls in a function's source, without those of its decorators; None for one without a file."""
+    nodes = _nodes_of(function)
+    return None if nodes is None else tuple(node for node in nodes if isinstance(node, ast.Call))
+
+
+def refers_to(function: Callable[..., Any], name: str) -> bool:
+    """True if a function has an attribute of that name in it, such as the method of its base class that it calls."""
+    nodes = _nodes_of(function)
+    if nodes is None:
         return name in getattr(getattr(function, "__code__", None), "co_names", ())
-    return any(isinstance(call.func, ast.Attribute) and call.func.attr == name for call in found)
+    return any(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
 
 
 def passes(function: Callable[..., Any], argument: str) -> bool:

@@ -28,7 +28,7 @@ from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
-from megatron_cp.transformers.sources import calls
+from megatron_cp.transformers.sources import refers_to
 
 _SHIFTS = "It would shift labels that are shifted already. The model's own loss takes them as they are."
 _OWN_LOSS = (
@@ -218,7 +218,9 @@ class ContextParallelMixin:
         if not self.context_parallel.is_enabled:
             # The trainer multiplies by the number of processes. All ranks of a group have the same whole batch.
             count = None if num_items_in_batch is None else num_items_in_batch * self.context_parallel.cp_size
-            return super().compute_loss(model, inputs, return_outputs, count)  # type: ignore[misc]
+            whole = super().compute_loss(model, inputs, return_outputs, count)  # type: ignore[misc]
+            self._share = whole[0] if return_outputs else whole
+            return whole
         if "cp_batch" not in inputs:  # TRL's evaluation shards nothing
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
         assert self._sharded is not None
@@ -347,7 +349,7 @@ def _check_bases(kind: type[ContextParallelMixin]) -> None:
 
 # Methods that turn a batch into a loss. The mixin's work is lost where one of them does not call the next.
 _CHAINED = (
-    "training_step", "compute_loss", "prediction_step", "get_batch_samples", "_get_num_items_in_batch",
+    "training_step", "compute_loss", "get_batch_samples", "_get_num_items_in_batch",
     "_prepare_context_parallel_inputs",
 )  # fmt: skip
 
@@ -360,7 +362,7 @@ def _check_overrides(kind: type[ContextParallelMixin]) -> None:
         for name in _CHAINED if _room(base) not in ("transformers", "trl", _room(ContextParallelMixin)) else ():
             if (method := vars(base).get(name)) is None:
                 continue
-            if not calls(method, name):
+            if not refers_to(method, name):
                 allowed = f"one that calls super().{name}"
                 raise ArgumentError(f"{base.__name__}.{name}", "a method of its own", allowed, _OWN_LOSS)
             if name == "compute_loss" and place > below:  # TRL's losses are compared with what the mixin returns alone

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
-from megatron_cp.transformers.sources import calls
+from megatron_cp.transformers.sources import refers_to
 from tests.refusals import rejects
 from tests.transformers_cases import TOKENS, batch, build, class_of
 
@@ -258,7 +258,6 @@ def count_of_its_own(self, batch_samples, device):
     [
         ("compute_loss", own_loss), ("_get_num_items_in_batch", count_of_its_own),
         ("training_step", lambda self, model, inputs, *_: model(**inputs).loss.backward()),
-        ("prediction_step", lambda self, model, inputs, *_: (model(**inputs).loss, None, None)),
         ("get_batch_samples", lambda self, batches, count, device: ([next(batches)], None)),
     ],
 )  # fmt: skip
@@ -280,10 +279,35 @@ def test_rejects_a_loss_below_a_mixin_for_trl():
     type("Mine", (ContextParallelMixin, sft), {"compute_loss": Base.compute_loss})
 
 
+class ByAName(ContextParallelTrainer):
+    """Calls the trainer's method by a name of its own."""
+
+    def compute_loss(self, *args, **named):
+        whole = super().compute_loss
+        return whole(*args, **named)
+
+
+@ONE_PROCESS
+def test_trains_on_whole_batches_while_disabled_and_by_a_name_of_ones_own(llama, tmp_path):
+    trainer = trainer_of(copy.deepcopy(llama), tmp_path)
+    with trainer.context_parallel.disabled():
+        trainer.train()
+    assert trainer.state.global_step > 0
+
+
+def test_a_loss_by_hand_is_not_held_to_the_next_call(llama):
+    model = copy.deepcopy(llama)
+    parallel = enable_context_parallel(model, None)
+    batch = parallel.shard({"input_ids": torch.arange(3, 9)[None], "lengths": [6]})
+    logits = model(**batch).logits
+    model.loss_function(logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=torch.arange(6)[None])
+    assert torch.equal(model(**batch).logits, logits)
+
+
 def test_a_call_of_a_method_is_found_with_and_without_a_source():
     without_source = eval("lambda self: self.compute_loss()")
-    assert [calls(without_source, name) for name in ("compute_loss", "other")] == [True, False]
-    assert [calls(own_loss, name) for name in ("cross_entropy", "compute_loss")] == [True, False]
+    assert [refers_to(without_source, name) for name in ("compute_loss", "other")] == [True, False]
+    assert [refers_to(own_loss, name) for name in ("cross_entropy", "compute_loss")] == [True, False]
 
 
 @ONE_PROCESS

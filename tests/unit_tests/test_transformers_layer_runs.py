@@ -302,3 +302,32 @@ def test_auto_never_moves_hidden_states(lengths):
                 plan = BatchPlan(layout, [slot]).plan(slot)
                 assert {price.scheme for price in plan.prices} <= {"headwise", "chunkwise"}
                 assert plan.redistribution is None
+
+
+def test_what_is_derived_of_a_ranks_tokens_is_plain_and_chooses_rows():
+    """Heads, rewards and metrics choose rows by masks and places of tokens."""
+    ids = torch.tensor([[5, 2, 7, 2]]).as_subclass(RankTokens)
+    hidden, weights = torch.arange(8.0).view(1, 4, 2), torch.arange(9.0)
+    plain = torch.Tensor(ids.as_subclass(torch.Tensor)).long()
+    for take in (
+        lambda ids: hidden[ids == 2],
+        lambda ids: hidden[0][(ids == 2)[0]],
+        lambda ids: hidden[0, (ids[0] == 2).nonzero()[:, 0]],
+        lambda ids: hidden[:, (ids == 2).int().argmax(-1)],
+        lambda ids: hidden[0].index_select(0, (ids[0] == 2).nonzero()[:, 0]),
+        lambda ids: weights[ids],
+        lambda ids: torch.where((ids == 2)[..., None], hidden, 0.0),
+        lambda ids: weights.expand(1, 4, 9).gather(-1, ids[..., None]),
+    ):
+        found = take(ids)
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, take(plain))
+    for kept in (
+        ids.clone(),
+        ids[:, 1:],
+        ids.view(-1),
+        ids.to(torch.int32),
+        ids.detach(),
+        ids.masked_fill(ids == 2, 0),
+    ):
+        assert isinstance(kept, RankTokens)

@@ -9,6 +9,7 @@ from megatron_cp.batch import gradients as gradients_module
 from megatron_cp.errors import ArgumentError, CallMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.testing.counters import Counters
 from tests.refusals import rejects
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
@@ -214,3 +215,17 @@ def test_rejects_a_gradient_of_another_type():
 
 def other_parameters(group):
     cp.reduce_gradients(nn.Linear(2, 3 if group.rank == 1 else 2), group)
+
+
+def test_parameters_are_compared_with_one_wait_for_the_device():
+    """However many there are: on a device each reading of a number waits for all work before it."""
+
+    def on_rank(group, count):
+        tensors = [torch.ones(2, requires_grad=True) for _ in range(count)]
+        counters = Counters()
+        with counters:
+            cp.reduce_gradients(tensors, group)
+        return counters.host_syncs["tolist"]
+
+    few, many = (run_ranks(lambda group, count=count: on_rank(group, count), 2) for count in (3, 90))
+    assert few == many
