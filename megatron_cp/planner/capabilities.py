@@ -225,7 +225,7 @@ def did_you_mean(value: object, known: Iterable[str], alike: float = 0.75) -> st
 
 
 def hints_keywords(made: Made) -> Made:
-    """Decorates a function or a class so that an unknown keyword is answered with the argument that it resembles.
+    """Decorates a function or a class so that the error for an unknown keyword names the argument that it resembles.
 
     Python itself does so from 3.13 on, but does not know the names of other projects.
     """

@@ -1,4 +1,4 @@
-"""Refuses what is added to a model or to its loss, and is computed of more, or of less, than a rank's own tokens."""
+"""Refuses terms of a loss, noise and adapters that a rank cannot compute from its own tokens."""
 
 from __future__ import annotations
 

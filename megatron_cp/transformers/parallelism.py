@@ -79,8 +79,8 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
     if ranks > 1 and asked == 1:
         remedy = (
             f"Every rank would hold whole sequences, without context parallelism. Say {_NAME} = "
-            f"ParallelismConfig(cp_size={ranks}), which torchrun --standalone --nproc-per-node {ranks} needs no flag "
-            f"for, on CPUs and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
+            f"ParallelismConfig(cp_size={ranks}), which torchrun needs no flag for, on CPUs "
+            f"and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
         )
         raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
     if config is None:
@@ -100,4 +100,4 @@ def _fit(config: ParallelismConfig, ranks: int) -> str:
         return f"For {ranks // config.cp_size} replicas of {config.cp_size} ranks say dp_shard_size too: " + (
             f"ParallelismConfig(dp_shard_size={ranks // config.cp_size}, cp_size={config.cp_size})."
         )
-    return f"Start as many processes: torchrun --standalone --nproc-per-node {config.total_size}."
+    return f"Start as many processes; on one host: torchrun --standalone --nproc-per-node {config.total_size}."

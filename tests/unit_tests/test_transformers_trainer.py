@@ -93,7 +93,7 @@ def arguments(ranks, gpus=1):
 @pytest.mark.parametrize(
     ("ranks", "config", "remedy"),
     [
-        (2, None, r"ParallelismConfig\(cp_size=2\), which torchrun --standalone --nproc-per-node 2 needs no flag for"),
+        (2, None, r"ParallelismConfig\(cp_size=2\), which torchrun needs no flag for"),
         (2, ParallelismConfig(), r"Data parallelism alone is ParallelismConfig\(dp_replicate_size=2\)"),
         (4, ParallelismConfig(cp_size=2), r"ParallelismConfig\(dp_shard_size=2, cp_size=2\)"),
         (1, ParallelismConfig(cp_size=2), "torchrun --standalone --nproc-per-node 2"),

@@ -17,6 +17,7 @@ from megatron_cp.apps.train.options import METRICS, Run
 from megatron_cp.apps.train.record import RunRecord, write_report
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, SAVES, TRACKER, writing
 from megatron_cp.errors import ArgumentError
+from megatron_cp.files import whole_file
 
 PATIENCE = 10.0  # seconds; torchrun kills its ranks 30 s after it has told them to end
 
@@ -120,5 +121,5 @@ def _draw(run: Run, record: RunRecord, command: str, entries: list[dict[str, Any
     folder = run.folder
     data = {"steps": len(entries), "first_loss": entries[0]["loss"], "final_loss": entries[-1]["loss"], "layers": []}
     write_report(folder, run.options, command, record.environment, run.name, entries, None, data, (said, False), {})
-    with writing(folder, LOSS_PICTURE):
-        loss_figure(entries, run.name, None).savefig(folder / LOSS_PICTURE, dpi=130)
+    with writing(folder, LOSS_PICTURE), whole_file(folder / LOSS_PICTURE) as new:
+        loss_figure(entries, run.name, None).savefig(new, dpi=130)

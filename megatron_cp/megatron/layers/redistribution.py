@@ -59,7 +59,7 @@ def arrange_run(
         is_first, is_last: True if `layers` begin with the run's first layer, and end with its last.
     """
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
-        if any(slot.mode == REDISTRIBUTE.name for slot in slots):
+        if config.context_parallel_size > 1 and any(slot.mode == REDISTRIBUTE.name for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
             refuse("linear_cp_mode", "redistribute", allowed, "Between layers a rank holds a part of its rows alone.")
         return

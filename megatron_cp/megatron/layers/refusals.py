@@ -33,11 +33,13 @@ _FLAGS = {
 
 @contextlib.contextmanager
 def named_by_flags() -> Iterator[None]:
-    """Names Megatron's flag in errors about the argument of a plan."""
+    """Names Megatron's flag in errors about an option of a plan. Sizes keep their names, whose flags differ by layer."""
     try:
         yield
     except ArgumentError as error:
-        refuse(_FLAGS.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
+        if error.argument not in _FLAGS:
+            raise
+        refuse(_FLAGS[error.argument], error.given, error.allowed, error.remedy)
 
 
 def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
