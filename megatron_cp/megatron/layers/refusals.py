@@ -33,7 +33,7 @@ _FLAGS = {
 
 @contextlib.contextmanager
 def named_by_flags() -> Iterator[None]:
-    """Names Megatron's flag in errors about an option of a plan. Sizes keep their names, whose flags differ by layer."""
+    """Names Megatron's flag in errors about an option of a plan; sizes keep their names."""
     try:
         yield
     except ArgumentError as error:
