@@ -60,12 +60,15 @@ class TokenLoss:
         function: the loss function.
         loss: the loss of the call that has not been checked yet; None before it.
         value: the number that it was; None if the last call of the model had no loss.
+        follows: True to keep the graph of the model's loss too, which takes the memory of what it saved.
+        node: the last node of that graph.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
         self.loss: Tensor | None = None
         self.value: Tensor | None = None
+        self.follows, self.node = False, None
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         loss = self.function(*args, **named)
@@ -89,6 +92,8 @@ class TokenLoss:
             raise ArgumentError(
                 "model", f"a term that {where} adds to the loss of its tokens", "the loss of tokens alone", _SHARES
             )
+        if self.follows:
+            self.node = loss.grad_fn
 
 
 def keep_token_loss(model: Any) -> None:
@@ -103,6 +108,29 @@ def drop_token_loss(model: Any) -> None:
         del model._loss_function
         if model.loss_function is not kept.function:
             model.loss_function = kept.function
+
+
+def is_scaled(node: Any, before: Any, factor: int, by: str = "MulBackward0") -> bool:
+    """True if one node of a graph multiplies another one's result by a number, or divides it; asks no device."""
+    if None in (node, before) or node is before:
+        return node is before is not None and factor == 1
+    number = getattr(node, "_saved_other", None)
+    is_of_it = node.name() == by and node.next_functions[0][0] is before
+    return is_of_it and number is not None and number.device.type == "cpu" and number.item() == factor
+
+
+class Share:
+    """A loss as it was when this was made."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.node, self.value = loss.grad_fn, loss.detach().clone()
+
+    def is_of(self, loss: Tensor, steps: int) -> bool:
+        """True for that loss, divided by a number of steps or not. Numbers are compared if no graph says so."""
+        node = loss.grad_fn
+        if is_scaled(node, self.node, 1) or is_scaled(node, self.node, steps, "DivBackward0"):
+            return True
+        return equal(loss, self.value) or equal(loss, self.value / steps)
 
 
 def equal(loss: Any, other: Any) -> bool:

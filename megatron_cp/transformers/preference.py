@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.additions import Share
 from megatron_cp.transformers.enable import ContextParallel
 from megatron_cp.transformers.rows import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
@@ -108,8 +109,9 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
         loss = super(ContextParallelMixin, self).compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        self._share = loss.detach() + self.context_parallel.cp_size * (loss - loss.detach())
-        return self._share
+        share = loss.detach() + self.context_parallel.cp_size * (loss - loss.detach())
+        self._share = Share(share)
+        return share
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -22,7 +22,7 @@ from transformers import Trainer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.transformers.additions import check_additions, equal
+from megatron_cp.transformers.additions import Share, check_additions, equal, is_scaled
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
@@ -90,7 +90,7 @@ class ContextParallelMixin:
         self._options = {"layout": layout, "scheme": scheme, "linear_mode": linear_mode, **(cp_options or {})}
         self.context_parallel = self._enabled(self.accelerator.unwrap_model(self.model))
         self._sharded: ShardedBatch | None = None
-        self._share: Tensor | None = None  # the loss of this rank's tokens, as compute_loss returned it
+        self._share: Share | None = None  # the loss of this rank's tokens, as compute_loss returned it
         self._kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
 
     def _enabled(self, model: Any) -> ContextParallel:
@@ -219,7 +219,7 @@ class ContextParallelMixin:
             # The trainer multiplies by the number of processes. All ranks of a group have the same whole batch.
             count = None if num_items_in_batch is None else num_items_in_batch * self.context_parallel.cp_size
             whole = super().compute_loss(model, inputs, return_outputs, count)  # type: ignore[misc]
-            self._share = whole[0] if return_outputs else whole
+            self._share = Share(whole[0] if return_outputs else whole)
             return whole
         if "cp_batch" not in inputs:  # TRL's evaluation shards nothing
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
@@ -231,17 +231,21 @@ class ContextParallelMixin:
             num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
         self._check_losses()  # which may have been set after the trainer was made
         self._share, kept = None, self.context_parallel.token_loss
-        kept.value = None  # TRL computes losses of log-probabilities, without the model's loss function
-        with self._loss_of_shares():
-            found = super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-            )
-        self._share = found[0] if return_outputs else found
+        kept.value, kept.follows = None, True  # TRL computes losses of log-probabilities, without the model's function
+        try:
+            with self._loss_of_shares():
+                found = super().compute_loss(  # type: ignore[misc]
+                    model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+                )
+        finally:
+            node, kept.node, kept.follows = kept.node, None, False
+        loss = found[0] if return_outputs else found
         if kept.value is None and not self._is_trl:
             raise ArgumentError("compute_loss", "a loss without the model's", "the model's own loss", _OWN_LOSS)
-        if kept.value is not None:
-            ranks = self.accelerator.num_processes // self.get_tp_size()
-            self._check_loss(kept.value.to(self._share) * ranks)
+        ranks = self.accelerator.num_processes // self.get_tp_size()
+        if kept.value is not None and not is_scaled(loss.grad_fn, node, ranks) and not equal(loss, kept.value * ranks):
+            raise _another_loss()
+        self._share = Share(loss)
         return found
 
     def _backward(self, loss: Tensor, **named: Any) -> None:
@@ -252,11 +256,8 @@ class ContextParallelMixin:
 
     def _check_loss(self, loss: Tensor, steps: int = 1) -> None:
         """Refuses a loss that is not the share of this rank that `compute_loss` has returned."""
-        share = self._share
-        if loss is share or (share is not None and (equal(loss, share) or equal(loss, share / steps))):
-            return
-        allowed = "what super().compute_loss returns"
-        raise ArgumentError("compute_loss", "another loss than the model's", allowed, _OWN_LOSS)
+        if self._share is None or not self._share.is_of(loss, steps):
+            raise _another_loss()
 
     @contextlib.contextmanager
     def _loss_of_shares(self) -> Iterator[None]:
@@ -368,6 +369,11 @@ def _check_overrides(kind: type[ContextParallelMixin]) -> None:
             if name == "compute_loss" and place > below:  # TRL's losses are compared with what the mixin returns alone
                 remedy = f"Override it in {kind.__name__}: what it returns is compared with super().compute_loss."
                 raise ArgumentError(f"{base.__name__}.{name}", f"a method below {kind.__name__}", "none there", remedy)
+
+
+def _another_loss() -> ArgumentError:
+    allowed = "what super().compute_loss returns"
+    return ArgumentError("compute_loss", "another loss than the model's", allowed, _OWN_LOSS)
 
 
 def _room(kind: type) -> str:
