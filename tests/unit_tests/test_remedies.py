@@ -388,7 +388,6 @@ ELSEWHERE_RUN = {
     "as megatron_cp.megatron.config.TransformerConfig does.": "unit_tests/megatron/layers/test_refusals.py",
     "set cp_packed_order, or shard the batch": "unit_tests/megatron/layers/test_refusals.py",
     "or call arrange_runs": "unit_tests/megatron/layers/test_redistribution.py",
-    "of megatron_cp.megatron.layers.": "unit_tests/megatron/layers/test_redistribution.py",
     "GraphTables of align_documents=1": "unit_tests/batch/test_filled_documents.py",
     "`megatron-cp bench planner --calibrate`": "functional_tests/test_bench.py",
     "Without it search_seconds=0": "unit_tests/planner/test_assigned_tiles.py",

@@ -130,8 +130,9 @@ class LinearModule(ContextParallelModule):
         """Refuses redistribution around a layer of no run: nothing there moves hidden states."""
         if cp_size > 1 and self.slot.mode == REDISTRIBUTE.name and self.slot.hidden_size is None:
             allowed = "headwise, chunkwise or auto for a linear layer in no stack of megatron_cp.megatron.specs"
-            remedy = "Build GPTModel with gpt_layer_spec and HybridModel with hybrid_stack_spec, or call arrange_runs"
-            refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, f"{remedy} of megatron_cp.megatron.layers.")
+            module = "megatron_cp.megatron.layers.redistribution"
+            remedy = "Build GPTModel with gpt_layer_spec, HybridModel with hybrid_stack_spec, or call arrange_runs of"
+            refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, f"{remedy} {module}.")
 
     def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
         """Returns the plan for `[rows, batch, ...]`: packed documents, or else `batch` sequences in zigzag order.
