@@ -51,7 +51,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 # These take half of the time: the dearest first, so that at the end no process is left alone with one of them.
 _DEAR = (
-    "transformers_generation", "transformers_preference", "transformers_evaluation", "megatron_models",
+    "test_entries", "transformers_generation", "transformers_preference", "transformers_evaluation", "megatron_models",
     "transformers_compile", "transformers_training", "test_schemes", "megatron_stock", "tiles/test_search",
     "test_train", "test_cli", "megatron_matrix", "wire_options", "test_codecs", "test_tiled", "test_compile",
     "test_parity", "softmax/test_kernels", "emulated_device", "triton_compiled", "flex_compiled", "test_memory",

@@ -198,7 +198,7 @@ def test_processes_that_end_or_refuse_are_errors():
 
 def test_process_that_hangs_has_its_stack_shown(capfd):
     with pytest.raises(RankError):
-        run_ranks(hang_on_rank_1, 2, kind="processes", timeout=limit(6))
+        run_ranks(hang_on_rank_1, 2, kind="processes", timeout=limit(3))
     shown = capfd.readouterr().err
     assert "Thread" in shown
     assert "in never_come" in shown  # the rank that hangs, not only those that wait for it
