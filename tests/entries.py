@@ -689,9 +689,9 @@ def refusals(row: Row) -> set[str]:
         found.add("scheme")
     exchanges = may_exchange_heads(row.scheme)
     if row.codec != "none" and uses:
-        if row.layer in ("conv1d", "sparse"):
+        if row.layer == "sparse" or (row.layer == "conv1d" and exchanges):
             found.add("codec")
-        if linear and not exchanges and not is_spec:
+        if linear and not exchanges and not is_spec:  # of a specification a note of the plan says that it is unused
             found.add("codec")
     if row.chunks is not None and uses and not (linear and is_spec):
         degree = row.cp if linear or row.scheme in ("auto", "a2a") else 2 if scheme and scheme.is_product else 1
