@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-# More than there are cores, since tests wait for other processes: 4 keep 2 cores busy, for 7:07.
+# More than there are cores, since tests wait for other processes: 4 keep 2 cores busy.
 PROCESSES ?= 4
 
 .PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check docs fuzz faults versions dist clean
@@ -29,7 +29,7 @@ lint: setup ## ruff and mypy
 # Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
 test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
-test: setup ## the tests that guard each feature: 8 minutes on 2 cores
+test: setup ## the tests that guard each feature: 8 to 15 minutes on 2 cores
 	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones
