@@ -285,6 +285,7 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
         (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--tp-comm-overlap"], "--tp-comm-overlap: got 'the flag'; allowed: only with --tp above 1"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
+        (["--whole", "--layer", "gdn"], "--layer: got 'gdn'; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),
         (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: 0 with a2a. No layer here"),

@@ -96,8 +96,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 def run_whole(args: argparse.Namespace) -> Report:
     """Prices every size and layout, and names the best that fits."""
-    for option in _OF_A_LAYER:
-        if getattr(args, option) is not None:
+    for option, unless in {"layer": "attention", **dict.fromkeys(_OF_A_LAYER)}.items():
+        if getattr(args, option) != unless:
             allowed = "only without --whole, which prices all layers of --model"
             raise ArgumentError(f"--{option.replace('_', '-')}", getattr(args, option), allowed)
     if args.dtype not in ("bfloat16", "float16"):
