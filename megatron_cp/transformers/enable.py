@@ -387,6 +387,8 @@ def _check_layerdrop(model: PreTrainedModel) -> None:
 def _check_batch(batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
         raise ArgumentError("batch", batch, "a mapping, as a collator returns")
+    if "cp_batch" in batch:
+        raise ArgumentError("batch", "this rank's rows, sharded before", "a whole batch", "Shard each batch once.")
     for name in _OVERLAYS:
         if batch.get(name) is not None:
             remedy = "Blocks that see both ways would be causal here. Leave it out of batches of text alone."

@@ -195,6 +195,10 @@ def test_rejects_batches(enabled, changed, argument, text):
     assert refused.value.argument == argument
 
 
+def test_rejects_a_batch_that_was_sharded(enabled):
+    rejects("batch: got .*sharded before.*Shard each batch once", enabled[1].shard, enabled[1].shard(batch()))
+
+
 def test_rejects_batches_of_other_documents_and_losses_that_shift(enabled):
     rejects("a collator returns", enabled[1].shard, [TOKENS])
     rejects("this batch's documents", enabled[1].shard, batch(cp_plans=enabled[1].planner([6, 7])))
