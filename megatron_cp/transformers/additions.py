@@ -111,12 +111,18 @@ def drop_token_loss(model: Any) -> None:
 
 
 def is_scaled(node: Any, before: Any, factor: int, by: str = "MulBackward0") -> bool:
-    """True if one node of a graph multiplies another one's result by a number, or divides it; asks no device."""
-    if None in (node, before) or node is before:
-        return node is before is not None and factor == 1
-    number = getattr(node, "_saved_other", None)
-    is_of_it = node.name() == by and node.next_functions[0][0] is before
-    return is_of_it and number is not None and number.device.type == "cpu" and number.item() == factor
+    """True if a node of a graph is `before`, if `factor` is 1, or multiplies its result by `factor`; asks no device.
+
+    With `by` "DivBackward0" it divides it.
+    """
+    if node is None or before is None:
+        return False
+    if node is before:
+        return factor == 1
+    if node.name() != by or node.next_functions[0][0] is not before:
+        return False
+    number = node._saved_other  # of a number that is no tensor, on the host
+    return number is not None and number.device.type == "cpu" and bool(number.item() == factor)
 
 
 class Share:
