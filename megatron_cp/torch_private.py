@@ -195,6 +195,12 @@ def varlen_operators() -> tuple[Any, Any] | None:
     return forward, backward
 
 
+# The name that `torch.nn.attention.activate_flash_attention_impl` was given; public, but not in every torch.
+current_flash_attention_impl: Callable[[], str | None] = getattr(
+    torch.nn.attention, "current_flash_attention_impl", lambda: None
+)
+
+
 def _takes(operator: Any, names: Sequence[str]) -> bool:
     """Returns True if an operator takes arguments of these names first, and needs no others."""
     if operator is None:

@@ -87,6 +87,7 @@ EXTRAS = {
     "mamba": Extra("import mamba_ssm, causal_conv1d"),
     "te": Extra("import transformer_engine.pytorch"),
     "flash": Extra("import flash_attn"),
+    "flash4": Extra("import flash_attn.cute"),
     "solver": Extra(
         "import ortools.sat.python.cp_model, ortools.linear_solver.pywraplp",
         (("plan", "--cp", "3", "--lengths", "700,100,300", "--scheme", "tiled", "--search", "1"),),

@@ -54,12 +54,15 @@ def choose_kernel(kernels: Sequence[K], name: str | K, call: Any) -> K:
     if name == "auto":
         here = [kernel for kernel in kernels if call.device.type in kernel.devices]
         here = [kernel for kernel in here if kernel.serves_graphs] if call.for_graphs else here
-        refusals = {kernel.name: kernel.refusal(call) for kernel in here}
-        chosen = next((kernel for kernel in here if refusals[kernel.name] is None), None)
-        if chosen is None:
+        passed_over = []
+        for chosen in here:  # a kernel's answer may import its package, so those after the first that can are not asked
+            refusal = chosen.refusal(call)
+            if refusal is None:
+                break
+            passed_over.append(f"{chosen.name} ({refusal})")
+        else:
             devices = sorted({device for kernel in kernels for device in kernel.devices})
             raise ArgumentError("device", str(call.device), f"tensors on {' or '.join(devices)}")
-        passed_over = [f"{name} ({refusals[name]})" for name in list(refusals)[: here.index(chosen)]]
         if call.device.type == "cuda" and passed_over:
             warnings.warn(f"running on kernel {chosen.name}, not on {', '.join(passed_over)}", stacklevel=3)
         return chosen

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_cp.softmax.kernels.base import AttentionCall
 from megatron_cp.softmax.kernels.common.varlen_calls import Segments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
-from megatron_cp.torch_private import varlen_operators
+from megatron_cp.torch_private import current_flash_attention_impl, varlen_operators
 
 
 class VarlenAttention(SegmentedAttention):
@@ -29,6 +29,9 @@ class VarlenAttention(SegmentedAttention):
             return f"has no soft cap, asked for {call.softcap}; use flash_attn or reference"
         if refusal is None and varlen_operators() is None:
             return f"needs operators that torch {torch.__version__} does not have; use flash_attn or reference"
+        # The operators go through torch's dispatcher, in which FA4 takes a missing limit of a window as a number.
+        if refusal is None and current_flash_attention_impl() == "FA4":
+            return "has no windows while torch's FA4 is active; use flash_attn_4, or call restore_flash_attention_impl"
         return refusal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Attention kernels agree with softmax over a boolean matrix; each refuses what it cannot run."""
 
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.extras import import_failure
 from megatron_cp.layout import Packing
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
@@ -445,12 +448,35 @@ def test_rejects_what_a_kernel_cannot_run(name, call, says):
         choose_kernel(KERNELS, other, call)
 
 
-@pytest.mark.parametrize(("name", "says"), [("flash_attn", "pip install"), ("flash_attn_3", "build it")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("flash_attn", "pip install"), ("flash_attn_3", "build it"), ("flash_attn_4", "pip install")]
+)
 def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
     module = "megatron_cp.softmax.kernels.flash_attn"
     monkeypatch.setattr(f"{module}.installed_version", lambda package: None)
+    monkeypatch.setattr(f"{module}_4.installed_version", lambda package: None)
     monkeypatch.setattr(f"{module}.find_spec", lambda package: None)
     rejects(f"not installed.*{says}", choose_kernel, KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [(None, "cannot be imported: ModuleNotFoundError"), ({"_flash_attn_fwd": lambda q, k, v: None}, "other arguments")],
+    ids=["broken", "of another version"],
+)
+def test_rejects_a_flash_attn_4_that_is_broken_or_another(module, says, monkeypatch):
+    name = "flash_attn.cute.interface"
+    monkeypatch.setattr("megatron_cp.softmax.kernels.flash_attn_4.installed_version", lambda package: (4, 0))
+    monkeypatch.setattr("megatron_cp.softmax.kernels.flash_attn_4.import_failure", import_failure.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, name, None if module is None else SimpleNamespace(**module))
+    rejects(says, choose_kernel, KERNELS, "flash_attn_4", call_for(device="cuda", dtype=torch.bfloat16))
+
+
+def test_rejects_varlen_while_torchs_flash_attention_is_another(monkeypatch):
+    monkeypatch.setattr("megatron_cp.softmax.kernels.varlen.current_flash_attention_impl", lambda: "FA4")
+    call = call_for(device="cuda", dtype=torch.bfloat16)
+    rejects("FA4 is active; use flash_attn_4, or call restore", choose_kernel, KERNELS, "varlen", call)
 
 
 def test_auto_takes_the_fastest_that_can_and_says_why():
@@ -463,5 +489,5 @@ def test_auto_takes_the_fastest_that_can_and_says_why():
     assert fastest.name == ("varlen" if has_varlen else "reference")
     with pytest.warns(UserWarning, match="reference, not on varlen .*float64"):
         assert choose_kernel(KERNELS, "auto", call_for(device="cuda")).name == "reference"
-    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or flex or cpu or reference"):
+    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or flash_attn_4 or flex"):
         choose_kernel(KERNELS, "flash", call_for())
