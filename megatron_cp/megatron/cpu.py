@@ -37,10 +37,12 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
         pretrain: True to patch Megatron's own training loop too (`megatron.training.pretrain`), which requires a
             device.
     """
+    import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core import utils
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
     torch.compiler.set_stance("force_eager")
@@ -57,6 +59,11 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _keep_on_host
     for module in (clip_grads, optimizer):  # the second one imports the function by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
+        # As Megatron does without Transformer Engine and Apex, whose functions and optimizers run on CUDA only.
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_tensor_impl = utils.local_multi_tensor_l2_norm, None
+    optimizers.Adam, optimizers.SGD, optimizers.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
 
 
 def _exchange_torch(package: str, substitute: types.ModuleType) -> None:

@@ -1,7 +1,8 @@
 """Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
 
 They are Megatron's own specs with three modules replaced: self-attention with its core attention, Gated DeltaNet, and
-Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's.
+Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's, which
+`--transformer-impl local` also chooses; HybridModel's spec for it is local_hybrid_stack_spec.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAtten
 from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import unsupported_spec, uses_transformer_engine
+from megatron_cp.megatron.layers.refusals import refuse_other_implementation, unsupported_spec, uses_transformer_engine
 from megatron_cp.megatron.layers.sparse_attention import DuplicatedLinear, SparseCoreAttention, SparseMLASelfAttention
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
 from megatron_cp.versions import warn_if_untested
@@ -81,6 +82,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     variant, use_te = config.experimental_attention_variant, uses_transformer_engine(config)
     for error in unsupported_spec(config):
         raise error
+    refuse_other_implementation(config, te=use_te)
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
         layers = [_replace_modules(layer) for layer in block.layer_specs]
@@ -230,6 +232,7 @@ class TEHybridStack(HybridStack):
     """Megatron's stack with our attention, also where `--mla-down-proj-fusion` replaces it."""
 
     def __init__(self, config: Any, submodules: Any, **others: Any) -> None:
+        refuse_other_implementation(config, te=True)
         super().__init__(config, submodules, **others)
         arrange_runs(self.layers, config)
 
@@ -243,6 +246,7 @@ class LocalHybridStack(HybridStack):
     """Megatron's stack with torch's final norm, since Megatron's needs Transformer Engine."""
 
     def __init__(self, config: Any, submodules: Any, post_layer_norm: bool = True, **others: Any) -> None:
+        refuse_other_implementation(config, te=False)
         super().__init__(config, submodules, post_layer_norm=False, **others)
         if self.post_process and post_layer_norm:
             self.final_norm = Norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
@@ -347,4 +351,5 @@ def _local_stack() -> ModuleSpec:
     )
 
 
-hybrid_stack_spec = _te_stack() if HAVE_TE else _local_stack()
+local_hybrid_stack_spec = _local_stack()
+hybrid_stack_spec = _te_stack() if HAVE_TE else local_hybrid_stack_spec

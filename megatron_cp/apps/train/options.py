@@ -254,7 +254,8 @@ class TrainingOptions:
 
     def _check_wire(self) -> None:
         """Refuses options of messages that no layer of the model sends: they would silently do nothing."""
-        layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
+        stacks = dict.fromkeys(("hybrid_stack_spec", "local_hybrid_stack_spec"), self.hybrid_layer_pattern)
+        layers = {**stacks, "gpt_layer_spec": "*"}.get(self.spec[-1])
         schemes = self.cp_comm_type if layers is None or "*" in layers else ()
         alone = self.context_parallel_size == 1  # then all attention is by auto
         names = ("cp_search", "cp_search_cache")

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import RankGroup
-from megatron_cp.megatron import BatchGroups, TransformerConfig
+from megatron_cp.megatron import BatchGroups, TransformerConfig, specs
 
 
 @dataclass
@@ -146,6 +146,8 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         hidden_dropout=0.0,
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
+        # Transformer Engine's layers, where it is installed, need CUDA.
+        transformer_impl="local" if device.type == "cpu" else "transformer_engine",
         params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         **own,
@@ -183,7 +185,8 @@ def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
     """
     found, is_hybrid = resolve_spec(spec)
     if is_hybrid:
-        return found
+        is_ours = found is specs.hybrid_stack_spec
+        return specs.local_hybrid_stack_spec if is_ours and config.transformer_impl == "local" else found
     allowed = "the name of a function that makes a layer spec of a TransformerConfig"
     try:
         made = found(config)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.kernels.common.installed import package_refusal
@@ -45,13 +48,33 @@ class CausalConv1dConv(ConvKernel):
         from causal_conv1d import causal_conv1d_fn
 
         activation = "silu" if silu and history is None else None
-        # Channel-last, as `[1, c, T]`, and contiguous, since strides too must be multiples of 8.
-        y = causal_conv1d_fn(x.contiguous().t()[None], weight, bias, seq_idx=_documents(call), activation=activation)
+        # Channel-last, as `[1, c, T]`.
+        y = causal_conv1d_fn(_aligned(x).t()[None], weight, bias, seq_idx=_documents(call), activation=activation)
         y = y.squeeze(0).t()
-        if history is None:
-            return y
-        y = add_history(y, history().to(y.dtype), weight.to(y.dtype), call)
-        return apply_silu(y) if silu else y
+        if history is not None:
+            y = add_history(y, history().to(y.dtype), weight.to(y.dtype), call)
+            y = apply_silu(y) if silu else y
+        return cast("Tensor", _AlignedGradient.apply(y))
+
+
+class _AlignedGradient(torch.autograd.Function):
+    """The identity, whose gradient is what the package's backward takes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    @no_compile_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _aligned(gradients[0])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Returns x, `[T, c]`, or a copy if its rows, one row too, do not begin at multiples of `ALIGN` elements."""
+    if x.stride() == (x.shape[1], 1) and x.storage_offset() % ALIGN == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _documents(call: LinearCall) -> Tensor:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -31,6 +30,7 @@ from megatron_cp.megatron.layers.refusals import (
     refuse_other_means,
     refuse_unsupported,
     unsupported_attention,
+    uses_transformer_engine,
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 from megatron_cp.plan.schemes import AUTO, may_assign_tiles, scheme_named
@@ -219,7 +219,8 @@ class SelfAttention(megatron_attention.SelfAttention):
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        if config.qk_layernorm and not config.qk_l2_norm and submodules.q_layernorm is None and not HAVE_TE:
+        norms = config.qk_layernorm and not config.qk_l2_norm and submodules.q_layernorm is None
+        if norms and not uses_transformer_engine(config):
             # If the spec has no norm, Megatron takes Transformer Engine's.
             submodules = replace(submodules, q_layernorm=Norm, k_layernorm=Norm)
         super().__init__(config, submodules, *args, **kwargs)

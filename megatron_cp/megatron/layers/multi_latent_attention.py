@@ -28,7 +28,7 @@ from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import refuse, unsupported_latent_attention
+from megatron_cp.megatron.layers.refusals import refuse, unsupported_latent_attention, uses_transformer_engine
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 _PLAIN_LINEAR: tuple[type, ...] = (ColumnParallelLinear,)
@@ -99,7 +99,7 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Returns Megatron's linear layers and norms, with torch's norms where it would take Transformer Engine's."""
-        if HAVE_TE:
+        if uses_transformer_engine(self.config):
             found: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
             return found
         config = copy.copy(self.config)

@@ -171,6 +171,21 @@ def uses_transformer_engine(config: Any) -> bool:
     return HAVE_TE and config.transformer_impl != "local"
 
 
+def refuse_other_implementation(config: Any, *, te: bool) -> None:
+    """Refuses `--transformer-impl` where a spec's layers are of the other one, or cannot be built on this machine.
+
+    Args:
+        te: True if the spec has layers of Transformer Engine.
+    """
+    if te != uses_transformer_engine(config):
+        allowed, name = ("transformer_engine", "local_hybrid_stack_spec") if te else ("local", "hybrid_stack_spec")
+        remedy = f"Its layers are --spec megatron_cp.megatron.specs {name}."
+        refuse("transformer_impl", config.transformer_impl, f"{allowed} with this spec", remedy)
+    if te and not torch.cuda.is_available():
+        remedy = "Transformer Engine's layers cannot be built without a GPU."
+        refuse("transformer_impl", config.transformer_impl, "local without CUDA", remedy)
+
+
 def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options that DSA layers do not support, beside `unsupported`."""
     if not getattr(config, "multi_latent_attention", False):

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_cp.linear.kernels.base import StateSpace
+from megatron_cp.layout import Packing
+from megatron_cp.linear.kernels.base import LinearCall, StateSpace
 from megatron_cp.linear.kernels.causal_conv1d import CausalConv1dConv
 from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
 from tests.linear_oracle import conv_errors, convolution, rule_errors, state_space
@@ -65,6 +66,31 @@ def test_mamba_ssm_is_called_once_for_each_segment_that_goes_on_and_once_for_the
     assert sorted(calls) == [[3, 21], [15, 1, 9], [24]]
 
 
+class Checked(torch.autograd.Function):
+    """The checks of the gradient in the package's C++ code, after what its functions make of strides."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = gradient
+        if given.stride(2) != 1 and given.stride(1) != 1:
+            given = given.contiguous()
+        if given.stride(1) != 1:
+            given = given.transpose(1, 2).contiguous().transpose(1, 2)
+        assert_aligned(given)
+        return gradient
+
+
+def assert_aligned(x):
+    """The checks of rows in the package's C++ code, and what its loads of 16 bytes assume."""
+    assert x.stride(1) == 1
+    assert x.stride(0) % 8 == x.stride(2) % 8 == 0
+    assert x.storage_offset() % 8 == 0
+
+
 @pytest.fixture
 def taps(monkeypatch):
     """The activations that `causal_conv1d_fn` was called with."""
@@ -72,7 +98,8 @@ def taps(monkeypatch):
 
     def conv(x, weight, bias, *, seq_idx, activation):
         _, channels, tokens = x.shape
-        assert x.stride()[1:] == (1, channels)  # channel-last
+        assert x.stride(2) > 1  # else the package takes rows for columns
+        assert_aligned(x)
         assert channels % 8 == 0
         assert seq_idx.dtype == torch.int32
         assert seq_idx.shape == (1, tokens)
@@ -80,7 +107,7 @@ def taps(monkeypatch):
         assert activation in (None, "silu")
         taps.append(activation)
         lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
-        return convolution(x[0].t(), weight, bias, lengths, activation == "silu").t()[None]
+        return Checked.apply(convolution(x[0].t(), weight, bias, lengths, activation == "silu").t()[None])
 
     monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=conv))
     return taps
@@ -102,3 +129,25 @@ def test_causal_conv1d_computes_segments(taps, layout, ranks, lengths):
     found = conv_errors(CausalConv1dConv(), lengths, 16, 4, bias=True, silu=True, layout=layout, ranks=ranks)
     assert all(error <= 1e-5 for error in found.values()), found
     assert taps == [None] * ranks  # the history comes before the activation
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_causal_conv1d_takes_columns_of_wider_tensors_and_gradients(taps, tokens):
+    torch.manual_seed(0)
+    wide = torch.randn(tokens, 13, requires_grad=True)
+    weight = torch.randn(8, 4, requires_grad=True)
+    call = LinearCall("conv1d", Packing([tokens]), torch.float32, torch.device("cpu"), 8, 4, (8,))
+    y = CausalConv1dConv().conv(wide[:, 5:], weight, None, call, silu=True)
+    torch.cat([y, wide[:, :3]], 1).square().sum().backward()
+    given = wide.grad[:, 5:], weight.grad
+    wide.grad = weight.grad = None
+    convolution(wide[:, 5:], weight, None, [tokens], True).square().sum().backward()
+    torch.testing.assert_close(given, (wide.grad[:, 5:], weight.grad))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_causal_conv1d_takes_expanded_gradients(taps, tokens):
+    x = torch.randn(tokens, 8, requires_grad=True)
+    call = LinearCall("conv1d", Packing([tokens]), torch.float32, torch.device("cpu"), 8, 4, (8,))
+    CausalConv1dConv().conv(x, torch.randn(8, 4), None, call, silu=False).sum().backward()
+    assert x.grad.shape == x.shape

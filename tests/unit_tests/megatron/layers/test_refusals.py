@@ -33,11 +33,13 @@ from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention, refusals
+from megatron_cp.megatron.layers import multi_latent_attention as latent_module
 from megatron_cp.megatron.layers.attention import CoreAttention
 from megatron_cp.megatron.layers.communication import no_heads, spec_options
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
+from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.refusals import (
     check_comm_type,
     refuse_other_means,
@@ -362,6 +364,33 @@ def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch)
     assert own.module is SparseMLASelfAttention
     assert own.submodules.core_attention.module is SparseCoreAttention
     assert stock.submodules.mamba_layer.submodules.mixer.module is mamba_mixer.MambaMixer  # which is Megatron's own
+
+
+@pytest.mark.parametrize(
+    ("build_with", "impl", "cuda", "says"),
+    [
+        (specs.TEHybridStack, "local", True, "transformer_engine with this spec. .*specs local_hybrid_stack_spec"),
+        (specs.LocalHybridStack, "transformer_engine", True, "local with this spec. .*specs hybrid_stack_spec"),
+        (specs.TEHybridStack, "transformer_engine", False, "local without CUDA"),
+        (specs.gpt_layer_spec, "transformer_engine", False, "local without CUDA"),
+    ],
+)
+def test_rejects_layers_of_the_other_implementation(monkeypatch, build_with, impl, cuda, says):
+    monkeypatch.setattr(refusals, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    submodules = () if build_with is specs.gpt_layer_spec else (None,)
+    rejects(
+        f"--transformer-impl: got '{impl}'; allowed: {says}", build_with, configure(transformer_impl=impl), *submodules
+    )
+
+
+def test_local_latent_attention_has_torchs_norms_beside_an_installed_transformer_engine(monkeypatch):
+    for module in (refusals, latent_module):
+        monkeypatch.setattr(module, "HAVE_TE", True)
+    config = configure(cls=MLATransformerConfig, qk_layernorm=True, transformer_impl="local")
+    latent = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    found = MLASelfAttention._resolve_qk_norm_config(types.SimpleNamespace(config=config), latent.submodules)
+    assert found["q_layernorm"] is found["kv_layernorm"] is Norm
 
 
 def test_warns_of_a_ring_of_all_layers():
