@@ -34,7 +34,7 @@ def _flash_attn_bwd(
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
     window_size_right: int | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    deterministic: bool = False,  # noqa: ARG001: dense attention is
+    deterministic: bool = False,  # noqa: ARG001 - dense attention is deterministic
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k, softcap)
     assert out.shape == dout.shape == (*q.shape[:2], v.shape[-1])
