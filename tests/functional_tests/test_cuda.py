@@ -53,7 +53,7 @@ OF_LINEAR = {
     "mamba_ssm": (replace(GDN, kernel="mamba_ssm", dtype=torch.bfloat16), 5e-2, ("mamba",)),
 }
 KERNELS = {
-    "varlen": (ATTENTION, 2e-2),
+    **{name: (replace(ATTENTION, kernel=name), 2e-2) for name in ("varlen", "flash_attn", "flash_attn_3")},
     **{
         f"{kernel} of {layer} {scheme}": (replace(case, layer=layer, scheme=scheme), tolerance)
         for kernel, (case, tolerance, layers) in OF_LINEAR.items()

@@ -161,8 +161,8 @@ def main() -> int:
     print(f"{total:7.2f} MiB  of {options.limit:g}, in {options.out}: name it in `carry`")
     for path, nbytes in left:
         print(f"left out, {nbytes / MIB:.2f} MiB: {Path(path).name}")
-    missing = [name for name in BUILT if not any(Path(path).name.startswith(name.replace("-", "_")) for path, _ in taken)]
-    print(f"not built, or left out: {', '.join(missing)}") if missing else None
+    names = [Path(path).name.partition("-")[0].replace("_", "-") for path, _ in taken]
+    print(f"not there: {', '.join(name for name in (*BUILT, 'tilelang') if name not in names) or 'nothing'}")
     return 0
 
 
