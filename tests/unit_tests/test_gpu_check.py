@@ -39,7 +39,7 @@ def test_shares_scale_with_the_budget_and_what_is_spared_is_shared():
 def test_every_step_has_commands_and_names_none_twice():
     options = {"repeats": 2, "workers": 2, "small": True, "only": "varlen", "folder": "f", "checker": "memcheck"}
     found = [words for step in STEPS for part, words in commands(step, **options) if 0 < part <= 1]
-    assert len(found) == len({" ".join(words) for words in found}) == 10
+    assert len(found) == len({" ".join(words) for words in found}) == 11
     assert sum("-k" in words and "(varlen)" in words[words.index("-k") + 1] for words in found) == 5
     assert expression(STEPS[0]).startswith("(very_bits")
     assert all(step.tests in expression(STEPS[3]) for step in STEPS if step.tests)
@@ -76,8 +76,8 @@ def test_rows_are_kept_as_they_come_and_failures_are_told(check, tmp_path):
     assert [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()] == [
         {"step": "parity", **row} for row in rows
     ]
-    assert check.run(["sh", "-c", "exit 7"], 60, result)
-    assert "ended with exit code 7" in result.failures[-1]
+    assert check.run(["sh", "-c", "echo why; exit 7"], 60, result)
+    assert result.failures[-1].endswith("ended with exit code 7: why")
     assert parsed("{no json") is None
 
 

@@ -48,7 +48,7 @@ PROBE_SECONDS = 60.0  # at most, of the first step's
 
 
 class Check:
-    """One run of the command.
+    """Runs the steps, and keeps what they write.
 
     Attributes:
         results: of the steps so far.
@@ -59,6 +59,7 @@ class Check:
         self.options, self.out = options, out
         self.results: list[Result] = []
         self.head = "a device that was not asked yet"
+        self._last = "no output"  # line of the latest command
         self._log = (out / "gpu_check.log").open("w")
         self._rows = (out / "gpu_check.jsonl").open("w")
 
@@ -74,6 +75,7 @@ class Check:
     def run(self, words: list[str], seconds: float, result: Result) -> bool:
         """Runs a command, whose lines of JSON the result takes; ends it, and all that it started, after the seconds."""
         self.say(f"== {' '.join(words)}")
+        self._last = "no output"
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         )
@@ -91,7 +93,7 @@ class Check:
             process.wait()
             reader.join(5)
         if not result.cut and code and len(result.failures) == before:
-            result.failures.append(f"{' '.join(words[:4])} ended with exit code {code}; see gpu_check.log")
+            result.failures.append(f"{' '.join(words[:4])} ended with exit code {code}: {self._last}")
         return not result.cut
 
     def _read(self, output: IO[str], result: Result) -> None:
@@ -99,6 +101,7 @@ class Check:
             row = parsed(line)
             if row is None:
                 self.say(line.rstrip("\n"))
+                self._last = line.strip() or self._last
                 continue
             result.take(row)
             self.say(line.rstrip("\n")[:300])

@@ -6,7 +6,8 @@ its own kernels, copies, memory and host time, whatever stands in the messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_cp.executor.run import prepare
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import timelines
-from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax import attention as softmax
 from megatron_cp.testing.layers import LAYERS
 from megatron_cp.testing.parity import Case
 from tools.gpu_check.device_time import times
@@ -64,15 +65,17 @@ class _Done(Pending):
         pass
 
 
-def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
+def rows(cases: Callable[..., Iterator[tuple[str, Case]]], repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
     """Yields a row for each layer, number of tokens and ranks: device and host time, and memory, of the middle rank.
 
     Args:
+        cases: `_softmax` or `_linear`.
         repeats: of each direction.
         small: few tokens and small heads, to see that it runs.
     """
     for tokens, cp in ((96, 2),) if small else CELLS:
-        for name, case in _cases(tokens, cp, small=small):
+        common = {"cp": cp, "lengths": _lengths(tokens), "dtype": torch.bfloat16, "device": "cuda"}
+        for name, case in cases(common, small=small):
             row = {"row": name, "column": f"{tokens // 1024}k cp{cp}", "kernel": case.kernel}
             try:
                 yield row | _measured(case, repeats)
@@ -82,14 +85,16 @@ def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
-def _cases(tokens: int, cp: int, *, small: bool) -> Iterator[tuple[str, Case]]:
-    common: dict[str, Any] = {"cp": cp, "lengths": _lengths(tokens), "dtype": torch.bfloat16, "device": "cuda"}
-    softmax = [(scheme, "varlen") for scheme in SCHEMES]
-    softmax += [(SCHEMES[0], name) for name in FLASH_ATTENTION if find_spec(name.replace("_3", "_interface"))]
-    for scheme, kernel in softmax:
+def _softmax(common: dict[str, Any], *, small: bool) -> Iterator[tuple[str, Case]]:
+    found = [(scheme, "varlen") for scheme in SCHEMES]
+    found += [(SCHEMES[0], name) for name in FLASH_ATTENTION if find_spec(name.replace("_3", "_interface"))]
+    for scheme, kernel in found:
         name = f"attention {scheme if kernel == 'varlen' else kernel}"
         shape = next(iter(MODELS["tiny" if small else "llama3-8b"]["attention"]))
         yield name, Case("attention", **_sizes(shape), scheme=scheme, kernel=kernel, layout="zigzag", **common)
+
+
+def _linear(common: dict[str, Any], *, small: bool) -> Iterator[tuple[str, Case]]:
     for layer, (model, kernel) in LINEAR.items():
         shape = next(iter(MODELS["tiny" if small else model][layer]))
         # The interpreter would take minutes for other packages' kernels.
@@ -118,7 +123,7 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
 
     def forward() -> Tensor:
         if case.layer == "attention":
-            return attention(*inputs, plan, group, kernel=case.kernel)
+            return softmax.attention(*inputs, plan, group, kernel=case.kernel)
         return LAYERS[case.layer].run(*inputs, plan, group, **parameters, kernel=case.kernel)
 
     leaves = [*inputs, *parameters.values()]
@@ -170,3 +175,7 @@ def _launches(call: Any) -> int | None:
         call()
         torch.cuda.synchronize()
     return len([event for event in profile.events() if event.device_type.name == "CUDA"]) or None
+
+
+# Each in a process, so that a fault of one leaves the other's rows.
+attention, linear = partial(rows, _softmax), partial(rows, _linear)

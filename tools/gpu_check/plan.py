@@ -1,4 +1,4 @@
-"""What each step runs, and how long it may take."""
+"""The steps: their shares of the time, and their commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Step:
         files: of tests, by what follows `TESTS`.
         tests: which of these: an expression of pytest; what earlier steps run is left out. Without one, all tests that
             no other step runs.
-        measures: whether rows are measured after the tests, on a device that is then idle.
+        measures: which rows are measured after the tests, on a device that is then idle, each by a process.
         memory: GiB that the device must have.
     """
 
@@ -30,7 +30,7 @@ class Step:
     least: int
     files: tuple[str, ...] = ()
     tests: str = ""
-    measures: bool = False
+    measures: tuple[str, ...] = ()
     memory: int = 8
 
 
@@ -39,13 +39,13 @@ STEPS = (
         "smoke", 80, 25, ("", "_streams"),
         "very_bits or host_never_waits or test_cuda_streams or (varlen and 2-zigzag)",
     ),
-    Step("kernels", 80, 25, ("",), "kernels_move or kernels_of_gates or gates_are or gated_norm", measures=True),
+    Step("kernels", 80, 25, ("",), "kernels_move or kernels_of_gates or gates_are or gated_norm", ("kernels",)),
     Step(
-        "one-rank", 150, 40, ("",), "test_layer_equals and (varlen or flash_attn or fla or mamba_ssm)", measures=True,
-        memory=32,
+        "one-rank", 150, 40, ("",), "test_layer_equals and (varlen or flash_attn or fla or mamba_ssm)",
+        ("attention", "linear"), memory=32,
     ),
     Step("parity", 110, 30, ("", "_graphs", "_flex", "_symmetric_memory", "_commands")),
-    Step("nccl", 30, 15, ("_one_device",), "test_cuda_one_device", measures=True),
+    Step("nccl", 30, 15, ("_one_device",), "test_cuda_one_device", ("nccl",)),
     Step("train", 60, 30),
 )  # fmt: skip
 BY_NAME = {step.name: step for step in STEPS}
@@ -90,9 +90,12 @@ def commands(
     if step.name == "smoke":
         checked = [checker, "--error-exitcode", "9"] if checker else []
         yield 1.0, [*checked, python, "-m", "tools.gpu_check.pack_once"]
-    if step.measures:
+    for number, what in enumerate(step.measures):
         more = ["--small"] if small else []
-        yield 1.0, [python, "-m", "tools.gpu_check.measure", step.name, "--repeats", str(repeats), *more]
+        yield (
+            1 / (len(step.measures) - number),
+            [python, "-m", "tools.gpu_check.measure", what, "--repeats", str(repeats), *more],
+        )
     if step.name == "train":
         little = ["--seq-length", "64", "--num-layers", "2"] if small else []
         yield 1.0, [

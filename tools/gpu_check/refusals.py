@@ -1,4 +1,4 @@
-"""What a check refuses before it starts: a device that is busy or too small, and packages of another torch or GPU."""
+"""Refusals before a check starts: a device that is busy or too small, and packages of another torch or GPU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FEWEST_FAILURES = 4  # lines that failures have, however many rows there are
 
 @dataclass
 class Result:
-    """What came of a step.
+    """The result of a step.
 
     Attributes:
         limit: seconds that it had.
@@ -32,7 +32,7 @@ class Result:
 
     @property
     def status(self) -> str:
-        """One word."""
+        """Returns passed, failed, cut or skipped."""
         return "skipped" if self.skipped else "failed" if self.failures else "cut" if self.cut else "passed"
 
     def take(self, row: dict[str, Any]) -> None:

@@ -20,10 +20,18 @@ class Told:
         row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
         if not report.passed:
             row["why"] = reason(report)
+        self._tell(row)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported fails."""
+        if report.failed:
+            self._tell({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, "why": reason(report)})
+
+    def _tell(self, row: dict[str, object]) -> None:
         self.config.get_terminal_writer().line("\n" + json.dumps(row), flush=True)
 
 
-def reason(report: pytest.TestReport) -> str:
+def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Returns the first line of what was raised, or why the test was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
