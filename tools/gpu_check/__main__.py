@@ -286,9 +286,9 @@ def main() -> int:
             os.environ.update(environment(site))
             check.probe(site, min(PROBE_SECONDS, check.left))
             check.steps(folder)
+            check.say("\n" + "\n".join(check.keep()))  # before the folder is removed, which takes seconds
     except (ArgumentError, OSError) as error:
         parser.error(str(error))
-    check.say("\n" + "\n".join(check.keep()))
     return 0 if all(result.status == "passed" for result in check.results) else 1
 
 
