@@ -53,8 +53,8 @@ def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
 
 
 def _columns(*, small: bool) -> list[tuple[float, str]]:
-    sizes = (2**-9,) if small else MEGABYTES
-    return [(size, shape) for shape in SHAPES for size in sizes if small or not shape or size == ONE_SIZE]
+    every = [(size, shape) for shape in SHAPES for size in MEGABYTES if not shape or size == ONE_SIZE]
+    return [(2**-9, "")] if small else every
 
 
 def _calls(size: int, heads: int, groups: int, head_dim: int, codec: str) -> tuple[dict[str, Callable[[], Any]], int]:
