@@ -32,6 +32,7 @@ from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
 from tests.gates_host_work import host_work, stage_of
+from tests.limits import limit
 from tests.unit_tests import test_autocast
 from tests.unit_tests.exchange import test_kernel_copies
 from tests.unit_tests.linear import test_gates
@@ -53,7 +54,7 @@ OF_LINEAR = {
     "mamba_ssm": (replace(GDN, kernel="mamba_ssm", dtype=torch.bfloat16), 5e-2, ("mamba",)),
 }
 KERNELS = {
-    "varlen": (ATTENTION, 2e-2),
+    **{name: (replace(ATTENTION, kernel=name), 2e-2) for name in ("varlen", "flash_attn", "flash_attn_3")},
     **{
         f"{kernel} of {layer} {scheme}": (replace(case, layer=layer, scheme=scheme), tolerance)
         for kernel, (case, tolerance, layers) in OF_LINEAR.items()
@@ -61,6 +62,7 @@ KERNELS = {
         for scheme in ("headwise", "chunkwise")
     },
 }
+IS_EMULATED = "NULLGPU" in os.environ
 OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
 
 
@@ -73,6 +75,11 @@ def layer_on_device(group, case, poison):
             results = run_layer(group, case, problem)
     assert all(tensor.device.type == DEVICE for tensor in results.values())
     return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def seconds_of_ranks(seconds=120):
+    """An emulated device is slower where others use the machine."""
+    return limit(seconds) if IS_EMULATED else seconds
 
 
 def on(device, problem, dtype=None):
@@ -95,13 +102,13 @@ def in_float64(case):
 def test_layer_equals_float64(kernel, cp, layout, poison):
     one_case, tolerance = KERNELS[kernel]
     case = replace(one_case, cp=cp, layout=layout)
-    if case.kernel == "fla" and "NULLGPU" in os.environ:
+    if case.kernel == "fla" and IS_EMULATED:
         pytest.skip("on the emulated device: Triton's interpreter is wrong in bfloat16; see test_fla_kernels")
     try:
         replace(case, device=DEVICE).refuse_early()
     except ArgumentError as error:
         pytest.skip(str(error))
-    ranks = run_ranks(layer_on_device, cp, case, poison, kind=RANKS)
+    ranks = run_ranks(layer_on_device, cp, case, poison, kind=RANKS, timeout=seconds_of_ranks())
     parity = judge(case, whole(case, ranks), in_float64(one_case))
     assert all(error <= tolerance for error in parity.errors.values()), parity
 
@@ -111,7 +118,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
 def test_scheme_equals_float64(scheme, mask):
     alone = replace(ATTENTION, mask=mask, scheme="a2a", learned_sink=True)
     case = replace(alone, cp=4, layout="balanced", scheme=scheme)
-    ranks = run_ranks(layer_on_device, 4, case, False, kind=RANKS)
+    ranks = run_ranks(layer_on_device, 4, case, False, kind=RANKS, timeout=seconds_of_ranks())
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
 
@@ -170,16 +177,16 @@ def exchange_on_device(group, layout):
 @pytest.mark.parametrize("cp", [2, 3])
 def test_exchange_moves_the_very_bits(cp, layout):
     laid_out = layout_by_name(layout, Packing(RAGGED), cp)
-    assert run_ranks(exchange_on_device, cp, laid_out, kind=RANKS) == [[]] * cp
+    assert run_ranks(exchange_on_device, cp, laid_out, kind=RANKS, timeout=seconds_of_ranks()) == [[]] * cp
 
 
 @pytest.mark.parametrize("codec", ["none", "fp8", "fp8_e5m2", "int8"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "padded"])
 def test_kernels_move_the_same_bytes_as_torch(layout, codec, monkeypatch):
     """Packing and unpacking by Triton against the same by torch, with sums and chunks; see `test_kernel_copies`."""
-    for heads, groups, chunks in [(6, 3, 1), (6, 2, 1), (5, 5, 2), (4, 1, 1)]:
+    for number, (heads, groups, chunks) in enumerate([(6, 3, 1), (6, 2, 1), (5, 5, 2), (4, 1, 1)]):
         exchange = test_kernel_copies.exchange_of(test_kernel_copies.LAYOUTS[layout], heads, groups, chunks, codec)
-        for rank in range(3):
+        for rank in [number % 3] if IS_EMULATED else range(3):  # interpreted they all take minutes
             at = Geometry(exchange, rank, (torch.bfloat16,) * 4, None, torch.device(DEVICE))
             results = []
             for runs_on in (copies.runs_on, lambda device: False):
@@ -199,7 +206,9 @@ def test_transports_and_chunks_change_no_bit(how):
     case = replace(ATTENTION, cp=3, heads=12, groups=6)
     plain = replace(case, codec=how.get("codec", "none"))
     other = replace(case, **how) if "codec" not in how else replace(plain, head_chunks=2, transport="pairwise")
-    expected, actual = (run_ranks(layer_on_device, 3, each, False, kind=RANKS) for each in (plain, other))
+    expected, actual = (
+        run_ranks(layer_on_device, 3, each, False, kind=RANKS, timeout=seconds_of_ranks()) for each in (plain, other)
+    )
     for mine, theirs in zip(actual, expected, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -258,8 +267,9 @@ def test_kernels_of_gates(check):
     """Against torch's operators, and each head's bits against those that it has among others."""
     if not copies.runs_on(torch.device(DEVICE)):
         pytest.skip("needs Triton")
+    few = [test_gates.EVERY[check]] if IS_EMULATED and check in test_gates.EVERY else []  # else minutes, interpreted
     with poisoned(), torch.autograd.set_multithreading_enabled(False):
-        getattr(test_gates, check)(DEVICE)
+        getattr(test_gates, check)(DEVICE, *few)
 
 
 def test_gates_in_float64_are_torchs():

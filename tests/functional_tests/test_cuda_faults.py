@@ -16,7 +16,7 @@ from megatron_cp.executor.groups import TorchGroup, torch_group
 from megatron_cp.executor.groups.base import Done
 from megatron_cp.softmax.kernels.varlen import VarlenAttention
 from megatron_cp.testing.parity import judge, whole
-from tests.functional_tests.test_cuda import ATTENTION, GDN, in_float64, layer_on_device, steps_of
+from tests.functional_tests.test_cuda import ATTENTION, GDN, in_float64, layer_on_device, seconds_of_ranks, steps_of
 
 pytestmark = pytest.mark.skipif("NULLGPU" not in os.environ, reason="needs the emulated device")
 
@@ -28,7 +28,7 @@ def over_nccl(case, tolerance=2e-2):
     """Runs a layer whose result is held to float64."""
     from tools.nullgpu.nccl import run_ranks_over_nccl
 
-    ranks = run_ranks_over_nccl(layer_on_device, case.cp, case, False, timeout=20.0)
+    ranks = run_ranks_over_nccl(layer_on_device, case.cp, case, False, timeout=seconds_of_ranks(20))
     alone = A2A if case.layer == "attention" else CHUNKWISE
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= tolerance for error in parity.errors.values()), "other numbers than in float64"

@@ -21,6 +21,7 @@ from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls
 from megatron_cp.softmax.on_rank import attention_call
+from tests.functional_tests.test_cuda import seconds_of_ranks
 from tests.refusals import rejects
 from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
@@ -165,7 +166,7 @@ def test_a_pack_is_loaded_by_one_copy_into_the_same_memory():
 def test_padded_tables_give_one_ranks_numbers(size):
     """Eagerly, with the tables that a graph reads, on ragged packs."""
     packs = PACKS[:3]
-    ranks = run_ranks(run_on_rank, size, packs, DEVICE, torch.bfloat16, kind=RANKS)
+    ranks = run_ranks(run_on_rank, size, packs, DEVICE, torch.bfloat16, kind=RANKS, timeout=seconds_of_ranks())
     for number, lengths in enumerate(packs):
         errors = errors_of(ranks[0][number], lengths, size, torch.bfloat16)
         assert max(errors.values()) <= 2e-2, (lengths, errors)

@@ -15,7 +15,15 @@ import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import judge, whole
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
-from tests.functional_tests.test_cuda import ATTENTION, GDN, KERNELS, SMALL, in_float64, layer_on_device
+from tests.functional_tests.test_cuda import (
+    ATTENTION,
+    GDN,
+    KERNELS,
+    SMALL,
+    in_float64,
+    layer_on_device,
+    seconds_of_ranks,
+)
 
 pytestmark = pytest.mark.skipif("NULLGPU" not in os.environ, reason="needs the emulated device")
 
@@ -25,7 +33,7 @@ ATTENTION, GDN = replace(ATTENTION, **SMALL), replace(GDN, **SMALL)
 def agree_with_float64(case, alone, tolerance):
     from tools.nullgpu.nccl import run_ranks_over_nccl
 
-    ranks = run_ranks_over_nccl(layer_on_device, case.cp, case, False)
+    ranks = run_ranks_over_nccl(layer_on_device, case.cp, case, False, timeout=seconds_of_ranks())
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= tolerance for error in parity.errors.values()), parity
 
@@ -79,7 +87,7 @@ def test_examples(name):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     example.STEPS = [[[17, 1, 30], [3]], [[5, 2]]]  # fewer tokens, of the example that has steps
-    run_ranks_over_nccl(example.main, 3, "cuda")
+    run_ranks_over_nccl(example.main, 3, "cuda", timeout=seconds_of_ranks())
 
 
 def test_gather():

@@ -70,6 +70,26 @@ def test_a_wait_of_nccl_orders_streams_and_not_the_host(told):
     assert torch.equal(received, sent)
 
 
+@pytest.mark.skipif(IS_EMULATED, reason="needs NCCL")
+def test_a_graph_replays_collectives(told):
+    group = start_torchrun_rank()
+    sent, received, gathered = (torch.arange(64, device="cuda") * number for number in (1, 0, 0))
+
+    def step():
+        group.start_all_to_all(received, sent, [64], [64]).wait()
+        group.start_all_gather(gathered, sent).wait()
+
+    step()  # makes what a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    sent += 1
+    graph.replay()
+    assert torch.equal(received, sent)
+    assert torch.equal(gathered, sent)
+
+
 def test_commands_choose_the_device(told, capsys):
     """`check` and `bench` of such a job run on its devices, doctor looks at the kernels for them."""
     tiny = ["--lengths", "7,3", "--heads", "2", "--head-dim", "16"]

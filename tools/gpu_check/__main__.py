@@ -1,14 +1,18 @@
-"""`tools/gpu_check.sh --only STEP [OPTIONS]`: one step of what a machine with a GPU should check and measure.
+"""`tools/gpu_check.sh [--budget 540]`: all that a machine with a GPU can teach in one call, on one that starts bare.
 
-Each step takes less than ten minutes on a machine with 16 cores, is useful alone, and leaves at most three files in
-$OUT (or benchmarks/results): gpu_STEP.log, gpu_STEP.json and gpu_STEP.xml.
+Each step has its share of the budget; one that exceeds it is ended, what it has found so far is kept, and the next one
+begins. What a step spares is shared by those after it.
 
-  smoke     versions, wheels, kernels that must be there, the shortest tests, memcheck of one pack and unpack
-  kernels   bytes a second of the exchange's copy kernels, beside a copy
-  parity    all tests of the CUDA path, ranks as threads
-  one-rank  layers at real sizes, one rank of 2, 4 and 8 alone: device and host time, launches, memory
-  gloo      ranks as processes that share the device: the exchange, transports, commands, and a training run
-  symmetric ranks as processes that copy out of each other's devices, or out of the one that they share
+  smoke     versions, kernels that must be there, the shortest tests, memcheck of one pack and unpack
+  kernels   every Triton kernel compiled and compared with torch's bits; pack and unpack beside a copy at three sizes
+  one-rank  kernels of attention, GDN, KDA and Mamba-2: parity; then one rank of 2 and of 8 alone at two real sizes:
+            device and host time, launches, memory beside what the plan predicted
+  parity    all other tests of the CUDA path, ranks as threads; symmetric memory and benchmarks, ranks as processes
+  nccl      one rank over NCCL: collectives to itself, capture, order of waits
+  train     20 steps, two processes that share the device over gloo, beside one
+
+Results are gpu_check.log, gpu_check.jsonl (a line for each test and measured row, as they come) and gpu_check.txt (the
+summary, also printed last), in $OUT or else in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -23,289 +27,269 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-STEPS = ("smoke", "kernels", "parity", "one-rank", "gloo", "symmetric")
-LIMIT = 570.0  # seconds of one step
-TESTS = "tests/functional_tests/test_cuda"
-# What else is brought as wheels, and what for.
-WHEELS = {
-    "megatron-core": "train, and the layers of Megatron models",
-    "fla-core": "kernel fla of gdn and kda",
-    "einops": "fla-core",
-    "tilelang": "fla's gdn on compute capability 9.0 with Triton below 3.7.1; it needs nvcc",
-    **dict.fromkeys(("apache-tvm-ffi", "torch-c-dlpack-ext", "cloudpickle", "ml-dtypes", "z3-solver"), "tilelang"),
-}
-REQUIRED = ("varlen of attention",)  # and, where these packages are there, what they are brought for
-BROUGHT_FOR = {"fla-core": ("fla of kda",), "tilelang": ("fla of gdn",)}
+from megatron_cp.errors import ArgumentError
+from tools.gpu_check.plan import BUDGET, BY_NAME, LEAST_BUDGET, RESERVE, STEPS, Step, commands, seconds_for
+from tools.gpu_check.refusals import check_idle, check_size, listed_by_smi
+from tools.gpu_check.summary import Result, summary
+
+# Kernels that must work: those of torch, and those that packages were brought for.
+REQUIRED = {
+    "torch": "varlen of attention", "fla-core": "fla of kda", "tilelang": "fla of gdn",
+    "mamba-ssm": "mamba_ssm of mamba", "causal-conv1d": "causal_conv1d of conv1d",
+    "flash-attn": "flash_attn of attention",
+}  # fmt: skip
+SHOWN = ("torch", "triton", *REQUIRED, "megatron-core")
+PROBE_SECONDS = 60.0  # at most, of the first step's
 
 
-class Step:
-    """The results of a step.
+class Check:
+    """Runs the steps, and keeps what they write.
 
     Attributes:
-        results: for its JSON.
-        failed: what went wrong, in words.
+        results: of the steps so far.
+        head: the device and the versions, for the summary.
     """
 
-    def __init__(self, name: str, out: Path, options: argparse.Namespace, known: dict[str, Any]) -> None:
-        self.name, self.out, self.options, self.known = name, out, options, known
-        self.results: dict[str, Any] = {
-            "step": name,
-            "devices": known["devices"],
-            "versions": known["versions"],
-            "dry_run": options.dry_run,
-            "repeats": options.repeats,
-        }
-        self.failed: list[str] = []
-        self._deadline = time.monotonic() + LIMIT
-        self._log = (out / f"gpu_{name}.log").open("w")
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.options, self.out = options, out
+        self.results: list[Result] = []
+        self.head = "a device that was not asked yet"
+        self._last = "no output"  # line of the latest command
+        self._log = (out / "gpu_check.log").open("w")
+        self._rows = (out / "gpu_check.jsonl").open("w")
+
+    @property
+    def left(self) -> float:
+        """Seconds until the summary must be written."""
+        return float(self.options.began + self.options.budget - RESERVE - time.time())
 
     def say(self, text: str) -> None:
         print(text, flush=True)
         print(text, file=self._log, flush=True)
 
-    def command(self, *command: str) -> str:
-        """Runs one for as long as the step has, and shows and returns its output. After a failure the step goes on."""
-        self.say(f"== {' '.join(command)}")
-        left = self._deadline - time.monotonic()
-        if left < 1:
-            self.fail(f"{command[0]} was not started: the step's {LIMIT:g} s are over")
-            return ""
+    def run(self, words: list[str], seconds: float, result: Result) -> bool:
+        """Runs a command, whose lines of JSON the result takes; ends it, and all that it started, after the seconds."""
+        self.say(f"== {' '.join(words)}")
+        self._last = "no output"
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         )
-        # First as by Ctrl-C: pytest then says what has failed so far.
-        timers = [
-            threading.Timer(seconds, os.killpg, (process.pid, number))
-            for seconds, number in ((max(left - 20, 1), signal.SIGINT), (left, signal.SIGKILL))
-        ]
-        for timer in timers:
-            timer.start()
-        lines = []
+        reader = threading.Thread(target=self._read, args=(process.stdout, result), daemon=True)
+        reader.start()
+        before = len(result.failures)
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                self.say(line.rstrip("\n"))
-                lines.append(line)
-            code = process.wait()
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            result.cut = True
+            self.say(f"== ended after {seconds:.0f} s")
         finally:
-            for timer in timers:
-                timer.cancel()
-        if code:
-            why = "the step's time is over" if time.monotonic() > self._deadline else f"exit code {code}"
-            self.fail(f"{' '.join(command)}: {why}")
-        return "".join(lines)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reader.join(5)
+        if not result.cut and code and len(result.failures) == before:
+            result.failures.append(f"{' '.join(words[:4])} ended with exit code {code}: {self._last}")
+        return not result.cut
 
-    def python(self, *arguments: str) -> str:
-        """A command of this interpreter."""
-        return self.command(sys.executable, *arguments)
+    def _read(self, output: IO[str], result: Result) -> None:
+        for line in output:
+            row = parsed(line)
+            if row is None:
+                self.say(line.rstrip("\n"))
+                self._last = line.strip() or self._last
+                continue
+            result.take(row)
+            self.say(line.rstrip("\n")[:300])
+            print(json.dumps({"step": result.name, **row}), file=self._rows, flush=True)
 
-    def tests(self, *chosen: str, workers: int, threads: bool) -> None:
-        """Runs tests of the CUDA path; those that are skipped are shown with the reason."""
-        report = self.out / f"gpu_{self.name}.xml"
-        report.unlink(missing_ok=True)  # of an earlier run
-        os.environ["CUDA_TEST_RANKS"] = "threads" if threads else "processes"
-        several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
-        self.python(
-            "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "--durations", "5", f"--junitxml={report}", *several,
-            *chosen,
-        )  # fmt: skip
-        if not report.exists():
-            self.fail("pytest left no report")
-            return
-        suite = ElementTree.parse(report).getroot()[0]
-        counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-        self.results["tests"] = counts
-        if counts["tests"] == counts["skipped"]:
-            self.fail("no test ran")
+    def probe(self, site: str, seconds: float) -> None:
+        """Asks what is here.
 
-    def rows(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Measures, and shows each row at once, so that an interrupted run has results, too."""
-        found = self.results.setdefault("rows", [])
-        for row in rows:
-            self.say(json.dumps(row))
-            found.append(row)
+        Raises:
+            ArgumentError: no device, or one that is too small.
+        """
+        result = Result("smoke", seconds)
+        self.run([sys.executable, "-m", "tools.gpu_check.probe", *([site] if site else [])], seconds, result)
+        found = next((row["probe"] for row in result.rows if "probe" in row), None)
+        if found is None:
+            raise ArgumentError("torch", "no answer", "a torch that can be imported", f"See {self.out}/gpu_check.log.")
+        if not found["devices"]:
+            raise ArgumentError("device", "none", "a CUDA device that torch sees", "Look at nvidia-smi and torch.cuda.")
+        if not self.options.small:
+            check_size(found["bytes"], [(step.name, step.memory) for step in chosen(self.options)])
+        versions = {name: each for name in SHOWN if (each := found["versions"].get(name))}
+        self.head = ", ".join([found["devices"][0], *(f"{name} {each}" for name, each in versions.items())])
+        told = Result("probe", rows=result.rows)
+        told.failures = missing(found, brought(site), is_emulated="NULLGPU" in os.environ)
+        if told.failures:
+            self.results.append(told)
+        for text in told.failures:
+            self.say(f"FAILED: {text}")
+
+    def steps(self, folder: str) -> None:
+        """Runs all steps, each for its share at most."""
+        steps = chosen(self.options)
+        for number, step in enumerate(steps):
+            limit = seconds_for(step, steps[number + 1 :], self.left)
+            result = Result(step.name, limit)
+            self.results.append(result)
+            if limit < step.least:
+                result.skipped = (
+                    f"{limit:.0f} s are left for it and it needs {step.least}; give --only {step.name}, or a larger "
+                    "--budget"
+                )
+            else:
+                self._step(step, result, folder)
             self.keep()
-            if "not_run" in row and not row.get("is_refused"):
-                self.fail(row["not_run"])
-            if time.monotonic() > self._deadline:
-                self.fail(f"rows after this one: the step's {LIMIT:g} s are over")
-                return
 
-    def fail(self, what: str) -> None:
-        self.failed.append(what)
-        self.say(f"FAILED: {what}")
+    def _step(self, step: Step, result: Result, folder: str) -> None:
+        began = time.time()
+        self.say(f"== {step.name}: {result.limit:.0f} s")
+        options = self.options
+        for part, words in commands(
+            step, repeats=options.repeats, workers=options.workers, small=options.small, only=options.tests,
+            folder=folder, checker=shutil.which("compute-sanitizer"),
+        ):  # fmt: skip
+            left = result.limit - (time.time() - began)
+            if left > 1:
+                self.run(words, left * part, result)
+        result.seconds = time.time() - began
+        tests = [row["outcome"] for row in result.rows if "test" in row]
+        if step.files and not result.cut and set(tests) <= {"skipped"}:
+            result.failures.append("no test ran")
 
-    def keep(self) -> None:
-        """Writes what there is so far."""
-        text = json.dumps({**self.results, "failed": self.failed}, indent=1)
-        (self.out / f"gpu_{self.name}.json").write_text(text + "\n")
-
-
-def smoke(step: Step) -> None:
-    """Checks correctness; failures must be mended before anything is timed."""
-    if shutil.which("nvidia-smi"):
-        step.command("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-    _wheels(step)
-    step.python("-m", "megatron_cp.cli.main", "doctor", "--all")
-    _kernels_are_there(step)
-    _memcheck(step)
-    chosen = [
-        f"{TESTS}.py::test_exchange_moves_the_very_bits[2-zigzag]", f"{TESTS}.py::test_host_never_waits[exchange]",
-        f"{TESTS}.py::test_layer_equals_float64[varlen-2-zigzag-False]", f"{TESTS}_streams.py",
-    ]  # fmt: skip
-    if not step.options.dry_run:
-        chosen = [
-            f"{TESTS}.py", f"{TESTS}_streams.py", f"{TESTS}_one_device.py", "-k",
-            "kernels_move or very_bits or host_never_waits or 2-zigzag or streams or one_device",
-        ]  # fmt: skip
-    step.tests(*chosen, workers=step.options.workers, threads=True)
+    def keep(self) -> list[str]:
+        """Writes the summary of what there is so far, and returns its lines."""
+        lines = summary(self.head, self.results, self.options.began, time.time(), self.options.budget)
+        (self.out / "gpu_check.txt").write_text("\n".join(lines) + "\n")
+        return lines
 
 
-def kernels(step: Step) -> None:
-    """On an otherwise idle device."""
-    from tools.gpu_check import kernels
-
-    step.rows(kernels.rows(step.options.repeats, small=step.options.dry_run))
+def chosen(options: argparse.Namespace) -> list[Step]:
+    """Returns the steps that were asked for, in their order."""
+    return [step for step in STEPS if not options.only or step.name in options.only]
 
 
-def parity(step: Step) -> None:
-    """Values, all of them."""
-    files = [f"{TESTS}{name}.py" for name in ("", "_streams", "_flex", "_one_device")]
-    chosen = [name for name in files if Path(name).exists()]
-    if step.options.dry_run:
-        chosen = [f"{TESTS}.py", "-k", "scheme_equals and causal and (p2p or exact)"]
-    step.tests(*chosen, workers=step.options.workers, threads=True)
+def parsed(line: str) -> dict[str, Any] | None:
+    """Returns a line's JSON object, if it is one."""
+    if line.startswith("{"):
+        with suppress(ValueError):
+            found = json.loads(line)
+            return found if isinstance(found, dict) else None
+    return None
 
 
-def one_rank(step: Step) -> None:
-    """Measures all that a single GPU can measure exactly."""
-    from tools.gpu_check import one_rank
+def brought(site: str) -> set[str]:
+    """Returns the names of the packages that were brought as wheels."""
+    from importlib.metadata import distributions
 
-    step.rows(one_rank.rows(step.options.repeats, small=step.options.dry_run))
-
-
-def gloo(step: Step) -> None:
-    """Right, not fast: processes take turns on the device, and messages go through the host."""
-    small = step.options.dry_run
-    chosen = "very_bits or transports_and_chunks or (scheme_equals and causal) or benchmark or training"
-    files = [f"{TESTS}.py", *([] if small else [f"{TESTS}_commands.py"])]
-    step.tests(*files, "-k", "p2p-causal" if small else chosen, workers=step.options.workers, threads=False)
-    with tempfile.TemporaryDirectory() as folder:
-        step.python(
-            "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json",
-            "--device", "cuda", "--train-iters", "2" if small else "40", "--run-dir", f"{folder}/run",
-            *_tiny(small=small),
-        )  # fmt: skip
+    return {package.name.lower().replace("_", "-") for package in distributions(path=[site])} if site else set()
 
 
-def symmetric(step: Step) -> None:
-    """Runs every scheme over symmetric memory; ranks share a device where there are fewer devices than ranks."""
-    chosen = ["-k", "host_waits"] if step.options.dry_run else []
-    step.tests(f"{TESTS}_symmetric_memory.py", *chosen, workers=1, threads=False)
+def missing(found: dict[str, Any], packages: set[str], *, is_emulated: bool) -> list[str]:
+    """Returns what is wrong with the packages: a line for each that does not load, and for each kernel that is lacking.
+
+    Args:
+        found: what the probe found.
+        packages: those that were brought.
+        is_emulated: kernels of other packages do not work on the emulated device.
+    """
+    lines = [f"{name} {why}: build it anew, or take it out of .whl" for name, why in found["broken"].items()]
+    needed = {"torch"} if is_emulated else packages | {"torch"}
+    for package, kernel in REQUIRED.items():
+        remark = found["kernels"].get(kernel, "")
+        if package in needed and remark:
+            lines.append(f"kernel {kernel}, for which {package} is here: {remark}")
+    return lines
 
 
-def _tiny(*, small: bool) -> list[str]:
-    return ["--seq-length", "64", "--num-layers", "2"] if small else []
+def install(folder: str, site: str) -> None:
+    """Installs the wheels of a folder.
+
+    Raises:
+        ArgumentError: there are none, or pip refuses one.
+    """
+    wheels = sorted(map(str, Path(folder).glob("*.whl")))
+    if not wheels:
+        raise ArgumentError("--wheels", folder, "a folder of wheels", "bash tools/gpu_wheels.sh makes one.")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    done = subprocess.run(
+        [*pip, "--no-cache-dir", "--upgrade", "--target", site, *wheels], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        why = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
+        raise ArgumentError("--wheels", folder, f"wheels for Python {sys.version_info[0]}.{sys.version_info[1]}", why)
 
 
-def _wheels(step: Step) -> None:
-    found = {}
-    for name in WHEELS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    step.results["wheels"] = found
-    for name, what in WHEELS.items():
-        step.say(f"{name} {found[name] or 'is not there'}: for {what}")
+def arguments() -> argparse.ArgumentParser:
+    """Returns the parser."""
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--budget", type=float, default=BUDGET, metavar="S", help="seconds for everything (default: 540)")
+    add("--only", choices=BY_NAME, action="append", help="this step; may be given again (default: all)")
+    add("--wheels", metavar="FOLDER", help="installed for this run alone (default: .whl, if it is there)")
+    add("--tests", default="", metavar="EXPRESSION", help="of a step's tests those alone: pytest's -k")
+    add("--repeats", type=int, default=10, metavar="N", help="of each timing (default: 10)")
+    add("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="of pytest")
+    add("--dry-run", dest="small", action="store_true", help="measures and trains little, to see that it runs")
+    add("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
+    return parser
 
 
-def _kernels_are_there(step: Step) -> None:
-    brought = [name for package, names in BROUGHT_FOR.items() if step.results["wheels"][package] for name in names]
-    required = [*REQUIRED, *([] if step.options.dry_run else brought)]
-    for name in required if step.options.require is None else step.options.require:
-        finding = step.known["kernels"][f"kernel {name}"]
-        if not finding["works"]:
-            step.fail(f"kernel {name} should be there: {finding['remark']}")
+def checked(options: argparse.Namespace) -> None:
+    """Raises an ArgumentError for a budget or a number that cannot be."""
+    if not LEAST_BUDGET <= options.budget < float("inf"):
+        remedy = f"The default is {BUDGET:g}; --only STEP needs less."
+        raise ArgumentError("--budget", options.budget, f"at least {LEAST_BUDGET:g} seconds", remedy)
+    for name in ("repeats", "workers"):
+        if getattr(options, name) < 1:
+            raise ArgumentError(f"--{name}", getattr(options, name), "at least 1")
+    listed = listed_by_smi(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if listed is not None:
+        check_idle(listed)
 
 
-def _memcheck(step: Step) -> None:
-    checker = shutil.which("compute-sanitizer")
-    if checker is None:
-        step.say("skipped: memcheck of one pack and unpack, for there is no compute-sanitizer")
-        step.python("-m", "tools.gpu_check.pack_once")
-        return
-    step.command(checker, "--error-exitcode", "9", sys.executable, "-m", "tools.gpu_check.pack_once")
-
-
-def _doctor() -> dict[str, Any]:
-    """Returns the results of doctor: versions, devices, and its lines about kernels by name."""
-    from megatron_cp.cli import doctor
-
-    found = doctor.run(argparse.Namespace(megatron=None, all=False)).data
-    kernels = {line["feature"]: line for line in found["capabilities"] if line["feature"].startswith("kernel ")}
-    return {"versions": found["versions"], "devices": found["devices"], "kernels": kernels}
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return int(text)
-
-
-RUN: dict[str, Callable[[Step], None]] = {
-    "smoke": smoke, "kernels": kernels, "parity": parity, "one-rank": one_rank, "gloo": gloo,
-    "symmetric": symmetric,
-}  # fmt: skip
+def environment(site: str) -> Iterator[tuple[str, str]]:
+    """Yields the variables of all commands."""
+    paths = [path for path in (site, os.environ.get("PYTHONPATH")) if path]
+    # A checkout that was not installed has its packages first on the path, and its tests beside them.
+    yield "PYTHONPATH", os.pathsep.join([str(Path.cwd()), *paths])
+    yield "PYTHONUNBUFFERED", "1"
+    yield "CUDA_TEST_RANKS", "threads"
+    # A fresh machine has compiled nothing; a call that follows finds what this one has, and what autotuning chose.
+    yield "TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR", str(Path.cwd() / "build" / "triton"))
+    yield "TRITON_CACHE_AUTOTUNING", "1"
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="tools/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", choices=STEPS, action="append", help="this step; may be given again (default: all)")
-    parser.add_argument(
-        "--wheels", metavar="FOLDER", help="installed for this run alone (default: .whl, if it is there); comes first"
-    )
-    parser.add_argument(
-        "--require", type=lambda text: text.split(","), metavar="KERNEL,...",
-        help="kernels without which smoke fails, as doctor names them (default: varlen of attention, and those that "
-        "packages were brought for)",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="of each timing (default: 20)")
-    parser.add_argument("--workers", type=_positive, default=min(8, os.cpu_count() or 1), metavar="N", help="of pytest")
-    parser.add_argument("--dry-run", action="store_true", help="little of everything, to see that it runs")
+    parser = arguments()
     options = parser.parse_args()
-    known = _doctor()
-    unknown = [name for name in options.require or () if f"kernel {name}" not in known["kernels"]]
-    if unknown:
-        parser.error(f"--require: doctor knows no kernel {', '.join(unknown)}; it knows {', '.join(known['kernels'])}")
-    if not known["devices"]:
-        parser.error("torch sees no CUDA device")
     out = Path(os.environ.get("OUT") or "benchmarks/results")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     try:
+        checked(options)
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"OUT={out}: {error.strerror}")
-    failed = []
-    for name in options.only or STEPS:
-        step, start = Step(name, out, options, known), time.monotonic()
-        try:
-            RUN[name](step)
-        except Exception as error:  # of whatever kind: the other steps are worth running
-            step.fail(f"{type(error).__name__}: {error}")
-        step.results["seconds"] = round(time.monotonic() - start, 1)
-        step.keep()
-        step.say(f"-- {name}: {'; '.join(step.failed) or 'passed'}, {step.results['seconds']} s")
-        failed += [name] if step.failed else []
-    return 1 if failed else 0
+        check = Check(options, out)
+        with tempfile.TemporaryDirectory() as folder:
+            wheels = options.wheels or (".whl" if Path(".whl").is_dir() else None)
+            site = f"{folder}/site" if wheels else ""
+            if wheels:
+                install(wheels, site)
+            os.environ.update(environment(site))
+            check.probe(site, min(PROBE_SECONDS, check.left))
+            check.steps(folder)
+            check.say("\n" + "\n".join(check.keep()))  # before the folder is removed, which takes seconds
+    except (ArgumentError, OSError) as error:
+        parser.error(str(error))
+    return 0 if all(result.status == "passed" for result in check.results) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The exchange's copy kernels: bytes a second, beside a copy of as many bytes."""
+"""The exchange's copy kernels, beside a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -16,46 +16,45 @@ from megatron_cp.exchange.head_side import pack_heads, unpack_heads
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.kernels import copy_seconds
 from tools.gpu_check.device_time import times
 
 RANKS = 4
-MEGABYTES = (10, 50, 100, 200)
-# By name: heads, key heads (fewer than ranks are replicated, and summed on the way back), head_dim, codec.
-SHAPES = {
-    "128 B": (32, 32, 64, "none"),
-    "256 B": (32, 32, 128, "none"),
-    "2 KiB": (4, 4, 1024, "none"),
-    "sums": (32, 2, 128, "none"),
-    "fp8": (32, 32, 128, "fp8"),
-    "int8": (32, 32, 128, "int8"),
-}
+MEGABYTES = (10, 50, 200)
+# By name: heads, key heads (fewer than ranks are replicated, and summed on the way back), head_dim, codec. The first
+# one is measured in all sizes, the others in one.
+SHAPES = {"": (32, 32, 128, "none"), " sums": (32, 2, 128, "none"), " fp8": (32, 32, 128, "fp8")}
+ONE_SIZE = MEGABYTES[1]
 
 
 def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
-    """Yields a row for each shape, size and direction: bandwidth, and the time over that of a copy of as many bytes.
+    """Yields a row for each direction and for a copy, in each size and shape.
 
-    The bandwidth counts the bytes of bf16 that enter, whatever format the message has.
+    The bytes are those of bf16 that enter, whatever format the message has.
 
     Args:
         repeats: of each.
-        small: 16 KiB alone, to see that it runs.
+        small: 2 KiB alone, to see that it runs.
     """
-    for megabytes in (2**-6,) if small else MEGABYTES:
-        copied = _copy(megabytes, repeats)
-        for name, (heads, groups, head_dim, codec) in SHAPES.items():
-            calls, size = _calls(int(megabytes * 2**20), heads, groups, head_dim, codec)
-            for direction, call in calls.items():
-                took = times(call, repeats)
-                entering = size / 1e3 / took.device_us  # bytes in 1e-6 s, in 1e9 a second
-                yield {
-                    "runs": name, "megabytes": megabytes, "direction": direction, **took.row(),
-                    "entering_gb_s": round(entering, 1), "over_copy": round(took.device_us / copied, 2),
-                }  # fmt: skip
+    hardware = machine("h100").hardware
+    for megabytes, shape in _columns(small=small):
+        heads, groups, head_dim, codec = SHAPES[shape]
+        calls, size = _calls(int(megabytes * 2**20), heads, groups, head_dim, codec)
+        source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        for name, call in {"copy": lambda to=target, of=source: to.copy_(of), **calls}.items():
+            took = times(call, repeats)
+            passes = 1 if codec == "none" or name == "copy" else 2
+            predicted = float(copy_seconds(hardware, size, passes)) * 1e6
+            yield {
+                "row": name, "column": f"{megabytes:g} MB{shape}", **took.row(), "predicted_us": round(predicted, 1),
+                "entering_gb_s": round(size / 1e3 / took.device_us, 1),  # bytes in 1e-6 s, in 1e9 a second
+            }  # fmt: skip
 
 
-def _copy(megabytes: float, repeats: int) -> float:
-    source, target = (torch.empty(int(megabytes * 2**20), dtype=torch.uint8, device="cuda") for _ in range(2))
-    return times(lambda: target.copy_(source), repeats).device_us
+def _columns(*, small: bool) -> list[tuple[float, str]]:
+    every = [(size, shape) for shape in SHAPES for size in MEGABYTES if not shape or size == ONE_SIZE]
+    return [(2**-9, "")] if small else every
 
 
 def _calls(size: int, heads: int, groups: int, head_dim: int, codec: str) -> tuple[dict[str, Callable[[], Any]], int]:

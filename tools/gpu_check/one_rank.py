@@ -6,7 +6,9 @@ its own kernels, copies, memory and host time, whatever stands in the messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,16 +18,20 @@ from megatron_cp.apps.estimate import MODELS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.run import prepare
+from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.softmax.attention import attention
+from megatron_cp.planner.predict.price import timelines
+from megatron_cp.softmax import attention as softmax
 from megatron_cp.testing.layers import LAYERS
 from megatron_cp.testing.parity import Case
 from tools.gpu_check.device_time import times
 
-TOKENS = (32768, 131072)  # of all ranks together
-RANKS = (2, 4, 8)
-ATTENTION = ("a2a", "p2p", "all_gather", "exact")
-LINEAR = {"qwen3-next": "gdn", "kimi-linear": "kda", "nemotron-h": "mamba"}
+# Tokens of all ranks together, and ranks: the first two have what is furthest apart, should there be no time for more.
+CELLS = ((32768, 2), (131072, 8), (32768, 8), (131072, 2))
+SCHEMES = ("a2a", "p2p", "all_gather", "exact")
+FLASH_ATTENTION = ("flash_attn", "flash_attn_3")  # measured where they are installed, in one scheme
+# By layer: the model with its shape, and the kernel; without `mamba_ssm` Mamba-2 is not measured.
+LINEAR = {"gdn": ("qwen3-next", "fla"), "kda": ("kimi-linear", "fla"), "mamba": ("nemotron-h", "mamba_ssm")}
 MODES = ("headwise", "chunkwise")
 _DOCUMENTS = 8
 
@@ -59,45 +65,47 @@ class _Done(Pending):
         pass
 
 
-def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
+def rows(cases: Callable[..., Iterator[tuple[str, Case]]], repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
     """Yields a row for each layer, number of tokens and ranks: device and host time, and memory, of the middle rank.
 
     Args:
+        cases: `_softmax` or `_linear`.
         repeats: of each direction.
         small: few tokens and small heads, to see that it runs.
     """
-    for tokens in (96,) if small else TOKENS:
-        for cp in (2,) if small else RANKS:
-            for case in _cases(tokens, cp, small=small):
-                name = f"{case.layer} {case.scheme}"
-                try:
-                    yield {"layer": name, "tokens": tokens, "cp": cp, **_measured(case, repeats)}
-                except Exception as error:  # of whatever kernel: the other rows are worth having
-                    why = f"{type(error).__name__}: {error}".splitlines()[0]
-                    refused = isinstance(error, ArgumentError)
-                    yield {"layer": name, "tokens": tokens, "cp": cp, "not_run": why, "is_refused": refused}
-                torch.cuda.empty_cache()
+    for tokens, cp in ((96, 2),) if small else CELLS:
+        common = {"cp": cp, "lengths": _lengths(tokens), "dtype": torch.bfloat16, "device": "cuda"}
+        for name, case in cases(common, small=small):
+            row = {"row": name, "column": f"{tokens // 1024}k cp{cp}", "kernel": case.kernel}
+            try:
+                yield row | _measured(case, repeats)
+            except Exception as error:  # of whatever kernel: the other rows are worth having
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield row | {"not_run": why, "is_refused": isinstance(error, ArgumentError)}
+            torch.cuda.empty_cache()
 
 
-def _cases(tokens: int, cp: int, *, small: bool) -> Iterator[Case]:
-    lengths = _lengths(tokens)
-    common: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "layout": "zigzag"}
-    for scheme in ATTENTION:
+def _softmax(common: dict[str, Any], *, small: bool) -> Iterator[tuple[str, Case]]:
+    found = [(scheme, "varlen") for scheme in SCHEMES]
+    found += [(SCHEMES[0], name) for name in FLASH_ATTENTION if find_spec(name.replace("_3", "_interface"))]
+    for scheme, kernel in found:
+        name = f"attention {scheme if kernel == 'varlen' else kernel}"
         shape = next(iter(MODELS["tiny" if small else "llama3-8b"]["attention"]))
-        yield Case(
-            "attention", cp, lengths, heads=shape.heads, groups=shape.groups, head_dim=shape.head_dim,
-            value_head_dim=shape.value_dim, scheme=scheme, **common,
-        )  # fmt: skip
-    for model, layer in LINEAR.items():
+        yield name, Case("attention", **_sizes(shape), scheme=scheme, kernel=kernel, layout="zigzag", **common)
+
+
+def _linear(common: dict[str, Any], *, small: bool) -> Iterator[tuple[str, Case]]:
+    for layer, (model, kernel) in LINEAR.items():
         shape = next(iter(MODELS["tiny" if small else model][layer]))
+        # The interpreter would take minutes for other packages' kernels.
+        how = {"kernel": "chunked" if small else kernel, "layout": "contiguous"}
         for mode in MODES:
-            # The interpreter would take minutes for other packages' kernels.
-            kernel = "chunked" if small else "auto"
-            yield Case(
-                layer, cp, lengths, heads=shape.heads, groups=shape.groups, head_dim=shape.head_dim,
-                value_head_dim=shape.value_dim, scheme=mode, kernel=kernel,
-                **common | {"layout": "contiguous"},
-            )  # fmt: skip
+            yield f"{layer} {mode}", Case(layer, **_sizes(shape), scheme=mode, **how, **common)
+
+
+def _sizes(shape: Any) -> dict[str, int]:
+    names = {"heads": "heads", "groups": "groups", "head_dim": "head_dim", "value_head_dim": "value_dim"}
+    return {name: getattr(shape, field) for name, field in names.items()}
 
 
 def _lengths(tokens: int) -> tuple[int, ...]:
@@ -115,7 +123,7 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
 
     def forward() -> Tensor:
         if case.layer == "attention":
-            return attention(*inputs, plan, group, kernel=case.kernel)
+            return softmax.attention(*inputs, plan, group, kernel=case.kernel)
         return LAYERS[case.layer].run(*inputs, plan, group, **parameters, kernel=case.kernel)
 
     leaves = [*inputs, *parameters.values()]
@@ -133,11 +141,17 @@ def _measured(case: Case, repeats: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() - before
     with torch.no_grad():
         alone = times(forward, repeats)
-    found = {"forward": alone.row(), "both": times(both, repeats).row(), "launches": _launches(both), "peak": peak}
+    # A rank alone waits for nothing: what it is predicted to compute and copy.
+    predicted = [each.busy[rank] * 1e6 for each in timelines(plan, machine("h100"), item_size=case.dtype.itemsize)]
+    found = times(both, repeats).row() | {
+        "predicted_us": round(sum(predicted), 1),
+        "forward": alone.row() | {"predicted_us": round(predicted[0], 1)},
+        "launches": _launches(both), "peak": peak, "buffers": group.buffers.size,
+    }  # fmt: skip
     if case.layer == "attention":
-        predicted = max(peak_bytes(plan, rank, case.dtype.itemsize, forward=way) for way in (True, False))
-        found |= {"peak_predicted": predicted, "buffers_predicted": buffer_bytes(plan, rank, case.dtype.itemsize)}
-    return found | {"buffers": group.buffers.size}
+        most = max(peak_bytes(plan, rank, case.dtype.itemsize, forward=way) for way in (True, False))
+        found |= {"peak_predicted": most, "buffers_predicted": buffer_bytes(plan, rank, case.dtype.itemsize)}
+    return found
 
 
 def _drawn(case: Case, num_rows: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -161,3 +175,7 @@ def _launches(call: Any) -> int | None:
         call()
         torch.cuda.synchronize()
     return len([event for event in profile.events() if event.device_type.name == "CUDA"]) or None
+
+
+# Each in a process, so that a fault of one leaves the other's rows.
+attention, linear = partial(rows, _softmax), partial(rows, _linear)
