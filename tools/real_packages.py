@@ -4,11 +4,11 @@
     python -m tools.real_packages install WHEELS SITE         # unpacks them into a folder of their own
     python -m tools.real_packages run SITE COMMAND...         # a command that imports from SITE first
 
-They are Transformer Engine, causal-conv1d and mamba-ssm of the versions that the extras pin, for the torch that is
-installed. Transformer Engine's kernels come compiled from the registry; what binds them to torch is compiled without
-optimization, which only its host time shows. The kernels of the other two are compiled for Hopper alone. mamba-ssm's
-selective scan, which nothing here calls, is assembled without optimization: its package cannot be imported without it.
-No build has come to its end yet: Transformer Engine's was ended after 18 of 33 files on a busy machine.
+They are Transformer Engine, causal-conv1d, mamba-ssm and flash-attn 4 of the versions that the extras pin, for the
+torch that is installed. Transformer Engine's kernels come compiled from the registry; what binds them to torch is
+compiled without optimization, which only its host time shows. The kernels of causal-conv1d and mamba-ssm are compiled
+for Hopper alone. mamba-ssm's selective scan, which nothing here calls, is assembled without optimization: its package
+cannot be imported without it. flash-attn 4 is Python that compiles its kernels when they are called.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from megatron_cp.errors import ArgumentError
 
 TORCH = "2.11.0"
 TOOLS = ("wheel",)  # what their builds import beside torch and setuptools
-# Packages that Transformer Engine imports, and torch does not.
-IMPORTED = ("nvdlfw-inspect==0.2.2", "onnx==1.23.2", "onnxscript==0.7.2", "onnx-ir==1.1.0", "ml-dtypes==0.6.0")
 HOPPER = ["-gencode", "arch=compute_90,code=sm_90"]
 ARCHS = ("\n    # HACK: The compiler flag", f"\n    cc_flag = {HOPPER}\n    # HACK: The compiler flag")
 
@@ -63,6 +61,7 @@ class Package:
         edits: file, text in it, and what replaces that text before it is compiled.
         headers: files in the folder of torch's CUDA libraries that it includes.
         shared: its own header that all its files include, if they are so many that it pays to read it once.
+        imported: packages that it imports, and the project does not.
     """
 
     name: str
@@ -71,6 +70,7 @@ class Package:
     edits: tuple[tuple[str, str, str], ...] = ()
     headers: tuple[str, ...] = ()
     shared: str | None = None
+    imported: tuple[str, ...] = ()
 
     @property
     def compiled(self) -> bool:
@@ -87,7 +87,17 @@ PACKAGES = (
         (("setup.py", *ARCHS), ("setup.py", '"-O3",\n                    "-std=c++17",', '"-Xptxas=-O0",')),
         ("cu13/include/cusparse.h",),
     ),
-    Package("transformer_engine", "2.20.2"),
+    Package(
+        "flash_attn_4", "4.0.0b36",
+        imported=(
+            *(f"nvidia-cutlass-dsl{part}==4.8.1" for part in ("", "-libs-base", "-libs-core", "-libs-cu13")),
+            "quack-kernels==0.6.5", "apache-tvm-ffi==0.1.15.post2", "torch-c-dlpack-ext==0.1.5",
+        ),
+    ),
+    Package(
+        "transformer_engine", "2.20.2",
+        imported=("nvdlfw-inspect==0.2.2", "onnx==1.23.2", "onnxscript==0.7.2", "onnx-ir==1.1.0", "ml-dtypes==0.6.0"),
+    ),
     Package("transformer_engine_cu13", "2.20.2"),
     Package(
         "transformer_engine_torch", "2.20.2",
@@ -260,16 +270,18 @@ def _pip(*arguments: object, path: Path | None = None, **given: str) -> None:
 
 
 def unpack_wheels(folder: Path, site: Path) -> None:
-    """Installs into a folder the wheels that are there, and what they import beside torch.
+    """Installs into a folder the wheels that are there, and what they import.
 
     Raises:
         ArgumentError: no wheel is there.
     """
-    wheels = [path for each in PACKAGES if (path := wheel_of(folder, each)) is not None]
-    if not wheels:
+    packages = [each for each in PACKAGES if wheel_of(folder, each) is not None]
+    if not packages:
         remedy = f"Compile them first: python -m tools.real_packages build {folder}"
         raise ArgumentError("WHEELS", folder, "a folder with wheels of these packages", remedy)
-    _pip("install", "--no-deps", "--upgrade", "--target", site, *wheels, *IMPORTED)
+    wheels = [wheel_of(folder, each) for each in packages]
+    imported = [name for each in packages for name in each.imported]
+    _pip("install", "--no-deps", "--upgrade", "--target", site, *wheels, *imported)
 
 
 def variables(site: Path) -> dict[str, str]:
@@ -278,13 +290,16 @@ def variables(site: Path) -> dict[str, str]:
     Raises:
         ArgumentError: none of the packages is there, or torch has no CUDA libraries.
     """
-    if not any((site / each.name).is_dir() for each in PACKAGES):
+    if not any((site / name).is_dir() for name in ("flash_attn", *(each.name for each in PACKAGES))):
         remedy = f"Install wheels into it: python -m tools.real_packages install WHEELS {site}"
         raise ArgumentError("SITE", site, "a folder with these packages", remedy)
     nvidia = libraries()
     if nvidia is None:
         raise ArgumentError("torch", version("torch"), "a torch with CUDA libraries beside it")
-    return {**os.environ, **dict(_of_libraries(nvidia)), "PYTHONPATH": _first(str(site.resolve()), "PYTHONPATH")}
+    # The second is what nvidia-cutlass-dsl adds by a file that Python reads in its own folder alone.
+    folders = [str(site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/dsl_packages") if (site / each).is_dir()]
+    path = _first(os.pathsep.join(folders), "PYTHONPATH")
+    return {**os.environ, **dict(_of_libraries(nvidia)), "PYTHONPATH": path}
 
 
 def _of_libraries(nvidia: Path) -> Iterator[tuple[str, str]]:

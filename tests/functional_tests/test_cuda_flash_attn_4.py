@@ -38,9 +38,11 @@ def emulate(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", dense)
 
 
-@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (60, 44), (192, 128), (136, 136)])
+@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (60, 44), (192, 128), (250, 250)])
 @pytest.mark.parametrize("name", MASKS)
-def test_kernel_equals_float64_whole_and_as_a_part(name, key_size, value_size):
+def test_kernel_equals_float64_whole_and_as_a_part(name, key_size, value_size, monkeypatch):
+    if IS_EMULATED and value_size == 128:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     shapes = [(4, key_size), (2, key_size), (2, value_size), (4, value_size)]
     call = AttentionCall(0.2, key_size, value_size, torch.bfloat16, CUDA)
     exact = replace(call, dtype=torch.float64, device=CPU)
@@ -77,9 +79,9 @@ def test_layer_equals_float64(scheme, mask):
     assert all(error <= TOLERANCE for error in parity.errors.values()), parity
 
 
-def test_rejects_other_devices_and_a_soft_cap_of_wide_heads(monkeypatch):
+def test_rejects_other_devices_and_wide_heads_of_blackwell(monkeypatch):
     kernel, call = flash_attn_4.FlashAttention4(), AttentionCall(0.2, 256, 256, torch.bfloat16, CUDA)
-    for capability, softcap, says in (((8, 0), 0.0, "Hopper and Blackwell"), ((10, 0), 2.0, "no soft cap for heads")):
+    for capability, says in (((8, 0), "Hopper and Blackwell"), ((10, 0), "no windows for such heads")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        assert says in kernel.refusal(replace(call, softcap=softcap))
-        assert kernel.refusal(replace(call, softcap=0.0)) is None or capability == (8, 0)
+        assert says in kernel.refusal(call)
+        assert (kernel.refusal(replace(call, head_dim=190, value_head_dim=100)) is None) == (capability == (10, 0))

@@ -1,11 +1,16 @@
-"""Tests with Transformer Engine, causal-conv1d and mamba-ssm as they are installed, on the CPU, where they are there.
+"""Tests with Transformer Engine, causal-conv1d, mamba-ssm and flash-attn 4, on the CPU, where they are installed.
 
 `python -m tools.real_packages` makes them. Transformer Engine's modules ask whether there is a GPU when they are built,
-and are told that there is one; no kernel of any package runs.
+and are told that there is one; no kernel of any package runs, though flash-attn 4 compiles its own.
 """
 
 import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +18,23 @@ import torch
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.extras import installed_version
 from tests.commands import command
+from tests.flash_attn_4_calls import CALLS
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
 from tests.shared import selected
+from tools.nullgpu import flash_attn_4
 
 pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
 
 with_transformer_engine = pytest.mark.skipif(
     installed_version("transformer-engine") is None, reason="Transformer Engine is not installed"
 )
 with_mamba = pytest.mark.skipif(find_spec("mamba_ssm") is None, reason="mamba-ssm is not installed")
+with_flash_attn_4 = pytest.mark.skipif(
+    installed_version("flash-attn-4") is None, reason="flash-attn 4 is not installed"
+)
 with_conv = pytest.mark.skipif(find_spec("causal_conv1d") is None, reason="causal-conv1d is not installed")
 KINDS = (
     "gpt", "gpt_gdn", "mla", "fused_mla", "dsa_mla", "hybrid", "hybrid_mla", "hybrid_dsa_mla", "hybrid_mamba",
@@ -181,3 +193,23 @@ def test_causal_conv1d_has_the_arguments_that_we_pass():
 
     bound = inspect.signature(causal_conv1d_fn).bind("x", "weight", None, seq_idx=0, activation=None).arguments
     assert list(bound) == ["x", "weight", "bias", "seq_idx", "activation"]
+
+
+@with_flash_attn_4
+@pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
+def test_the_emulated_flash_attn_4_has_the_packages_arguments(name):
+    package = inspect.signature(getattr(import_module("flash_attn.cute.interface"), name)).parameters
+    for argument in inspect.signature(getattr(flash_attn_4, name)).parameters.values():
+        assert package[argument.name].default == argument.default
+
+
+@with_flash_attn_4
+@pytest.mark.parametrize("device", CALLS)
+def test_flash_attn_4_compiles_our_calls(device):
+    """Without a GPU, as its own tests do: tensors have shapes and no values."""
+    command = [sys.executable, "-m", "tests.flash_attn_4_calls", device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(300), check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        [[100, 4, value], [4, 100], [100, 4, key], [90, 2, key], [90, 2, value]] for key, value, *_ in CALLS[device]
+    ]

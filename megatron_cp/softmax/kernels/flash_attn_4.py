@@ -39,21 +39,20 @@ class FlashAttention4(SegmentedAttention):
         refusal = common_refusal(call)
         if refusal is not None:
             return refusal
-        capability = torch.cuda.get_device_capability(call.device)
-        if capability[0] not in (9, 10):
+        if _generation(call.device) not in (9, 10):
             return "flash-attn 4 runs on Hopper and Blackwell alone; use varlen or flash_attn"
-        if call.softcap and capability[0] == 10 and self.head_sizes(call) == (256, 256):
-            return "flash-attn 4 has no soft cap for heads of over 128 features on Blackwell; use flash_attn or flex"
+        if _generation(call.device) == 10 and self.head_sizes(call) == (256, 256):  # no windows and no cap backward
+            return "flash-attn 4 has no windows for such heads on Blackwell; use varlen or flash_attn"
         failure = import_failure(_MODULE)
         if failure is not None:
             return f"flash-attn 4 cannot be imported: {failure}; use varlen or flash_attn"
         return _other_arguments()
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
-        """Returns equal sizes up to 128, 192 and 128, which are those of MLA, or 256 and 256."""
+        """Returns equal sizes; on Blackwell of at most 128 features, or 192 and 128, which are those of MLA, or 256."""
         size, _ = super().head_sizes(call)
-        if size <= 128:
-            return size, size
+        if size <= 128 or _generation(call.device) != 10:
+            return size, size  # Hopper's backward has no others for queries that share a key head
         return (192, 128) if call.head_dim <= 192 and call.value_head_dim <= 128 else (256, 256)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -71,6 +70,10 @@ class FlashAttention4(SegmentedAttention):
             deterministic=torch.are_deterministic_algorithms_enabled(), **_keywords(segments),
         )  # fmt: skip
         return dq, dk, dv
+
+
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _keywords(segments: Segments) -> dict[str, Any]:
