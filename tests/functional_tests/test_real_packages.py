@@ -175,6 +175,29 @@ def test_trains_on_the_cpu_where_transformer_engine_is_installed(tmp_path, spec)
     assert "2 steps, loss" in done.stdout + done.stderr
 
 
+@with_transformer_engine
+@pytest.mark.parametrize(
+    "layers", ["--hybrid-layer-pattern G*-", "--num-layers 2 --spec megatron_cp.megatron.specs gpt_layer_spec"]
+)
+def test_transformer_engines_layers_train_on_the_emulated_device(tmp_path, layers):
+    """At CP=2 as at CP=1. Its operators are torch's there; without them the process ends by a signal."""
+    sizes = "--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 1 --seq-length 64"
+    options = f"{sizes} {layers} --train-iters 2 --context-parallel-size 2 --compare --device cuda"
+    train = [
+        sys.executable,
+        "-m",
+        "megatron_cp.cli.main",
+        "train",
+        *options.split(),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    emulated = [sys.executable, "-m", "tools.nullgpu", *train]
+    done = subprocess.run(emulated, capture_output=True, text=True, timeout=limit(300), check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 steps, loss" in done.stdout + done.stderr
+
+
 @with_mamba
 def test_mamba_ssm_has_the_arguments_that_we_pass():
     from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn

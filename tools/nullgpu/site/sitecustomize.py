@@ -38,7 +38,16 @@ def _after_distributed(module):
         backends.gloo_for_nccl(module)
 
 
-HOOKS = {"torch": _after_torch, "torch.distributed": _after_distributed, "triton": _after_triton}
+def _after_transformer_engine(_):
+    from tools.nullgpu import transformer_engine
+
+    transformer_engine.answer_by_torch()
+
+
+HOOKS = {
+    "torch": _after_torch, "torch.distributed": _after_distributed, "triton": _after_triton,
+    "transformer_engine.pytorch": _after_transformer_engine,
+}  # fmt: skip
 
 
 class _Loader(importlib.abc.Loader):
