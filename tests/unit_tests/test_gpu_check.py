@@ -138,6 +138,7 @@ def wheel_in(folder, name, size=0):
     with zipfile.ZipFile(folder / name, "w") as wheel:
         wheel.writestr("z3/lib/libz3.so", b"z" * size)
         wheel.writestr("z3.data/data/bin/z3", b"z" * size)
+        wheel.writestr("selective_scan_cuda.cpython-312.so", b"z" * size)
     return folder / name
 
 
@@ -169,6 +170,7 @@ def test_rejects_wheels(name, tmp_path):
 
 def test_what_travels(tmp_path):
     wheel_in(tmp_path, WHEEL.replace("post1", "post1+torch2.11"))
+    wheel_in(tmp_path, "torch-2.whl")  # of a package that does not travel
     assert len(built_wheels(tmp_path, PINS)) == 1
     assert pins('a = ["mamba-ssm==2.3.2.post1", "torch>=2.9"]') == {"mamba-ssm": "2.3.2.post1"}
     assert needs('Requires-Dist: z3-solver<5,>=4\nRequires-Dist: torch\nRequires-Dist: x; extra == "y"\n') == [
@@ -181,7 +183,8 @@ def test_what_travels(tmp_path):
     assert shrunk(small, tmp_path / "to") == small
     found = shrunk(large, tmp_path / "to")
     with zipfile.ZipFile(found) as wheel:
-        assert wheel.namelist() == ["z3/lib/libz3.so"]
+        assert wheel.namelist() == ["z3/lib/libz3.so", "selective_scan_cuda.py"]
+        assert wheel.read("selective_scan_cuda.py") == b""
         assert len(wheel.read("z3/lib/libz3.so")) == 5 * MIB
     assert found.stat().st_size < large.stat().st_size
     assert list((tmp_path / "to").iterdir()) == [found]

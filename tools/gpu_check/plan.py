@@ -44,7 +44,7 @@ STEPS = (
         "one-rank", 150, 40, ("",), "test_layer_equals and (varlen or flash_attn or fla or mamba_ssm)",
         ("attention", "linear"), memory=32,
     ),
-    Step("parity", 110, 30, ("", "_graphs", "_flex", "_symmetric_memory", "_commands")),
+    Step("parity", 110, 30, ("", "_graphs", "_flex", "_flash_attn_4", "_symmetric_memory", "_commands")),
     Step("nccl", 30, 15, ("_one_device",), "test_cuda_one_device", ("nccl",)),
     Step("train", 60, 30),
 )  # fmt: skip

@@ -21,6 +21,8 @@ THERE = {"cloudpickle", "ml-dtypes", "numpy", "psutil", "setuptools", "torch", "
 PLATFORMS = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17")
 MIB = 1 << 20
 SMALL = 4 * MIB  # wheels up to here are taken as they are
+# mamba-ssm imports it and calls it for Mamba-1 alone, which nothing here has: nine tenths of its wheel.
+UNUSED = "selective_scan_cuda"
 
 
 def pins(pyproject: str) -> dict[str, str]:
@@ -59,18 +61,18 @@ def downloaded(requirement: str, folder: Path) -> Path:
 
 
 def built_wheels(folder: Path, versions: dict[str, str]) -> list[Path]:
-    """Returns the wheels of a folder that were built for the GPU.
+    """Returns the wheels of a folder that were built for the GPU; those of other packages stay there.
 
     Raises:
-        ArgumentError: there are none, or one is of another package, version, Python or platform.
+        ArgumentError: there are none, or one is of another version, Python or platform.
     """
-    found = sorted(folder.glob("*.whl"))
     allowed = ", ".join(f"{name} {versions[name]}" for name in BUILT)
+    found = [path for path in sorted(folder.glob("*.whl")) if path.name.partition("-")[0].replace("_", "-") in BUILT]
     if not found:
         raise ArgumentError("--built", str(folder), f"a folder with wheels of {allowed}")
     for path in found:
         name, version, python, _, platform = (*path.stem.split("-"), *("",) * 5)[:5]
-        is_right = versions.get(name.replace("_", "-")) == version.partition("+")[0] and name.replace("_", "-") in BUILT
+        is_right = versions[name.replace("_", "-")] == version.partition("+")[0]
         if not is_right or python not in ("cp312", "py3") or not platform.endswith("x86_64"):
             remedy = "Build it for CPython 3.12 on Linux x86-64, or take it out of the folder."
             raise ArgumentError("--built", path.name, allowed, remedy)
@@ -78,7 +80,7 @@ def built_wheels(folder: Path, versions: dict[str, str]) -> list[Path]:
 
 
 def shrunk(wheel: Path, folder: Path) -> Path:
-    """Returns a smaller wheel of the same files, compressed by LZMA, which pip reads too, without its programs."""
+    """Returns a smaller wheel: compressed by LZMA, which pip reads too, without programs and with `UNUSED` empty."""
     target = folder / wheel.name
     if wheel.stat().st_size <= SMALL:
         return wheel
@@ -87,7 +89,9 @@ def shrunk(wheel: Path, folder: Path) -> Path:
         part = target.with_suffix(".part")
         with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(part, "w", zipfile.ZIP_LZMA) as into:
             for entry in source.infolist():
-                if ".data/data/bin/" not in entry.filename:
+                if entry.filename.startswith(UNUSED):
+                    into.writestr(f"{UNUSED}.py", "")
+                elif ".data/data/bin/" not in entry.filename:
                     into.writestr(entry.filename, source.read(entry))
         part.rename(target)
     return target
@@ -145,6 +149,8 @@ def main() -> int:
             more = needs(wheel.read(metadata).decode())
         groups = [must, *([each] for each in built), [tilelang, *(downloaded(each, cache) for each in more)]]
         small = [[shrunk(path, cache / "small") for path in group] for group in groups]
+        # tilelang, for Gated DeltaNet, before large wheels for one kernel each.
+        small[1:] = sorted(small[1:], key=lambda group: len(group) == 1 and group[0].stat().st_size > SMALL)
         tree = tree_bytes()
         sizes = [[(str(path), path.stat().st_size) for path in group] for group in small]
         taken, left = fitting(sizes, int(options.limit * MIB) - tree)
