@@ -461,7 +461,10 @@ def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [(None, "cannot be imported: ModuleNotFoundError"), ({"_flash_attn_fwd": lambda q, k, v: None}, "other arguments")],
+    [
+        (None, "cannot be imported: ModuleNotFoundError"),
+        ({"_flash_attn_fwd": lambda q, k, v: None, "_flash_attn_bwd": lambda q, k, v: None}, "other arguments"),
+    ],
     ids=["broken", "of another version"],
 )
 def test_rejects_a_flash_attn_4_that_is_broken_or_another(module, says, monkeypatch):
