@@ -75,13 +75,12 @@ class Check:
     def run(self, words: list[str], seconds: float, result: Result) -> bool:
         """Runs a command, whose lines of JSON the result takes; ends it, and all that it started, after the seconds."""
         self.say(f"== {' '.join(words)}")
-        self._last = "no output"
+        self._last, before = "no output", len(result.failures)
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         )
         reader = threading.Thread(target=self._read, args=(process.stdout, result), daemon=True)
         reader.start()
-        before = len(result.failures)
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
