@@ -369,8 +369,8 @@ def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch)
 @pytest.mark.parametrize(
     ("build_with", "impl", "cuda", "says"),
     [
-        (specs.TEHybridStack, "local", True, "transformer_engine with this spec. .*specs local_hybrid_stack_spec"),
-        (specs.LocalHybridStack, "transformer_engine", True, "local with this spec. .*specs hybrid_stack_spec"),
+        (specs.TEHybridStack, "local", True, "transformer_engine with this spec. .*is local_hybrid_stack_spec"),
+        (specs.LocalHybridStack, "transformer_engine", True, "local with this spec. .*is hybrid_stack_spec"),
         (specs.TEHybridStack, "transformer_engine", False, "local without CUDA"),
         (specs.gpt_layer_spec, "transformer_engine", False, "local without CUDA"),
     ],
