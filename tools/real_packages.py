@@ -162,7 +162,7 @@ def make_wheels(folder: Path, packages: list[Package]) -> None:
             with tempfile.TemporaryDirectory(prefix=f"{package.name}-") as scratch:
                 _compile(package, folder, Path(scratch))
         else:
-            _pip("download", "--no-deps", "--dest", folder, f"{package.name}=={package.version}")
+            _pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, f"{package.name}=={package.version}")
         made = wheel_of(folder, package)
         assert made is not None, f"no wheel of {package.name}"
         print(f"{made.name}: {time.monotonic() - began:.0f} s, {made.stat().st_size:,} bytes", flush=True)
@@ -225,7 +225,8 @@ def _compile(package: Package, folder: Path, scratch: Path) -> None:
     assert nvidia is not None
     # The compiler's own headers, which torch's libraries do not have, are in the toolkit.
     includes = [str(each) for each in (*sorted(nvidia.glob("*/include")), cuda / "include")]
-    given = {"CUDA_HOME": str(cuda), "CPATH": os.pathsep.join(includes), "MAX_JOBS": "2", **dict(package.variables)}
+    given = {"CUDA_HOME": str(cuda), "CPATH": _first(os.pathsep.join(includes), "CPATH"), **dict(package.variables)}
+    given["MAX_JOBS"] = os.environ.get("MAX_JOBS", "2")
     if package.shared is not None:
         given["CXX"] = str(_shared_compiler(scratch, package.shared))
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, path=_tools(scratch), **given)
@@ -295,7 +296,7 @@ def variables(site: Path) -> dict[str, str]:
         raise ArgumentError("SITE", site, "a folder with these packages", remedy)
     nvidia = libraries()
     if nvidia is None:
-        raise ArgumentError("torch", version("torch"), "a torch with CUDA libraries beside it")
+        raise ArgumentError("torch", version("torch"), "a torch with CUDA libraries beside it", "Make .venv anew.")
     # The second is what nvidia-cutlass-dsl adds by a file that Python reads in its own folder alone.
     folders = [str(site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/dsl_packages") if (site / each).is_dir()]
     path = _first(os.pathsep.join(folders), "PYTHONPATH")

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_cp import __version__
 
 PACKAGES = (
-    "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
-    "triton", "transformers", "diffusers", "accelerate", "trl",
+    "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "flash-attn-4", "transformer-engine", "mamba-ssm",
+    "causal-conv1d", "triton", "transformers", "diffusers", "accelerate", "trl",
 )  # fmt: skip
 _GIT_SECONDS = 10.0  # a checkout on a slow disk is left out
 

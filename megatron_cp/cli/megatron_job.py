@@ -142,10 +142,14 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if args.context_parallel_size == 1:
         return
     if not args.spec:
-        name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
+        hybrid = "local_hybrid_stack_spec" if args.transformer_impl == "local" else "hybrid_stack_spec"
+        name = hybrid if args.hybrid_layer_pattern else "gpt_layer_spec"
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
     elif args.spec[0] != _SPECS:
         yield "--spec", f"not from {_SPECS}, whose layers alone have this library's context parallelism"
+    elif args.transformer_impl == "local" and args.spec[1:] == ["hybrid_stack_spec"]:
+        name = "local_hybrid_stack_spec"
+        yield "--spec", f"has Transformer Engine's layers where that is installed: --spec {_SPECS} {name}"
     if not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",

@@ -195,6 +195,10 @@ def test_doctor_accepts_the_launch_that_plan_names(model):
             "--calculate-per-token-loss --hybrid-layer-pattern M*-", {"--spec"},
             "Megatron's own: --spec megatron_cp.megatron.specs hybrid_stack_spec",
         ),
+        (
+            "--calculate-per-token-loss --hybrid-layer-pattern M*- --transformer-impl local"
+            " --spec megatron_cp.megatron.specs hybrid_stack_spec", {"--spec"}, "specs local_hybrid_stack_spec",
+        ),
         ("--calculate-per-token-loss --spec my.specs mine", {"--spec"}, "not from megatron_cp.megatron.specs"),
         (OURS, {"--calculate-per-token-loss"}, "a mean of the ranks' means, which the layers refuse"),
         ("", {"--spec", "--calculate-per-token-loss"}, "megatron_cp.megatron.loss (forward_step or loss_of)"),

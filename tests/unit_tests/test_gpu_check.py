@@ -1,6 +1,8 @@
 """The check of a GPU without one: shares of its budget, what is cut, its summary, what travels, and what it refuses."""
 
 import json
+import os
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import rejects
+from tools.gpu_check import probe
 from tools.gpu_check.__main__ import Check, arguments, brought, checked, install, missing, parsed
 from tools.gpu_check.plan import BUDGET, RESERVE, STEPS, commands, expression, seconds_for
 from tools.gpu_check.refusals import check_idle, check_size, other_gpu
@@ -120,6 +123,27 @@ def test_packages_of_another_torch_or_gpu_and_kernels_that_lack_are_named():
     assert brought("") == set()
 
 
+def test_a_package_that_does_not_load_is_left_out_and_named(tmp_path, monkeypatch, capsys):
+    site, metadata = tmp_path / "site", "mamba_ssm-2.3.2.post1.dist-info/"
+    with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
+        files = {
+            "mamba_ssm/__init__.py": "", "broken_cuda.cpython-312-x86_64-linux-gnu.so": "junk",
+            f"{metadata}METADATA": "Metadata-Version: 2.1\nName: mamba-ssm\nVersion: 2.3.2.post1\n",
+            f"{metadata}WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp312-cp312-linux_x86_64\n",
+        }  # fmt: skip
+        for name, text in {**files, f"{metadata}RECORD": "".join(f"{name},,\n" for name in files)}.items():
+            wheel.writestr(name, text)
+    install(str(tmp_path), str(site))
+    assert brought(str(site)) == {"mamba-ssm"}
+    monkeypatch.setattr(sys, "argv", ["probe", str(site)])
+    monkeypatch.syspath_prepend(str(site))
+    probe.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["probe"]
+    assert "does not load beside torch" in found["broken"]["mamba-ssm 2.3.2.post1"]
+    assert list(site.iterdir()) == []
+    assert missing(found, {"mamba-ssm"}, is_emulated=False)[0].startswith("mamba-ssm 2.3.2.post1 does not load")
+
+
 @pytest.mark.parametrize(
     ("names", "capability", "expected"),
     [
@@ -148,7 +172,7 @@ REFUSED = {
     "device": [
         (check_idle, "40000, 0"), (check_idle, "3, 97"), (check_size, 16 << 30, [("smoke", 8), ("one-rank", 32)]),
     ],
-    "--budget": [(checked, options_of("--budget", budget)) for budget in ("29", "0", "-1", "nan", "inf")],
+    "--budget": [(checked, options_of("--budget", budget)) for budget in ("44", "0", "-1", "nan", "inf")],
     "--repeats": [(checked, options_of("--repeats", "0"))],
     "--workers": [(checked, options_of("--workers", "0"))],
     "--limit": [(fitting, [[("a", 2 * MIB)]], MIB)],
@@ -182,6 +206,10 @@ def test_what_travels(tmp_path):
     small, large = wheel_in(tmp_path, "small.whl"), wheel_in(tmp_path, "large.whl", 5 * MIB)
     assert shrunk(small, tmp_path / "to") == small
     found = shrunk(large, tmp_path / "to")
+    before = found.stat().st_mtime_ns
+    assert shrunk(large, tmp_path / "to").stat().st_mtime_ns == before
+    os.utime(large, (time.time() + 9, time.time() + 9))  # it was built anew
+    assert shrunk(large, tmp_path / "to").stat().st_mtime_ns > before
     with zipfile.ZipFile(found) as wheel:
         assert wheel.namelist() == ["z3/lib/libz3.so", "selective_scan_cuda.py"]
         assert wheel.read("selective_scan_cuda.py") == b""

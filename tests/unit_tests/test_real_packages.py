@@ -1,11 +1,13 @@
 """`tools/real_packages.py` says why it cannot build or use packages, before it fetches anything."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.refusals import rejects
 from tools import real_packages
+from tools.gpu_check.wheels import pins
 from tools.real_packages import PACKAGES, check_machine, edit_source, make_wheels, unpack_wheels, variables, wheel_of
 
 COMPILED = [package for package in PACKAGES if package.compiled]
@@ -25,6 +27,16 @@ def nvidia(tmp_path, monkeypatch):
             (folder / header).parent.mkdir(parents=True, exist_ok=True)
             (folder / header).touch()
     return folder
+
+
+def test_versions_are_those_of_the_extras():
+    pinned = pins(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text().replace("[cu13]", "").replace("[pytorch]", "")
+    )
+    assert pinned["torch"] == real_packages.TORCH
+    for package in PACKAGES:
+        name = "transformer-engine" if package.name.startswith("transformer_engine") else package.name.replace("_", "-")
+        assert package.version == pinned[name], package.name
 
 
 def test_accepts_a_machine_with_all(nvidia):

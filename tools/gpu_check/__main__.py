@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_cp.errors import ArgumentError
-from tools.gpu_check.plan import BUDGET, BY_NAME, LEAST_BUDGET, RESERVE, STEPS, Step, commands, seconds_for
+from tools.gpu_check.plan import BUDGET, BY_NAME, RESERVE, START, STEPS, Step, commands, seconds_for
 from tools.gpu_check.refusals import check_idle, check_size, listed_by_smi
 from tools.gpu_check.summary import Result, summary
 
@@ -112,9 +112,12 @@ class Check:
         Raises:
             ArgumentError: no device, or one that is too small.
         """
-        result = Result("smoke", seconds)
+        result, packages = Result("smoke", seconds), brought(site)
         self.run([sys.executable, "-m", "tools.gpu_check.probe", *([site] if site else [])], seconds, result)
         found = next((row["probe"] for row in result.rows if "probe" in row), None)
+        if found is None and result.cut:
+            allowed = f"more: torch and the package were not imported within {seconds:.0f} s"
+            raise ArgumentError("--budget", self.options.budget, allowed)
         if found is None:
             raise ArgumentError("torch", "no answer", "a torch that can be imported", f"See {self.out}/gpu_check.log.")
         if not found["devices"]:
@@ -123,8 +126,8 @@ class Check:
             check_size(found["bytes"], [(step.name, step.memory) for step in chosen(self.options)])
         versions = {name: each for name in SHOWN if (each := found["versions"].get(name))}
         self.head = ", ".join([found["devices"][0], *(f"{name} {each}" for name, each in versions.items())])
-        told = Result("probe", rows=result.rows)
-        told.failures = missing(found, brought(site), is_emulated="NULLGPU" in os.environ)
+        told = Result("packages", rows=result.rows)
+        told.failures = missing(found, packages, is_emulated="NULLGPU" in os.environ)
         if told.failures:
             self.results.append(told)
         for text in told.failures:
@@ -138,10 +141,8 @@ class Check:
             result = Result(step.name, limit)
             self.results.append(result)
             if limit < step.least:
-                result.skipped = (
-                    f"{limit:.0f} s are left for it and it needs {step.least}; give --only {step.name}, or a larger "
-                    "--budget"
-                )
+                fewer = "" if self.options.only == [step.name] else f"give --only {step.name}, or "
+                result.skipped = f"{limit:.0f} s are left for it and it needs {step.least}; {fewer}raise --budget"
             else:
                 self._step(step, result, folder)
             self.keep()
@@ -244,9 +245,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def checked(options: argparse.Namespace) -> None:
     """Raises an ArgumentError for a budget or a number that cannot be."""
-    if not LEAST_BUDGET <= options.budget < float("inf"):
-        remedy = f"The default is {BUDGET:g}; --only STEP needs less."
-        raise ArgumentError("--budget", options.budget, f"at least {LEAST_BUDGET:g} seconds", remedy)
+    least = START + RESERVE + min(step.least for step in chosen(options))
+    if not least <= options.budget < float("inf"):
+        raise ArgumentError("--budget", options.budget, f"at least {least:g} seconds", f"The default is {BUDGET:g}.")
     for name in ("repeats", "workers"):
         if getattr(options, name) < 1:
             raise ArgumentError(f"--{name}", getattr(options, name), "at least 1")
@@ -286,7 +287,7 @@ def main() -> int:
             check.probe(site, min(PROBE_SECONDS, check.left))
             check.steps(folder)
             check.say("\n" + "\n".join(check.keep()))  # before the folder is removed, which takes seconds
-    except (ArgumentError, OSError) as error:
+    except (ArgumentError, OSError, subprocess.TimeoutExpired) as error:
         parser.error(str(error))
     return 0 if all(result.status == "passed" for result in check.results) else 1
 

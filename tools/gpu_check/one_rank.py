@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megatron_cp.apps.estimate import MODELS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.run import prepare
+from megatron_cp.extras import installed_version
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.price import timelines
@@ -29,7 +29,8 @@ from tools.gpu_check.device_time import times
 # Tokens of all ranks together, and ranks: the first two have what is furthest apart, should there be no time for more.
 CELLS = ((32768, 2), (131072, 8), (32768, 8), (131072, 2))
 SCHEMES = ("a2a", "p2p", "all_gather", "exact")
-FLASH_ATTENTION = ("flash_attn", "flash_attn_3")  # measured where they are installed, in one scheme
+# By kernel: its package; measured where it is installed, in one scheme.
+FLASH_ATTENTION = {"flash_attn": "flash-attn", "flash_attn_3": "flash_attn_3", "flash_attn_4": "flash-attn-4"}
 # By layer: the model with its shape, and the kernel; without `mamba_ssm` Mamba-2 is not measured.
 LINEAR = {"gdn": ("qwen3-next", "fla"), "kda": ("kimi-linear", "fla"), "mamba": ("nemotron-h", "mamba_ssm")}
 MODES = ("headwise", "chunkwise")
@@ -87,7 +88,7 @@ def rows(cases: Callable[..., Iterator[tuple[str, Case]]], repeats: int, *, smal
 
 def _softmax(common: dict[str, Any], *, small: bool) -> Iterator[tuple[str, Case]]:
     found = [(scheme, "varlen") for scheme in SCHEMES]
-    found += [(SCHEMES[0], name) for name in FLASH_ATTENTION if find_spec(name.replace("_3", "_interface"))]
+    found += [(SCHEMES[0], name) for name, package in FLASH_ATTENTION.items() if installed_version(package)]
     for scheme, kernel in found:
         name = f"attention {scheme if kernel == 'varlen' else kernel}"
         shape = next(iter(MODELS["tiny" if small else "llama3-8b"]["attention"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from importlib import import_module
 from importlib.metadata import Distribution, distributions
@@ -26,8 +27,9 @@ def main() -> None:
         why = unusable(package, capability)
         if why is not None:
             broken[f"{package.name} {package.version}"] = why
-            for file in package.files or ():
-                Path(str(package.locate_file(file))).unlink(missing_ok=True)
+            for name in {file.parts[0] for file in package.files or () if ".." not in file.parts}:
+                place = Path(sys.argv[1], name)
+                shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
     report = doctor.run(argparse.Namespace(megatron=None, all=True))
     print(report.text, flush=True)
     lines = {line["feature"]: line for line in report.data["capabilities"]}
@@ -41,14 +43,14 @@ def main() -> None:
 
 
 def unusable(package: Distribution, capability: tuple[int, int]) -> str | None:
-    """Says why an extension of a package does not load, or for which GPU it was built."""
+    """Returns why a package's extension does not load, or for which GPU it was built; None if it can be used."""
     for file in package.files or ():
         if file.suffix == ".so" and ".cpython-" in file.name and len(file.parts) == 1:
             try:
                 import_module(file.name.partition(".")[0])
             except ImportError as error:
                 first = str(error).splitlines()[0]
-                return f"was built for another torch than {torch.__version__}: {first}"
+                return f"does not load beside torch {torch.__version__}: {first}"
             why = other_gpu(listing_of(Path(str(package.locate_file(file)))), capability)
             if why is not None:
                 return why

@@ -49,7 +49,7 @@ def listed_by_smi(visible: str | None) -> str | None:
 
 
 def other_gpu(listing: str, capability: tuple[int, int]) -> str | None:
-    """Says for which GPUs an extension was built, if the device is none of them.
+    """Returns for which GPUs an extension was built, or None if the device is one of them.
 
     Args:
         listing: cuobjdump's, of machine code and PTX.

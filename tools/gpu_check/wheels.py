@@ -69,7 +69,8 @@ def built_wheels(folder: Path, versions: dict[str, str]) -> list[Path]:
     allowed = ", ".join(f"{name} {versions[name]}" for name in BUILT)
     found = [path for path in sorted(folder.glob("*.whl")) if path.name.partition("-")[0].replace("_", "-") in BUILT]
     if not found:
-        raise ArgumentError("--built", str(folder), f"a folder with wheels of {allowed}")
+        remedy = f"Compile them: python -m tools.real_packages build {folder}"
+        raise ArgumentError("--built", str(folder), f"a folder with wheels of {allowed}", remedy)
     for path in found:
         name, version, python, _, platform = (*path.stem.split("-"), *("",) * 5)[:5]
         is_right = versions[name.replace("_", "-")] == version.partition("+")[0]
@@ -81,10 +82,10 @@ def built_wheels(folder: Path, versions: dict[str, str]) -> list[Path]:
 
 def shrunk(wheel: Path, folder: Path) -> Path:
     """Returns a smaller wheel: compressed by LZMA, which pip reads too, without programs and with `UNUSED` empty."""
-    target = folder / wheel.name
-    if wheel.stat().st_size <= SMALL:
+    target, made = folder / wheel.name, wheel.stat()
+    if made.st_size <= SMALL:
         return wheel
-    if not target.exists():
+    if not target.exists() or target.stat().st_mtime < made.st_mtime:
         folder.mkdir(exist_ok=True)
         part = target.with_suffix(".part")
         with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(part, "w", zipfile.ZIP_LZMA) as into:
@@ -135,8 +136,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/gpu_wheels.sh", description=__doc__)
     parser.add_argument("--built", type=Path, metavar="FOLDER", help="of wheels that were built for the GPU")
     parser.add_argument("--limit", type=float, default=64, metavar="MIB", help="with the working tree (default: 64)")
-    parser.add_argument("--out", type=Path, default=Path(".whl"), metavar="FOLDER")
+    parser.add_argument(
+        "--out", type=Path, default=Path(".whl"), metavar="FOLDER", help="emptied first (default: .whl)"
+    )
     options = parser.parse_args()
+    if options.built and options.built.resolve() == options.out.resolve():
+        parser.error(f"--out: got {options.out}, which is --built; allowed: a folder of its own, which is emptied")
     cache = Path("build/wheels")
     cache.mkdir(parents=True, exist_ok=True)
     try:
@@ -156,15 +161,14 @@ def main() -> int:
         taken, left = fitting(sizes, int(options.limit * MIB) - tree)
     except ArgumentError as error:
         parser.error(str(error))
-    options.out.mkdir(exist_ok=True)
-    for old in options.out.glob("*.whl"):
-        old.unlink()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir()
     print(f"{tree / MIB:7.2f} MiB  the working tree")
     for path, nbytes in taken:
         shutil.copy(path, options.out)
         print(f"{nbytes / MIB:7.2f} MiB  {Path(path).name}")
     total = (tree + sum(nbytes for _, nbytes in taken)) / MIB
-    print(f"{total:7.2f} MiB  of {options.limit:g}, in {options.out}: name it in `carry`")
+    print(f"{total:7.2f} MiB  of {options.limit:g}, in {options.out}, which travels beside the working tree")
     for path, nbytes in left:
         print(f"left out, {nbytes / MIB:.2f} MiB: {Path(path).name}")
     names = [Path(path).name.partition("-")[0].replace("_", "-") for path, _ in taken]

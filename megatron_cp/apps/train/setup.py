@@ -101,7 +101,8 @@ def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGrou
 
 def transformer_config(options: TrainingOptions, device: torch.device) -> TransformerConfig:
     """Returns Megatron's configuration of the model."""
-    _, is_hybrid = resolve_spec(options.spec)
+    found, is_hybrid = resolve_spec(options.spec)
+    is_local = found is specs.local_hybrid_stack_spec
     num_layers, schemes = len(layers_of(options)), options.cp_comm_type
     if len(schemes) not in (1, num_layers):
         raise ArgumentError("cp_comm_type", schemes, f"one value, or one for each of {num_layers} layers")
@@ -147,7 +148,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         # Transformer Engine's layers, where it is installed, need CUDA.
-        transformer_impl="local" if device.type == "cpu" else "transformer_engine",
+        transformer_impl="local" if device.type == "cpu" or is_local else "transformer_engine",
         params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         **own,

@@ -179,7 +179,7 @@ def refuse_other_implementation(config: Any, *, te: bool) -> None:
     """
     if te != uses_transformer_engine(config):
         allowed, name = ("transformer_engine", "local_hybrid_stack_spec") if te else ("local", "hybrid_stack_spec")
-        remedy = f"The spec with the other layers is {name}."
+        remedy = f"The spec for {config.transformer_impl} is {name}."
         refuse("transformer_impl", config.transformer_impl, f"{allowed} with this spec", remedy)
     if te and not torch.cuda.is_available():
         remedy = "Transformer Engine's layers cannot be built without a GPU."

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import dsa
@@ -254,7 +255,7 @@ def _unpacked_form(packed: PlannedSeqParams) -> PlannedSeqParams:
 def _local_parts(config: Any) -> Iterator[None]:
     """Lets Megatron resolve its own linear layers where Transformer Engine's are not installed."""
     before = config.transformer_impl
-    config.transformer_impl = before if uses_transformer_engine(config) else "local"
+    config.transformer_impl = before if HAVE_TE else "local"
     try:
         yield
     finally:

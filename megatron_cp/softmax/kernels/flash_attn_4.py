@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,14 +41,17 @@ class FlashAttention4(SegmentedAttention):
         refusal = common_refusal(call)
         if refusal is not None:
             return refusal
-        if _generation(call.device) not in (9, 10):
-            return "flash-attn 4 runs on Hopper and Blackwell alone; use varlen or flash_attn"
-        if _generation(call.device) == 10 and self.head_sizes(call) == (256, 256):  # no windows and no cap backward
-            return "flash-attn 4 has no windows for such heads on Blackwell; use varlen or flash_attn"
+        generation = _generation(call.device)
+        if generation not in (9, 10):
+            return f"runs on compute capability 9 and 10 (Hopper, B200), not on {generation}; use varlen or flash_attn"
+        if generation == 10 and self.head_sizes(call) == (256, 256):  # whose backward has neither windows nor a cap
+            sizes = f"{call.head_dim} and {call.value_head_dim}"
+            return f"has heads of at most 128 features here, or of 192 and 128, not of {sizes}; use flash_attn or flex"
         failure = import_failure(_MODULE)
         if failure is not None:
-            return f"flash-attn 4 cannot be imported: {failure}; use varlen or flash_attn"
-        return _other_arguments()
+            return f"cannot be imported: {failure}; use varlen or flash_attn"
+        lacking = _lacking(import_module(_MODULE))
+        return f"is of a version without {', '.join(lacking)}; {install('flash4')}" if lacking else None
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
         """Returns equal sizes; on Blackwell of at most 128 features, or 192 and 128, which are those of MLA, or 256."""
@@ -85,9 +90,12 @@ def _function(name: str) -> Any:
     return getattr(import_module(_MODULE), name)
 
 
-def _other_arguments() -> str | None:
-    for name, needed in _EXPECTED.items():
-        function = getattr(import_module(_MODULE), name, None)
-        if function is None or not set(needed) <= signature(function).parameters.keys():
-            return f"this flash-attn 4 has other arguments than {install('flash4').split()[-1]}, which is supported"
-    return None
+@cache
+def _lacking(module: ModuleType) -> list[str]:
+    functions = {name: getattr(module, name, None) for name in _EXPECTED}
+    return [
+        f"{name}({argument}=)"
+        for name, function in functions.items()
+        for argument in _EXPECTED[name]
+        if function is None or argument not in signature(function).parameters
+    ]

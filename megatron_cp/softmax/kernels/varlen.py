@@ -29,9 +29,9 @@ class VarlenAttention(SegmentedAttention):
             return f"has no soft cap, asked for {call.softcap}; use flash_attn or reference"
         if refusal is None and varlen_operators() is None:
             return f"needs operators that torch {torch.__version__} does not have; use flash_attn or reference"
-        # The operators go through torch's dispatcher, in which FA4 takes a missing limit of a window as a number.
+        # The operators go through torch's dispatcher, whose backward refuses windows then, as -1 for no limit is one.
         if refusal is None and current_flash_attention_impl() == "FA4":
-            return "has no windows while torch's FA4 is active; use flash_attn_4, or call restore_flash_attention_impl"
+            return "cannot run while torch's FA4 is active; use flash_attn_4, or call restore_flash_attention_impl"
         return refusal
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:

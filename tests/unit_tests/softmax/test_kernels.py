@@ -3,7 +3,7 @@
 import sys
 from contextlib import nullcontext
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -459,11 +459,20 @@ def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
     rejects(f"not installed.*{says}", choose_kernel, KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
 
 
+def module_of(**contents):
+    module = ModuleType("module")
+    vars(module).update(contents)
+    return module
+
+
 @pytest.mark.parametrize(
     ("module", "says"),
     [
         (None, "cannot be imported: ModuleNotFoundError"),
-        ({"_flash_attn_fwd": lambda q, k, v: None, "_flash_attn_bwd": lambda q, k, v: None}, "other arguments"),
+        (
+            {"_flash_attn_fwd": lambda q, k, v: None, "_flash_attn_bwd": lambda q, k, v: None},
+            "of a version without .*deterministic.*pip install",
+        ),
     ],
     ids=["broken", "of another version"],
 )
@@ -472,7 +481,7 @@ def test_rejects_a_flash_attn_4_that_is_broken_or_another(module, says, monkeypa
     monkeypatch.setattr("megatron_cp.softmax.kernels.flash_attn_4.installed_version", lambda package: (4, 0))
     monkeypatch.setattr("megatron_cp.softmax.kernels.flash_attn_4.import_failure", import_failure.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, name, None if module is None else SimpleNamespace(**module))
+    monkeypatch.setitem(sys.modules, name, None if module is None else module_of(**module))
     rejects(says, choose_kernel, KERNELS, "flash_attn_4", call_for(device="cuda", dtype=torch.bfloat16))
 
 

@@ -88,7 +88,7 @@ def layers(case: Case, hidden_size: int, watched: Callable[[Function], Function]
     computes our layer.
     """
     config = _configured(case, hidden_size)
-    module = _built(case.layer, _spec_of(case.layer), config, case.device)
+    module = _built(case.layer, _spec_of(case.layer, case.device), config, case.device)
     assert isinstance(module, LinearModule)
     module.kernel = kernel
     ours = _layer(module, case)
@@ -120,14 +120,16 @@ def _configured(case: Case, hidden_size: int) -> TransformerConfig:
         bf16=case.dtype == torch.bfloat16, fp16=case.dtype == torch.float16, context_parallel_size=case.cp,
         normalization="RMSNorm", activation_func=silu, gated_linear_unit=True, add_bias_linear=False,
         hidden_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False,
-        use_cpu_initialization=case.device == "cpu", linear_cp_mode=case.scheme, cp_head_chunks=case.head_chunks,
+        use_cpu_initialization=case.device == "cpu",
+        transformer_impl="local" if case.device == "cpu" else "transformer_engine",
+        linear_cp_mode=case.scheme, cp_head_chunks=case.head_chunks,
         cp_transport=case.transport, cp_codec=case.codec, cp_packed_order="document", calculate_per_token_loss=True,
         **shape,
     )  # fmt: skip
 
 
-def _spec_of(layer: str) -> ModuleSpec:
-    parts = specs.hybrid_stack_spec.submodules
+def _spec_of(layer: str, device: str) -> ModuleSpec:
+    parts = (specs.local_hybrid_stack_spec if device == "cpu" else specs.hybrid_stack_spec).submodules
     found = parts.mamba_layer.submodules.mixer if KINDS[layer] is MAMBA else parts.gdn_layer.submodules.self_attention
     assert isinstance(found, ModuleSpec)
     return found
@@ -176,7 +178,7 @@ def _stock_gated_delta_net(
         (conv, rule), norm = _in_place_of_fla(case), l2_normalised
         words = f"ours stand in for fla's kernels: {refusal or 'Megatron does not find them'}"
     with gated_delta_net_without_fla():
-        module = _built("gdn", replace(_spec_of("gdn"), module=gdn.GatedDeltaNet), config, case.device)
+        module = _built("gdn", replace(_spec_of("gdn", case.device), module=gdn.GatedDeltaNet), config, case.device)
     module.gated_delta_rule = watched(rule)  # type: ignore[assignment]
     names = partial(exchanged, gdn, causal_conv1d=watched(conv)), partial(exchanged, common, l2norm=norm)
     return _layer(module, case, *names), words
@@ -201,7 +203,7 @@ def _stock_mamba(case: Case, config: TransformerConfig, watched: Callable[[Funct
     """Builds Megatron's layer; its exchange needs Transformer Engine's indices of tokens, which ours replace too."""
     if not mamba_mixer.HAVE_EINOPS:
         raise ImportError("Megatron's Mamba needs einops")
-    spec, names, words = replace(_spec_of("mamba"), module=mamba_mixer.MambaMixer), [], []
+    spec, names, words = replace(_spec_of("mamba", case.device), module=mamba_mixer.MambaMixer), [], []
     if case.device == "cpu" or not mamba_mixer.HAVE_MAMBA_SSM:
         with mamba_mixer_without_its_kernels():
             module = _built("mamba", spec, config, case.device)
