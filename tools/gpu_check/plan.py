@@ -42,7 +42,7 @@ STEPS = (
     ),
     Step("kernels", 80, 25, ("",), "kernels_move or kernels_of_gates or gates_are or gated_norm", ("kernels",)),
     Step(
-        "one-rank", 150, 40, ("",), "test_layer_equals and (varlen or flash_attn or fla or mamba_ssm)",
+        "one-rank", 150, 40, ("", "_flash_attn_4"), "test_layer_equals and (varlen or flash_attn or fla or mamba_ssm)",
         ("attention", "linear"), memory=32,
     ),
     Step("parity", 110, 30, ("", "_graphs", "_flex", "_flash_attn_4", "_symmetric_memory", "_commands")),
