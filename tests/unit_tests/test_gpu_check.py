@@ -15,7 +15,7 @@ from tools.gpu_check.__main__ import Check, arguments, brought, checked, install
 from tools.gpu_check.plan import BUDGET, RESERVE, STEPS, commands, expression, seconds_for
 from tools.gpu_check.refusals import check_idle, check_size, other_gpu
 from tools.gpu_check.summary import LINES, WIDTH, Result, summary
-from tools.gpu_check.wheels import MIB, built_wheels, fitting, needs, pins, shrunk
+from tools.gpu_check.wheels import MARK, MIB, built_wheels, check_own, fitting, needs, pins, shrunk
 
 
 def options_of(*words, began=0.0):
@@ -190,6 +190,16 @@ def test_rejects_wheels(name, tmp_path):
         wheel_in(tmp_path, name)
     rejects("--built", built_wheels, tmp_path, PINS)
     rejects("--wheels", install, str(tmp_path / "none"), str(tmp_path))
+
+
+def test_rejects_a_folder_of_somebody_else(tmp_path):
+    kept = wheel_in(tmp_path, WHEEL)
+    rejects("--out.*that this command made", check_own, tmp_path)
+    rejects("--out", check_own, kept)
+    (tmp_path / MARK).touch()
+    check_own(tmp_path)
+    check_own(tmp_path / "new")
+    assert kept.exists()
 
 
 def test_what_travels(tmp_path):

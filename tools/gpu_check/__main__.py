@@ -61,7 +61,7 @@ class Check:
         self.head = "a device that was not asked yet"
         self._last = "no output"  # line of the latest command
         self._log = (out / "gpu_check.log").open("w")
-        self._rows = (out / "gpu_check.jsonl").open("w")
+        self._rows: IO[str] | None = None
 
     @property
     def left(self) -> float:
@@ -104,7 +104,9 @@ class Check:
                 continue
             result.take(row)
             self.say(line.rstrip("\n")[:300])
-            print(json.dumps({"step": result.name, **row}), file=self._rows, flush=True)
+            if "probe" not in row:  # a device that is refused leaves an earlier run's rows
+                self._rows = self._rows or (self.out / "gpu_check.jsonl").open("w")
+                print(json.dumps({"step": result.name, **row}), file=self._rows, flush=True)
 
     def probe(self, site: str, seconds: float) -> None:
         """Asks what is here.
@@ -277,12 +279,12 @@ def main() -> int:
     try:
         checked(options)
         out.mkdir(parents=True, exist_ok=True)
-        check = Check(options, out)
         with tempfile.TemporaryDirectory() as folder:
             wheels = options.wheels or (".whl" if Path(".whl").is_dir() else None)
             site = f"{folder}/site" if wheels else ""
             if wheels:
                 install(wheels, site)
+            check = Check(options, out)
             os.environ.update(environment(site))
             check.probe(site, min(PROBE_SECONDS, check.left))
             check.steps(folder)

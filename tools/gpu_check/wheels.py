@@ -20,6 +20,7 @@ TILELANG = "tilelang==0.1.15"  # with which fla-core runs its Gated DeltaNet on 
 THERE = {"cloudpickle", "ml-dtypes", "numpy", "psutil", "setuptools", "torch", "tqdm", "typing-extensions"}
 PLATFORMS = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17")
 MIB = 1 << 20
+MARK = "made_by_gpu_wheels"  # a file in the folder of the wheels, without which nothing there is removed
 SMALL = 4 * MIB  # wheels up to here are taken as they are
 # mamba-ssm imports it and calls it for Mamba-1 alone, which nothing here has: nine tenths of its wheel.
 UNUSED = "selective_scan_cuda"
@@ -124,6 +125,14 @@ def fitting(
     return taken, left
 
 
+def check_own(folder: Path) -> None:
+    """Raises an error unless a folder is new, empty, or one that this command has made: it removes the wheels there."""
+    if folder.exists() and not (folder.is_dir() and ((folder / MARK).exists() or not any(folder.iterdir()))):
+        raise ArgumentError(
+            "--out", str(folder), "a new folder, or one that this command made", "Its wheels are removed."
+        )
+
+
 def tree_bytes() -> int:
     """Returns the bytes of the working tree: tracked files and those that git does not ignore."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -137,14 +146,15 @@ def main() -> int:
     parser.add_argument("--built", type=Path, metavar="FOLDER", help="of wheels that were built for the GPU")
     parser.add_argument("--limit", type=float, default=64, metavar="MIB", help="with the working tree (default: 64)")
     parser.add_argument(
-        "--out", type=Path, default=Path(".whl"), metavar="FOLDER", help="emptied first (default: .whl)"
+        "--out", type=Path, default=Path(".whl"), metavar="FOLDER", help="of this command alone (default: .whl)"
     )
     options = parser.parse_args()
-    if options.built and options.built.resolve() == options.out.resolve():
-        parser.error(f"--out: got {options.out}, which is --built; allowed: a folder of its own, which is emptied")
     cache = Path("build/wheels")
     cache.mkdir(parents=True, exist_ok=True)
     try:
+        if not 0 < options.limit < float("inf"):
+            raise ArgumentError("--limit", options.limit, "a number of MiB above 0")
+        check_own(options.out)
         versions = pins(Path("pyproject.toml").read_text())
         must = [downloaded(f"{name}=={versions[name]}", cache) for name in MUST]
         built = built_wheels(options.built, versions) if options.built else []
@@ -161,8 +171,10 @@ def main() -> int:
         taken, left = fitting(sizes, int(options.limit * MIB) - tree)
     except ArgumentError as error:
         parser.error(str(error))
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / MARK).touch()
+    for old in options.out.glob("*.whl"):
+        old.unlink()
     print(f"{tree / MIB:7.2f} MiB  the working tree")
     for path, nbytes in taken:
         shutil.copy(path, options.out)
