@@ -26,7 +26,7 @@ CALLS = {
 def compile_calls(device):
     os.environ |= {"FLASH_ATTENTION_ARCH": device, "CUTE_DSL_ARCH": f"{device}a", "FLASH_ATTENTION_NUM_SMS": "132"}
     import cutlass.utils
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     from megatron_cp.softmax.kernels import AttentionCall
     from megatron_cp.softmax.kernels.common.varlen_calls import DeviceAxis, Segments
@@ -36,10 +36,20 @@ def compile_calls(device):
         get_device_multiprocessor_count = staticmethod(lambda: 132)
 
     cutlass.utils.HardwareInfo = Device
+    from flash_attn.cute import utils
+
+    by_memory = utils.convert_from_dlpack_leading_static
+
+    def by_other_memory(x, **keywords):  # a deterministic backward's semaphores are described by their memory
+        with unset_fake_temporarily():
+            return by_memory(torch.zeros(x.shape, dtype=x.dtype), **keywords)
+
+    utils.convert_from_dlpack_leading_static = by_other_memory
     torch.cuda.get_device_capability = lambda which: (int(device[3:-1]), 0)
     kernel, shapes = FlashAttention4(), []
     with FakeTensorMode():
-        for key, value, softcap, window in CALLS[device]:
+        for number, (key, value, softcap, window) in enumerate(CALLS[device]):
+            torch.use_deterministic_algorithms(number % 2 == 1)
             on = {"dtype": torch.bfloat16, "device": "cuda"}
             q, k, v = (torch.empty(size, **on) for size in ((100, 4, key), (90, 2, key), (90, 2, value)))
             offsets = torch.empty(4, dtype=torch.int32, device="cuda")

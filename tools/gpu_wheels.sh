@@ -7,4 +7,4 @@
 set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit 2
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m tools.gpu_check.wheels "$@"
+PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}" -m tools.gpu_check.wheels "$@"

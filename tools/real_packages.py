@@ -182,10 +182,7 @@ def check_machine(packages: list[Package], torch_version: str | None = None, nvi
     """
     if not packages:
         return
-    found = torch_version or version("torch")
-    if found.partition("+")[0] != TORCH:
-        remedy = "A wheel that is compiled against one torch cannot be imported beside another: make .venv anew."
-        raise ArgumentError("torch", found, TORCH, remedy)
+    check_torch(torch_version or version("torch"))
     cuda = cuda_home()
     if cuda is None:
         raise ArgumentError("CUDA_HOME", None, "a folder with bin/nvcc", "Install nvcc of CUDA 13.0, or set CUDA_HOME.")
@@ -196,7 +193,14 @@ def check_machine(packages: list[Package], torch_version: str | None = None, nvi
         for header in package.headers:
             if folder is None or not (folder / header).exists():
                 remedy = f"{package.name} includes it: install torch {TORCH} with its CUDA libraries (cu130)."
-                raise ArgumentError("headers", folder, f"a folder nvidia with {header}", remedy)
+                raise ArgumentError("headers", str(folder), f"a folder nvidia with {header}", remedy)
+
+
+def check_torch(found: str) -> None:
+    """Refuses another torch than that for which wheels are compiled."""
+    if found.partition("+")[0] != TORCH:
+        remedy = "A wheel that is compiled against one torch cannot be imported beside another: make .venv anew."
+        raise ArgumentError("torch", found, TORCH, remedy)
 
 
 def cuda_home() -> Path | None:
@@ -274,12 +278,13 @@ def unpack_wheels(folder: Path, site: Path) -> None:
     """Installs into a folder the wheels that are there, and what they import.
 
     Raises:
-        ArgumentError: no wheel is there.
+        ArgumentError: no wheel is there, or another torch is installed.
     """
+    check_torch(version("torch"))
     packages = [each for each in PACKAGES if wheel_of(folder, each) is not None]
     if not packages:
         remedy = f"Compile them first: python -m tools.real_packages build {folder}"
-        raise ArgumentError("WHEELS", folder, "a folder with wheels of these packages", remedy)
+        raise ArgumentError("WHEELS", str(folder), "a folder with wheels of these packages", remedy)
     wheels = [wheel_of(folder, each) for each in packages]
     imported = [name for each in packages for name in each.imported]
     _pip("install", "--no-deps", "--upgrade", "--target", site, *wheels, *imported)
@@ -293,7 +298,7 @@ def variables(site: Path) -> dict[str, str]:
     """
     if not any((site / name).is_dir() for name in ("flash_attn", *(each.name for each in PACKAGES))):
         remedy = f"Install wheels into it: python -m tools.real_packages install WHEELS {site}"
-        raise ArgumentError("SITE", site, "a folder with these packages", remedy)
+        raise ArgumentError("SITE", str(site), "a folder with these packages", remedy)
     nvidia = libraries()
     if nvidia is None:
         raise ArgumentError("torch", version("torch"), "a torch with CUDA libraries beside it", "Make .venv anew.")

@@ -138,19 +138,16 @@ def _verdict(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yields each flag without which several context-parallel ranks would compute something else, and the remedy."""
-    if args.context_parallel_size == 1:
-        return
-    if not args.spec:
-        hybrid = "local_hybrid_stack_spec" if args.transformer_impl == "local" else "hybrid_stack_spec"
-        name = hybrid if args.hybrid_layer_pattern else "gpt_layer_spec"
+    """Yields each flag without which ranks would compute something else, or no model be built, and the remedy."""
+    several, name = args.context_parallel_size > 1, _spec_of(args)
+    if several and not args.spec:
         yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
-    elif args.spec[0] != _SPECS:
-        yield "--spec", f"not from {_SPECS}, whose layers alone have this library's context parallelism"
-    elif args.transformer_impl == "local" and args.spec[1:] == ["hybrid_stack_spec"]:
-        name = "local_hybrid_stack_spec"
-        yield "--spec", f"has Transformer Engine's layers where that is installed: --spec {_SPECS} {name}"
-    if not args.calculate_per_token_loss:
+    elif several and args.spec[0] != _SPECS:
+        remark = f"not from {_SPECS}, whose layers alone have this library's context parallelism"
+        yield "--spec", f"{remark}: --spec {_SPECS} {name}, or replace its modules by theirs"
+    elif args.spec and args.spec[0] == _SPECS and args.spec[1:] != [name]:
+        yield "--spec", f"not that of the model that the other flags describe: --spec {_SPECS} {name}"
+    if several and not args.calculate_per_token_loss:
         yield (
             "--calculate-per-token-loss",
             "not given, so the loss is a mean of the ranks' means, which the layers refuse: give it, or take the loss "
@@ -159,6 +156,13 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 _SPECS = "megatron_cp.megatron.specs"
+
+
+def _spec_of(args: argparse.Namespace) -> str:
+    """Returns the name of our spec for the model and its layers. Beside Transformer Engine no other one is accepted."""
+    if not args.hybrid_layer_pattern:
+        return "gpt_layer_spec"
+    return "local_hybrid_stack_spec" if args.transformer_impl == "local" else "hybrid_stack_spec"
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:

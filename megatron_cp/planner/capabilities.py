@@ -62,12 +62,7 @@ CAPABILITIES = (
     Capability("attention", "any union of slices or blocks", True, "Mask.from_slices, Mask.from_blocks"),
     Capability("attention", "cross-attention", True, "kv_packing and kv_layout of plan_attention"),
     Capability("attention", "learned sink", True, "sink of attention(), on every kernel"),
-    Capability(
-        "attention",
-        "softcap",
-        True,
-        "softcap of attention(), on kernels reference, flex, flash_attn, _3 and _4",
-    ),
+    Capability("attention", "softcap", True, "softcap of attention(), on kernels reference, flex and flash-attn's"),
     Capability(
         "attention",
         "dropout",

@@ -48,7 +48,7 @@ def test_a_benchmark_reports(name, capsys, tmp_path):
 def test_training_agrees_with_one_rank(capsys, tmp_path):
     """Megatron's own model, optimizer and data parallelism, gradients over gloo, a checkpoint at the end."""
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
-    tiny = ["--device", "cuda", "--train-iters", "2", "--seq-length", "64", "--num-layers", "2"]
+    tiny = ["--device", "cuda", "--train-iters", "2", "--seq-length", "64", "--hybrid-layer-pattern", "G*-"]
     folder = ["--run-dir", str(tmp_path / "run")]
     report = report_of(capsys, "train", "--compare", "--context-parallel-size", "2", *tiny, *folder)
     assert report["max_loss_diff"] < 1e-3

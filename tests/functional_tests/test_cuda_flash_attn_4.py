@@ -38,13 +38,15 @@ def emulate(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", dense)
 
 
-@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (60, 44), (192, 128), (250, 250)])
+@pytest.mark.parametrize(
+    ("key_size", "value_size", "softcap"), [(64, 64, 0.0), (60, 44, 2.0), (192, 128, 0.0), (250, 250, 2.0)]
+)
 @pytest.mark.parametrize("name", MASKS)
-def test_kernel_equals_float64_whole_and_as_a_part(name, key_size, value_size, monkeypatch):
+def test_kernel_equals_float64_whole_and_as_a_part(name, key_size, value_size, softcap, monkeypatch):
     if IS_EMULATED and value_size == 128:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     shapes = [(4, key_size), (2, key_size), (2, value_size), (4, value_size)]
-    call = AttentionCall(0.2, key_size, value_size, torch.bfloat16, CUDA)
+    call = AttentionCall(0.2, key_size, value_size, torch.bfloat16, CUDA, softcap=softcap)
     exact = replace(call, dtype=torch.float64, device=CPU)
     kernel = flash_attn_4.FlashAttention4()
     assert kernel.refusal(call) is None
@@ -72,7 +74,7 @@ def layer_with_package(group, case):
 @pytest.mark.parametrize("mask", ["causal", "first:4+window:16,0"])
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])
 def test_layer_equals_float64(scheme, mask):
-    alone = replace(LAYER, mask=mask, scheme="a2a", learned_sink=True)
+    alone = replace(LAYER, mask=mask, scheme="a2a", learned_sink=True, softcap=3.0)
     case = replace(alone, scheme=scheme)
     ranks = run_ranks(layer_with_package, 3, case, kind=RANKS, timeout=280.0)
     parity = judge(case, whole(case, ranks), in_float64(alone))

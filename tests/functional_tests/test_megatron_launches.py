@@ -166,7 +166,8 @@ OURS = "--spec megatron_cp.megatron.specs gpt_layer_spec"
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_doctor_judges_published_launches(name):
-    verdicts, status = judged(f"{_USUAL} {OURS} {LAUNCHES[name]}")
+    ours = OURS.replace("gpt_layer", "hybrid_stack") if "--hybrid-layer-pattern" in LAUNCHES[name] else OURS
+    verdicts, status = judged(f"{_USUAL} {ours} {LAUNCHES[name]}")
     assert {flag for flag, verdict in verdicts.items() if verdict == "refused"} == REFUSED.get(name, set())
     assert status == (1 if name in REFUSED else 0)
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
@@ -195,10 +196,6 @@ def test_doctor_accepts_the_launch_that_plan_names(model):
             "--calculate-per-token-loss --hybrid-layer-pattern M*-", {"--spec"},
             "Megatron's own: --spec megatron_cp.megatron.specs hybrid_stack_spec",
         ),
-        (
-            "--calculate-per-token-loss --hybrid-layer-pattern M*- --transformer-impl local"
-            " --spec megatron_cp.megatron.specs hybrid_stack_spec", {"--spec"}, "specs local_hybrid_stack_spec",
-        ),
         ("--calculate-per-token-loss --spec my.specs mine", {"--spec"}, "not from megatron_cp.megatron.specs"),
         (OURS, {"--calculate-per-token-loss"}, "a mean of the ranks' means, which the layers refuse"),
         ("", {"--spec", "--calculate-per-token-loss"}, "megatron_cp.megatron.loss (forward_step or loss_of)"),
@@ -220,6 +217,24 @@ def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags,
         assert ("nothing is spread over ranks" in text) == (ranks == 1)
         if rows:
             assert any(remark in row["remark"] for row in rows.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ("--hybrid-layer-pattern M*- --transformer-impl local", "hybrid_stack_spec", "local_hybrid_stack_spec"),
+        ("--hybrid-layer-pattern M*-", "local_hybrid_stack_spec", "hybrid_stack_spec"),
+        ("--hybrid-layer-pattern M*-", "gpt_layer_spec", "hybrid_stack_spec"),
+        ("", "hybrid_stack_spec", "gpt_layer_spec"), ("", "nonsense", "gpt_layer_spec"), ("", "", "gpt_layer_spec"),
+    ],
+)  # fmt: skip
+def test_rejects_specs_of_another_model(flags, given, expected, ranks):
+    for name in (given, expected):
+        job = f"--calculate-per-token-loss {flags} --spec megatron_cp.megatron.specs {name}"
+        words = ["doctor", "--megatron", "--context-parallel-size", str(ranks), *shlex.split(job)]
+        text, _ = reported([*words, "--json"], status=int(name != expected))
+        assert (f"describe: --spec megatron_cp.megatron.specs {expected}\n" in text) == (name != expected)
 
 
 def settings_of(flags):

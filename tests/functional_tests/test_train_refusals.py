@@ -84,6 +84,12 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--hybrid-layer-pattern", ""], "--hybrid-layer-pattern: got ''"),
         (["--hybrid-layer-pattern", "G*|-"], "--hybrid-layer-pattern: got 'G*|-'"),
         (["--experimental-attention-variant", "gated_delta_net"], "--experimental-attention-variant: got"),
+        (["--num-layers", "2"], "--num-layers: got 2; allowed: only with GPTModel. --spec chooses"),
+        (["--linear-attention-freq", "2"], "--linear-attention-freq: got 2; allowed: only with GPTModel"),
+        (
+            ["--hybrid-layer-pattern", "G*-", "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"],
+            "--hybrid-layer-pattern: got 'G*-'; allowed: only with HybridModel",
+        ),
         (
             ["--cp-layout", "striped"],
             "--cp-layout: got 'striped'; allowed: balanced or contiguous or zigzag or auto or random.",

@@ -309,9 +309,10 @@ OF_MEGATRON = [
         " **more).check()",
     ),
     Row(
-        "HybridModel's linear layers are the G in --hybrid-layer-pattern.", "the G in --hybrid-layer-pattern",
-        "config(experimental_attention_variant='gated_delta_net', hybrid_layer_pattern='**')",
-        "config(hybrid_layer_pattern='G*')  # the G in --hybrid-layer-pattern",
+        "--spec chooses the other model.", "--spec",
+        "config(experimental_attention_variant='gated_delta_net')",
+        "config(experimental_attention_variant='gated_delta_net',"
+        " spec=('megatron_cp.megatron.specs', 'gpt_layer_spec'))  # --spec",
         "from megatron_cp.apps.train.options import TrainingOptions\n"
         "from megatron_cp.apps.train.setup import transformer_config\n"
         "def config(**more): transformer_config(TrainingOptions(**more), torch.device('cpu'))",

@@ -98,7 +98,8 @@ def commands(
             [python, "-m", "tools.gpu_check.measure", what, "--repeats", str(repeats), *more],
         )
     if step.name == "train":
-        little = ["--train-iters", "2", "--seq-length", "64", "--num-layers", "2"] if small else ["--train-iters", "20"]
+        little = ["--train-iters", "2", "--seq-length", "64", "--hybrid-layer-pattern", "G*-"]
+        little = little if small else ["--train-iters", "20"]
         yield 1.0, [
             python, "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json",
             "--device", "cuda", "--run-dir", f"{folder}/run", *little,

@@ -119,7 +119,7 @@ def fitting(
             taken, room = [*taken, *group], room - size
         elif not taken:
             remedy = "Leave files out of the working tree: what git ignores does not travel."
-            raise ArgumentError("--limit", f"{room / MIB:.1f} MiB for wheels", f"{size / MIB:.1f} MiB or more", remedy)
+            raise ArgumentError("--limit", f"{max(room, 0) / MIB:.1f} MiB for wheels", f"{size / MIB:.1f} MiB or more", remedy)
         else:
             left += group
     return taken, left
@@ -183,6 +183,9 @@ def main() -> int:
     print(f"{total:7.2f} MiB  of {options.limit:g}, in {options.out}, which travels beside the working tree")
     for path, nbytes in left:
         print(f"left out, {nbytes / MIB:.2f} MiB: {Path(path).name}")
+    if options.built:
+        others = sorted({path.name for path in options.built.glob("*.whl")} - {path.name for path in built})
+        print(f"of other packages, and not taken: {', '.join(others) or 'none'}")
     names = [Path(path).name.partition("-")[0].replace("_", "-") for path, _ in taken]
     print(f"not there: {', '.join(name for name in (*BUILT, 'tilelang') if name not in names) or 'nothing'}")
     return 0

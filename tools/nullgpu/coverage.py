@@ -34,7 +34,7 @@ OF_PACKAGES = {
 COMPILED = "compiled code of Triton and FlexAttention, which is compiled only"
 NEVER = (  # what no emulation is
     "NCCL (its values, its order, several devices)",
-    "kernels of mamba-ssm, causal-conv1d and flash-attn, which are not installed where this is made",
+    "kernels of mamba-ssm, causal-conv1d and flash-attn, in whose place others ran",
 )
 LAUNCHER = "exchange/kernels/triton.py"  # whose code on a GPU runs the compiled kernels
 COMPILED_FOR = (80, 90, 100)  # by tests/unit_tests/exchange/test_triton_compiled.py

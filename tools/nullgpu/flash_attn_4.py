@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_cp.torch_private import varlen_operators
+from tools.nullgpu.varlen import SOFTCAP
 
 
 def _flash_attn_fwd(
@@ -23,9 +26,10 @@ def _flash_attn_fwd(
     window = _limits(causal, window_size_left, window_size_right)
     operators = varlen_operators()
     assert operators is not None
-    out, lse, _ = operators[0](
-        q, k, _as_wide(v, q), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window
-    )
+    with _capped(softcap):
+        out, lse, _ = operators[0](
+            q, k, _as_wide(v, q), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window
+        )
     return out[..., : v.shape[-1]].contiguous(), lse if return_lse else None, None, None, None
 
 
@@ -43,15 +47,26 @@ def _flash_attn_bwd(
     window = _limits(causal, window_size_left, window_size_right)
     operators = varlen_operators()
     assert operators is not None
-    dq, dk, dv = operators[1](
-        _as_wide(dout, q), q, k, _as_wide(v, q), _as_wide(out, q), lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, causal, torch.zeros(2, dtype=torch.uint64, device=q.device), softmax_scale, window,
-    )  # fmt: skip
+    rng = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    with _capped(softcap):
+        dq, dk, dv = operators[1](
+            _as_wide(dout, q), q, k, _as_wide(v, q), _as_wide(out, q), lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, causal, rng, softmax_scale, window,
+        )  # fmt: skip
     return dq, dk, dv[..., : v.shape[-1]]
 
 
+@contextmanager
+def _capped(softcap: float | None) -> Iterator[None]:
+    token = SOFTCAP.set(softcap or 0.0)
+    try:
+        yield
+    finally:
+        SOFTCAP.reset(token)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, softcap: float | None) -> None:
-    assert not softcap, "a soft cap is for the package itself"
+    assert softcap is None or softcap >= 0.0
     assert q.dtype == k.dtype == v.dtype in (torch.float16, torch.bfloat16)
     assert q.is_cuda
     sizes = (q.shape[-1], v.shape[-1])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+
+SOFTCAP: ContextVar[float] = ContextVar("softcap", default=0.0)  # flash-attn 4 takes one, torch's operators do not
 
 
 def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -35,6 +38,8 @@ def run(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         dout, out = at["grad_out"][queries].float(), at["out"][queries].float()
         dweights = torch.einsum("qhd,khd->hqk", dout, _spread(at["value"][keys], ratio))
         dscores = weights * (dweights - (dout * out).sum(-1).T[..., None]) * scale
+        if cap := SOFTCAP.get():
+            dscores *= 1.0 - (scores.masked_fill(~seen, 0.0) / cap) ** 2
         dq[queries] = torch.einsum("hqk,khd->qhd", dscores, _spread(at["key"][keys], ratio)).to(dq.dtype)
         for target, left, right in ((dk, dscores, at["query"][queries].float()), (dv, weights, dout)):
             of_heads = torch.einsum("hqk,qhd->khd", left, right)
@@ -63,7 +68,9 @@ def _documents(
 
 
 def _scores(q: Tensor, k: Tensor, ratio: int, scale: float, seen: Tensor) -> Tensor:
-    return (torch.einsum("qhd,khd->hqk", q.float(), _spread(k, ratio)) * scale).masked_fill(~seen, -math.inf)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), _spread(k, ratio)) * scale
+    cap = SOFTCAP.get()
+    return (cap * (scores / cap).tanh() if cap else scores).masked_fill(~seen, -math.inf)
 
 
 def _spread(x: Tensor, ratio: int) -> Tensor:

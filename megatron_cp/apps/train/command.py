@@ -60,6 +60,7 @@ from megatron_cp.cli import (
     whole,
 )
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import installed_version
 from megatron_cp.files import whole_file
 from megatron_cp.plan import plural
 from megatron_cp.testing import CODEC_TOLERANCES
@@ -196,7 +197,7 @@ def _run(
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
-    transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
+    config = transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
     corpus, held_out = split_corpus(options, load_corpus(options) if text is None else text)
     checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:
@@ -208,6 +209,8 @@ def _run(
     folder = _folder(args, options, world, checkpoint, held)
     quiet = world is not None and world.rank > 0
     about = [_about(corpus, held_out, options, folder), *remarks_on_data]
+    if config.transformer_impl == "local" and installed_version("transformer-engine") is not None:
+        about.append("Layers are Megatron's own (--transformer-impl local): Transformer Engine's need CUDA.")
     record = None if quiet else RunRecord(folder, options, command_line(args))
     if record is not None:
         print("\n".join(about), file=sys.stderr)

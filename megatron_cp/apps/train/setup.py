@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -26,6 +26,10 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import RankGroup
 from megatron_cp.megatron import BatchGroups, TransformerConfig, specs
+
+# Options that one of the models reads, and the other does not.
+OF_GPT = ("num_layers", "experimental_attention_variant", "linear_attention_freq")
+OF_HYBRID = ("hybrid_layer_pattern",)
 
 
 @dataclass
@@ -106,11 +110,11 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
     num_layers, schemes = len(layers_of(options)), options.cp_comm_type
     if len(schemes) not in (1, num_layers):
         raise ArgumentError("cp_comm_type", schemes, f"one value, or one for each of {num_layers} layers")
-    if is_hybrid and options.experimental_attention_variant is not None:
-        remedy = "HybridModel's linear layers are the G in --hybrid-layer-pattern."
-        raise ArgumentError(
-            "experimental_attention_variant", options.experimental_attention_variant, "only with GPTModel", remedy
-        )
+    unread, reader = (OF_GPT, "GPTModel") if is_hybrid else (OF_HYBRID, "HybridModel")
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in unread and value != field.default:
+            raise ArgumentError(field.name, value, f"only with {reader}", "--spec chooses the other model.")
     for name in ("bf16", "use_distributed_optimizer"):
         if getattr(options, name) and device.type != "cuda":
             raise ArgumentError(name, True, f"off on {device.type}", "Megatron's optimizer for it needs CUDA.")
