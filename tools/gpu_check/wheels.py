@@ -119,7 +119,8 @@ def fitting(
             taken, room = [*taken, *group], room - size
         elif not taken:
             remedy = "Leave files out of the working tree: what git ignores does not travel."
-            raise ArgumentError("--limit", f"{max(room, 0) / MIB:.1f} MiB for wheels", f"{size / MIB:.1f} MiB or more", remedy)
+            given, allowed = f"{max(room, 0) / MIB:.1f} MiB for wheels", f"{size / MIB:.1f} MiB or more"
+            raise ArgumentError("--limit", given, allowed, remedy)
         else:
             left += group
     return taken, left
