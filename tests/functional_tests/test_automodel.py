@@ -1,8 +1,8 @@
-"""Steps of NeMo Automodel's own recipe with our context parallelism, on CPU ranks, beside documents alone.
+r"""Steps of NeMo Automodel's own recipe with our context parallelism, on CPU ranks, beside documents alone.
 
-    pip install transformers==5.18.0 torchao accelerate && pip install --no-deps nemo-automodel==0.7.0 torchdata \\
+pip install transformers==5.18.0 torchao accelerate && pip install --no-deps nemo-automodel==0.7.0 torchdata \
         megatron-fsdp==0.5.0 flashoptim tiktoken mistral-common
-    python -m pytest tests/functional_tests/test_automodel.py
+python -m pytest tests/functional_tests/test_automodel.py
 """
 
 import functools

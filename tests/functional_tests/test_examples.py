@@ -43,7 +43,3 @@ def test_grpo_on_trees():
     assert done.returncode == 0, done.stderr
     assert "32 sequences of 2783 tokens in 37 segments of 864" in done.stdout
     assert "trees and 32 documents alone differ by at most" in done.stdout
-
-
-def test_there_are_examples():
-    assert len(EXAMPLES) == 2

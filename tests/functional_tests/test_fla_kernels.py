@@ -1,5 +1,6 @@
 """flash-linear-attention's own kernels behind our interface, on the CPU: Triton's interpreter runs them in a process
-of its own, since it changes Triton for good. float32, because its bfloat16 products are wrong."""
+of its own, since it changes Triton for good. float32, because its bfloat16 products are wrong.
+"""
 
 import importlib.util
 import json

@@ -1,16 +1,16 @@
-"""axolotl's and LlamaFactory's own training, as docs/hosts.md starts it, beside the stock host on one rank and alone.
+r"""axolotl's and LlamaFactory's own training, as docs/hosts.md starts it, beside the stock host on one rank and alone.
 
 The tests of a host run where it is at hand, with what its import needs. Each host has an environment of its own, since
 they want different versions:
 
-    pip install --no-deps --target wheels_axolotl axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 \\
-        datasets==5.0.1 addict art axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 backoff bitsandbytes \\
-        colorama distro evaluate==0.4.1 fastcore fire httpcore httpx kernels==0.17.2 llvmlite numba \\
-        opentelemetry-api platformdirs posthog==6.7.11 pydantic==2.13.5 pydantic-core==2.46.5 python-dotenv \\
+    pip install --no-deps --target wheels_axolotl axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 \
+        datasets==5.0.1 addict art axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 backoff bitsandbytes \
+        colorama distro evaluate==0.4.1 fastcore fire httpcore httpx kernels==0.17.2 llvmlite numba \
+        opentelemetry-api platformdirs posthog==6.7.11 pydantic==2.13.5 pydantic-core==2.46.5 python-dotenv \
         schedulefree scipy six termcolor wandb
-    pip install --no-deps --target wheels_llamafactory llamafactory==0.9.5 transformers==5.6.0 trl==0.24.0 \\
-        datasets==4.0.0 peft==0.18.1 huggingface-hub==1.33.0 tokenizers==0.22.2 antlr4-python3-runtime==4.9.3 \\
-        docstring-parser fastapi fire httpcore httpx modelscope omegaconf scipy sentencepiece shtab \\
+    pip install --no-deps --target wheels_llamafactory llamafactory==0.9.5 transformers==5.6.0 trl==0.24.0 \
+        datasets==4.0.0 peft==0.18.1 huggingface-hub==1.33.0 tokenizers==0.22.2 antlr4-python3-runtime==4.9.3 \
+        docstring-parser fastapi fire httpcore httpx modelscope omegaconf scipy sentencepiece shtab \
         sse-starlette starlette termcolor tiktoken torchaudio==2.11.0 torchdata==0.11.0 tyro==0.8.14 uvicorn
     PYTHONPATH=.:wheels_axolotl python -m pytest tests/functional_tests/test_trainer_hosts.py
 """

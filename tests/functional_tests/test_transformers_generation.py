@@ -48,8 +48,7 @@ def reward(completion_ids, **others):
 
 
 def look_up(token: int) -> str:
-    """
-    Looks up three tokens that belong to a token. It fails for every fifth one, and on every rank but the first.
+    """Looks up three tokens that belong to a token. It fails for every fifth one, and on every rank but the first.
 
     Args:
         token: the token.

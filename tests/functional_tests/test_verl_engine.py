@@ -1,8 +1,8 @@
-"""verl's own FSDP engine with our context parallelism, on CPU ranks, beside one rank; where verl is at hand.
+r"""verl's own FSDP engine with our context parallelism, on CPU ranks, beside one rank; where verl is at hand.
 
-    pip install --no-deps --target wheels verl==0.9.1 tensordict codetiming hydra-core omegaconf \\
+pip install --no-deps --target wheels verl==0.9.1 tensordict codetiming hydra-core omegaconf \
         antlr4-python3-runtime==4.9.3 pyvers orjson cloudpickle torchdata pylatexenc ray msgpack
-    PYTHONPATH=.:wheels python -m pytest tests/functional_tests/test_verl_engine.py
+PYTHONPATH=.:wheels python -m pytest tests/functional_tests/test_verl_engine.py
 """
 
 import importlib.util

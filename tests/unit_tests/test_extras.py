@@ -12,7 +12,6 @@ import megatron_cp
 from megatron_cp import extras
 from megatron_cp.integrations import require
 from megatron_cp.planner.predict.machine_files import tomllib
-from megatron_cp.versions import ADAPTERS
 
 HOUSE = Path(megatron_cp.__file__).parent
 PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -67,13 +66,6 @@ def test_pins_are_those_of_the_distribution_that_is_installed_or_of_the_clone(mo
     assert extras.install("fla") == "pip install '.[fla]' in a clone of megatron_cp"
 
 
-def test_a_remedy_is_seen():
-    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
-    assert list(asked_for("package_refusal(call, 'there', 'none', (1, 0))")) == ["none"]
-    assert list(asked_for("attach_stub(__name__, __file__, extra='none')")) == ["none"]
-    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
-
-
 @pytest.fixture
 def installed(monkeypatch):
     """A package of a framework that is installed in the version that a test says."""
@@ -91,10 +83,3 @@ def test_a_version_of_a_framework_that_was_not_tested_is_named(found, installed)
     short = ".".join(re.findall(r"\d+", found)[:2])
     said = f"tested with verl 0.9.1, and {found} is installed"
     assert [said in str(each.message) for each in given] == [True] * (short != "0.9")
-
-
-def test_every_adapter_looks_for_the_version_that_its_page_names():
-    page = (HOUSE.parent / "docs" / "hosts.md").read_text().lower()
-    for path in (HOUSE / "integrations").glob("[a-z]*.py"):
-        (package,) = re.findall(r'require\("\w+", "([\w-]+)"\)', path.read_text())
-        assert f"{path.stem} {ADAPTERS[package]}" in page

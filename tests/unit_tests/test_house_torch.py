@@ -63,20 +63,6 @@ def test_private_names_of_torch_are_asked_for_in_one_module():
     assert "_version" in known
 
 
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        ("import torch\nx = torch._C._x()", 2), ("import torch._dynamo", 1),
-        ("from torch.utils._pytree import tree_leaves", 1), ("from torch import _foreach_mul_", 1),
-        ("import torch.distributed as dist\nx = dist.distributed_c10d._world", 2),
-        ("import torch\nx = torch.ops.aten._softmax", 2), ("x = tensor._version", 1),
-        ("import torch\nx = torch.empty(0).__class__", None), ("import other\nx = other._private", None),
-    ],
-)  # fmt: skip
-def test_a_private_name_is_seen(source, line):
-    assert sorted(set(private_uses(source, {"_version"}))) == ([] if line is None else [line])
-
-
 class _Public:
     """An object's public attributes; private ones are missing, as in a later release."""
 

@@ -140,11 +140,6 @@ def test_an_error_of_our_own_is_not_answered_with_an_installation(monkeypatch):
         get("enable")
 
 
-def test_public_names_begin_with_no_of_and_are_pickled():
-    names = [name for name in megatron_cp.__all__ if not name.startswith("__")]
-    kinds = {name: kind for name in names if isinstance(kind := getattr(megatron_cp, name), type)}
-    assert len(kinds) >= 15
-    inside = [f"{name}.{attribute}" for name, kind in kinds.items() for attribute in vars(kind)]
-    assert [name for name in [*names, *inside] if name.rpartition(".")[2].startswith("of_")] == []
+def test_public_names_are_pickled():
     assert pickle.loads(pickle.dumps(megatron_cp.shard_batch)) is megatron_cp.shard_batch
     assert pickle.loads(pickle.dumps(megatron_cp.AttentionSpec)) is megatron_cp.AttentionSpec

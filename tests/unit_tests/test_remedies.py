@@ -1,7 +1,5 @@
-"""The remedies that refusals name, run as a user would paste them; each that is code has its row."""
+"""The remedies that refusals name, run as a user would paste them."""
 
-import re
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +12,6 @@ from megatron_cp.cli.megatron_job import judged
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from tests.limits import limit
-from tests.remedies import remedies
-
-ROOT = Path(__file__).parents[2]
-# The adapter of transformers has a table of its own; the others leave the package.
-ELSEWHERE = ("transformers/", "apps/estimate/", "apps/bench/", "page/")
 
 
 class Row(NamedTuple):
@@ -364,93 +357,6 @@ COMMANDS = [
         ["plan", "--hosts", "3", "--cp", "4"], ["plan", "--hosts", "3", "--cp", "6"],
     ),
 ]  # fmt: skip
-# Remedies that other tests run, since they need what is dear to make.
-ELSEWHERE_RUN = {
-    "A run has saved it; to go on from there: --resume.": "functional_tests/test_train.py",
-    "The steps of a run are there; to go on with it: --resume": "functional_tests/test_train.py",
-    "If you trust it: --spec": "functional_tests/test_train_refusals.py",
-    "make-vocab-size-divisible-by times": "unit_tests/apps/train/test_checkpoint.py",
-    "averages in backward: token_loss(averaged_gradients=True).": "unit_tests/batch/test_training.py",
-    'Pass the ranks that share a batch, mesh["cp"] or dist.group.WORLD': "unit_tests/batch/test_meshes.py",
-    'Pass the ranks that share a batch, such as mesh["cp"]': "unit_tests/batch/test_meshes.py",
-    "Add one to the file's added_tokens.": "unit_tests/data/test_tokenizer.py",
-    'model.set_attention_backend("native")': "functional_tests/test_diffusers.py",
-    "On one rank: with context.disabled().": "functional_tests/test_diffusers.py",
-    "Shard the batch with into=GraphTables(...)": "functional_tests/test_cuda_graphs.py",
-    "leave the choice to kernel='auto'": "functional_tests/test_cuda_graphs.py",
-    "Give megatron_cp.megatron.batch.shard_batch the batch's position_ids.":
-        "functional_tests/test_megatron_positions.py",
-    "Megatron gives offsets with --sft or --dataloader": "unit_tests/megatron/test_pack.py",
-    "Leave seq_idx out.": "unit_tests/megatron/test_batch.py",
-    "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec.": "functional_tests/test_megatron_batch.py",
-    "Shard the batch with megatron_cp.megatron.batch.shard_batch": "functional_tests/test_megatron_batch.py",
-    "take the loss of megatron_cp.megatron.loss": "functional_tests/test_megatron_batch.py",
-    "Make layouts with layout_by_name(": "unit_tests/megatron/layers/test_refusals.py",
-    "as megatron_cp.megatron.config.TransformerConfig does.": "unit_tests/megatron/layers/test_refusals.py",
-    "set cp_packed_order, or shard the batch": "unit_tests/megatron/layers/test_refusals.py",
-    "or call arrange_runs": "unit_tests/megatron/layers/test_redistribution.py",
-    "GraphTables of align_documents=1": "unit_tests/batch/test_filled_documents.py",
-    "`megatron-cp bench planner --calibrate`": "functional_tests/test_bench.py",
-    "Without it search_seconds=0": "unit_tests/planner/test_assigned_tiles.py",
-    "Say --packing true, or --padding_free true": "unit_tests/test_swift_mixin.py",
-}  # fmt: skip
-# Remedies that name code, but have none to run here.
-NOT_RUN = {
-    "--{} was {}, is {}": "a difference",
-    "Call it before fully_shard, torch.compile and PEFT wrap": "an order of calls of other packages",
-    "Rows of other classes are not known here": "points to the operations that all other rows call",
-    "hidden_layout is None where nothing is redistributed": "a reason",
-    "torchrun --standalone --nproc-per-node": "starts the host's processes",
-    "dp_shard_size * dp_replicate_size": "a reason",
-    "cu_seqlens end at the number of rows on all ranks": "a reason",
-    "Rows behind the last document are a document too": "a number of cu_seqlens, which is the caller's",
-    "has no keys to pass on: --linear-cp-mode says": "a reason",
-    "leave --spec out to keep Megatron's own": "leaves this package",
-    "Leave --spec out to keep Megatron's own layers": "leaves this package",
-    "See also --dsa-indexer-skip-topk-offset.": "Megatron's own flag, whose value is the model's",
-    "Megatron's own loader loses the lengths": "leaves a flag out",
-}  # fmt: skip
-
-
-def covers(remedy):
-    """Returns the rows of all tables that a remedy of the source has; {} in it stands for any text."""
-    pattern = re.compile(re.escape(remedy).replace(r"\{\}", "(?s:.*)"))
-    said = [row.says for row in ROWS + OF_MEGATRON] + [says for says, *_ in FLAGS + COMMANDS]
-    pieces = [*ELSEWHERE_RUN, *NOT_RUN]
-    return [text for text in said if pattern.search(text)] + [piece for piece in pieces if piece in remedy]
-
-
-@pytest.fixture(scope="module")
-def found():
-    return remedies(lambda path: not path.as_posix().startswith(ELSEWHERE))
-
-
-def test_every_remedy_that_is_code_has_a_row(found):
-    assert len(found) > 60
-    lacking = {remedy: module for remedy, module in found.items() if not covers(remedy)}
-    assert lacking == {}, "add rows that run these remedies"
-
-
-def test_every_row_is_of_a_remedy_that_there_is(found):
-    pieces = {piece: [remedy for remedy in found if piece in remedy] for piece in [*ELSEWHERE_RUN, *NOT_RUN]}
-    assert [piece for piece, remedies in pieces.items() if not remedies] == []
-    assert [path for path in ELSEWHERE_RUN.values() if not (ROOT / "tests" / path).exists()] == []
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ('raise ArgumentError("a", 1, "b", "Use x.f(y).")', ["Use x.f(y)."]),
-        ('raise ArgumentError("a", 1, "b", remedy="Set y=3.")', ["Set y=3."]),
-        ('remedy = f"Give --{x} too."\nraise ArgumentError("a", 1, "b", remedy)', ["Give --{} too."]),
-        ('raise ArgumentError("a", 1, "b", "Call f(x)." if y else "Wait.")', ["Call f(x)."]),
-        ('raise ArgumentError("a", 1, "b", "Use fewer ranks.")', []), ('raise ArgumentError("a", 1, "f(x) alone")', []),
-        ('raise ArgumentError("a", 1, "b", _remedy(2))\ndef _remedy(n):\n    return f"{n} f(x)"', ["{} f(x)"]),
-    ],
-)  # fmt: skip
-def test_a_remedy_with_code_is_found_in_the_source(source, expected, tmp_path):
-    (tmp_path / "module.py").write_text(source)
-    assert list(remedies(house=tmp_path)) == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code[:40])

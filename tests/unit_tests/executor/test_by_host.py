@@ -73,7 +73,6 @@ def sent_by_link(group, made, hosts):
 @pytest.mark.parametrize(("cp", "hosts"), [(4, 2), (8, 2)])
 def test_a_key_crosses_once_to_each_other_host_and_so_does_the_sum_of_its_gradients(cp, hosts):
     """Every query sees every key, so each key crosses once there, and once back."""
-
     for scheme, copies in (("exact_by_host", hosts - 1), ("exact", cp - cp // hosts)):
         made = case(cp, hosts, scheme=scheme, mask="full", lengths=(64,), value_head_dim=8, dtype=torch.float32)
         plan, topology = made.plan(), H100.topology(cp, hosts)
