@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from megatron_cp.data import corpus
 from megatron_cp.executor import launch
@@ -18,8 +18,8 @@ from tests.forked_ranks import forking_context, use_server
 from tests.shared import plan_once, read_once
 
 torch.set_num_threads(1)
-# A test draws the same cases in each run, and may take its time for each: the machine may do other things too.
-settings.register_profile("tests", deadline=None, derandomize=True)
+# A test draws the same cases in each run, and may take its time to draw and run each: the machine may do other things.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 

@@ -2,10 +2,8 @@
 
 import copy
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad, rms_norm
@@ -265,27 +263,3 @@ def test_it_is_the_layer_of_transformers(ranks, layout, kind):
             assert not any(each[name] is not None and each[name].any() for each in of_parameters)
         else:
             assert (sum(each[name] for each in of_parameters) - x.grad).abs().max() < 1e-12 * x.grad.abs().max(), name
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
-@pytest.mark.parametrize("batch", ["one document", "documents"])
-def test_bytes_are_those_on_the_page(batch, layout):
-    """With the sizes of DeepSeek-V4-Flash; the most that a rank sends, forward and backward."""
-    ends = np.minimum(np.random.default_rng(1).lognormal(7.5, 1, 53).astype(int).cumsum(), TOTAL)
-    packing = cp.Packing([TOTAL] if batch == "one document" else np.diff(ends, prepend=0).tolist())
-    layout, row = getattr(cp.Layout, layout)(packing, 8), layout
-
-    def sent(blocks, **sizes):
-        seen = {}
-        if blocks is not None:
-            seen = {"mask": blocks.mask, "kv_packing": blocks.entries.packing, "kv_layout": blocks.entries}
-        plan = cp.plan_attention(packing, layout, heads=64, scheme="exact", **seen, **sizes)
-        ways = [max(plan.bytes_sent(2, forward=forward)) / 1e6 for forward in (True, False)]
-        return " + ".join(f"{way:.1f}" for way in ways) + " MB"
-
-    one = {"kv_heads": 1, "head_dim": 512}
-    csa = sent(Blocks(layout, 4), head_dim=513, latent=(1, 512), topk=512, indexer=(64, 128))
-    hca, window = sent(Blocks(layout, 128), **one), sent(None, mask="window:127,0", **one)
-    page = (Path(__file__).parents[2] / "docs" / "more-layers.md").read_text()
-    row = "zigzag, balanced" if batch == "one document" and row != "contiguous" else row
-    assert f"| {row} | {csa} | {hca} | {window} |" in page

@@ -274,23 +274,6 @@ def run_fuzz(monkeypatch, capsys, *arguments):
     return code, capsys.readouterr().out
 
 
-def test_a_seed_has_the_same_cases_and_says_so(monkeypatch, capsys):
-    code, said = run_fuzz(monkeypatch, capsys, "--seed", "3", "--cases", "4", "--operations", "relayout", "gather")
-    assert code == 0
-    assert "seed 3\n" in said
-    assert "4 cases from seed 3" in said
-    assert "relayout" in said
-
-
-def test_cases_with_a_feature_are_run_alone(monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(fuzz, "check", lambda case, limit: ran.append(case))
-    code, said = run_fuzz(monkeypatch, capsys, "--seed", "3", "--cases", "5", "--only", "forest")
-    assert (code, len(ran)) == (0, 5)
-    assert "5 cases from seed 3" in said
-    assert all(any(call.parents for call in case.calls) for case in ran)
-
-
 def test_failures_are_printed_as_lines_that_run_them(monkeypatch, capsys):
     break_losses(monkeypatch)
     arguments = ("--seed", "0", "--cases", "40", "--operations", "gather", "--stop")

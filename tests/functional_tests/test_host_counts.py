@@ -8,8 +8,6 @@ from tools.host_counts import CASES, counts
 from tools.nullgpu.device import UnavailableError
 
 MARGIN = 1.05  # of calls of Python, which torch's own code has a share in
-# Of forward and backward: calls of Python, operators of torch, launches of kernels. What a goal was set for:
-GOALS = {"attention a2a": ((350, 40, 4), (350, 40, 4)), "gdn headwise": ((500, 60, 5), (500, 60, 11))}
 HELD = {
     "attention a2a": ((305, 21, 4), (222, 22, 4)), "attention p2p": ((185, 53, 15), (213, 67, 7)),
     "attention all_gather": ((246, 60, 6), (325, 138, 28)), "attention exact": ((260, 60, 6), (339, 138, 28)),
@@ -38,10 +36,3 @@ def test_the_host_does_no_more_than_before(found, name):
         assert here["operators"] <= operators, direction
         assert here["launches"] <= launches, direction
         assert min(here.values()) > 0
-
-
-@pytest.mark.parametrize("name", GOALS)
-def test_the_host_does_as_little_as_was_wanted(found, name):
-    for direction, goal in zip(("forward", "backward"), GOALS[name], strict=True):
-        here = found[name][direction]
-        assert all(x <= y for x, y in zip((here["calls"], here["operators"], here["launches"]), goal, strict=True))

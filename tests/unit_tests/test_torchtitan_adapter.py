@@ -4,8 +4,6 @@ The adapter runs in torchtitan's own trainer in `tests/functional_tests/test_tor
 """
 
 import dataclasses
-import importlib
-import inspect
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -274,20 +272,3 @@ def test_rejects_other_masks_and_transforms():
     rows = [torch.zeros(1, 3, heads, 4) for heads in (4, 2, 2)]
     with pytest.raises(ArgumentError, match="attention_masks"):
         layer(*rows, attention_masks=None)
-
-
-def test_stand_ins_have_torchtitans_signatures(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchtitan"]:
-        monkeypatch.delitem(sys.modules, name)
-    pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
-    for name, values in {**FAKES, "torchtitan.trainer": [Trainer], "torchtitan.config": [Configurable]}.items():
-        for value in values:
-            real = getattr(importlib.import_module(name), value.__name__)
-            pairs = [(value, real)] if inspect.isfunction(value) else []
-            if inspect.isclass(value):
-                names = set(vars(value)) & {"forward", "post_dataloading_process", "parallelize"}
-                pairs = [(getattr(value, each), getattr(real, each)) for each in names]
-                fields = {entry.name for entry in dataclasses.fields(real.Config)}
-                assert {entry.name for entry in dataclasses.fields(value.Config)} <= fields
-            for ours, theirs in pairs:
-                assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)

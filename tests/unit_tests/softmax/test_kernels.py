@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
@@ -28,7 +28,7 @@ from tests.mask_oracle import pairs_of
 from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
-DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = settings(max_examples=25)
 
 
 def call_for(head_dim=8, value_head_dim=None, dtype=torch.float64, device="cpu", scale=0.37, **features):
