@@ -1,9 +1,9 @@
 """Every operation over a whole stream in plain torch, differentiated by autograd: what ranks must agree with.
 
-Nothing of the library computes here. Attention is one softmax over all keys of the stream, linear layers go token by
-token (`linear_oracle`), a convolution is torch's own of each document. A codec is written a second time, and applied to
-the heads that the plan says each rank has, since each rank's share of a shared head's gradient is coded apart.
-Documents that branch are computed one by one, each by itself, whenever tokens meet (`_along_paths`).
+Nothing of the library computes here. Attention is one softmax over all keys of the stream (`softmax_oracle`), linear
+layers go token by token (`linear_oracle`), a convolution is torch's own of each document. A codec is written a second
+time, and applied to the heads that the plan says each rank has, since each rank's share of a shared head's gradient is
+coded apart. Documents that branch are computed one by one, each by itself, whenever tokens meet (`_along_paths`).
 """
 
 from functools import lru_cache, partial
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_cp.linear.kernels.base import Delta, StateSpace
-from tests import linear_oracle
+from tests import linear_oracle, softmax_oracle
 from tests.fuzz_cases import ATTENTIONS, KINDS
 from tests.fuzz_problem import arguments
 
@@ -141,22 +141,13 @@ def _chosen(tensors, call, tokens):
     q, index_q, weights = (tensors[name][tokens] for name in ("q", "index_q", "index_weights"))
     k, v = (tensors[name][of_keys].repeat_interleave(call.heads // call.groups, 1) for name in "kv")
     visible = torch.from_numpy(_pairs(call))
-    products = torch.einsum("ihd,jd->ihj", index_q, tensors["index_k"][of_keys])
-    index = torch.einsum("ihj,ih->ij", products.relu() if call.has("relu") else products, weights)
-    best = index.detach().masked_fill(~visible, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(visible).scatter_(1, best[:, : call.width], True) & visible
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (call.head_dim**-0.5 if call.scale is None else call.scale)
-    out = torch.einsum("hij,jhv->ihv", _softmax_over(chosen, scores), v)
-    among = visible if call.has("dense") else chosen
-    target = _softmax_over(among, scores).mean(0).detach()
-    predicted = _softmax_over(among, index)
-    terms = target * (target.clamp_min(1e-10).log() - torch.where(among, predicted, 1).log())
-    return torch.cat([out.flatten(1), terms.sum(-1, keepdim=True)], 1)
-
-
-def _softmax_over(keys, values):
-    seen = keys.any(-1, keepdim=True)
-    return torch.where(seen, values.masked_fill(~keys, -torch.inf), 0).softmax(-1) * seen
+    index = softmax_oracle.index_scores(index_q, tensors["index_k"][of_keys], weights, call.has("relu"))
+    chosen = softmax_oracle.largest(index.masked_fill(~visible, -torch.inf), call.width) & visible
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    out, _ = softmax_oracle.attend(q, k, v, chosen, scale=scale)
+    scores = softmax_oracle.scores_of(q, k, scale)
+    terms = softmax_oracle.divergence(scores, index, visible if call.has("dense") else chosen)
+    return torch.cat([out.flatten(1), terms[:, None]], 1)
 
 
 def _of_blocks(tensors, call, tokens):
@@ -167,16 +158,10 @@ def _of_blocks(tensors, call, tokens):
     for length in filter(None, call.lengths):
         queries, keys, values = (x[:length] for x in (q, k, v))
         q, k, v = (x[length:] for x in (q, k, v))
-        means = torch.stack([part.mean(0) for part in keys.detach().split(call.block)])
-        numbers, at = torch.arange(len(means)), (torch.arange(length) // call.block)[:, None, None]
-        gates = torch.einsum("ihd,bhd->ihb", queries.detach(), means).masked_fill(numbers > at, -torch.inf)
-        best = gates.masked_fill(numbers == at, torch.inf).sort(dim=-1, descending=True, stable=True).indices
-        chosen = torch.zeros_like(gates, dtype=torch.bool).scatter_(-1, best[..., : call.width], True)
-        seen = chosen.repeat_interleave(call.block, -1)[..., :length].transpose(0, 1)
+        chosen = softmax_oracle.chosen_blocks(queries, keys, call.block, call.width)
+        seen = softmax_oracle.causal_in_blocks(chosen, call.block, length)
         scale = call.head_dim**-0.5 if call.scale is None else call.scale
-        scores = torch.einsum("ihd,jhd->hij", queries, keys) * scale
-        weights = _softmax_over(seen & torch.ones(length, length, dtype=torch.bool).tril(), scores)
-        outputs.append(torch.einsum("hij,jhv->ihv", weights, values))
+        outputs.append(softmax_oracle.attend(queries, keys, values, seen, scale=scale)[0])
     return torch.cat(outputs).flatten(1)
 
 
@@ -199,41 +184,22 @@ def _pairs(call):
 
 def _softmax(call, q, k, v, pairs, sink, first_head, places):
     """`[t, b, h, v]`; query head i reads key head i. `places` are those of the queries in the stream."""
-    scale = call.head_dim**-0.5 if call.scale is None else call.scale
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (256.0 if call.whole else scale)
-    if call.softcap:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scores.masked_fill(~pairs, -torch.inf)
-    if sink is not None:
-        # -inf would make NaN of 0 * inf in the gradient; so far below the scores it has no weight either.
-        sink = sink.clamp(min=-1e3)
-        scores = torch.cat([scores, sink[:, None, None].expand(len(scores), -1, scores.shape[2], 1)], -1)
-    seen = (scores > -torch.inf).any(-1, keepdim=True)
-    weights = (torch.where(seen, scores, 0).softmax(-1) * seen)[..., : len(k)]
+    scale = 256.0 if call.whole else call.head_dim**-0.5 if call.scale is None else call.scale
+    kept = None
     if call.dropout:
-        kept = [
+        keys = places if len(places) == len(k) else np.arange(len(k))  # cross-attention's are all
+        of_entries = [
             [
-                _kept(places, len(k), first_head + head, call.seed + entry * NEXT_ENTRY, call.dropout)
+                softmax_oracle.kept_by_dropout(
+                    places, keys, first_head + head, call.seed + entry * NEXT_ENTRY, call.dropout
+                )
                 for head in range(q.shape[2])
             ]
             for entry in range(q.shape[1])
         ]
-        weights = weights * torch.from_numpy(np.array(kept)) / (1 - call.dropout)
-    return torch.einsum("bhij,jbhd->ibhd", weights, v)
-
-
-def _kept(places, num_keys, head, seed, dropout):
-    """`[t, s]` the weights that stay: SplitMix64 of the seed, then of the head, of the query and of the key."""
-    queries = places.astype(np.uint64)
-    keys = queries if len(queries) == num_keys else np.arange(num_keys, dtype=np.uint64)  # cross-attention's are all
-    with np.errstate(over="ignore"):
-        stream = np.uint64(seed)
-        for counter in (np.uint64(head), queries[:, None], keys):
-            stream = stream + counter * np.uint64(0x9E3779B97F4A7C15)
-            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-                stream = (stream ^ (stream >> np.uint64(shift))) * np.uint64(factor)
-            stream = stream ^ (stream >> np.uint64(31))
-        return stream.view(np.int64) >= int(dropout * 2**64) - 2**63
+        kept = torch.from_numpy(np.array(of_entries))
+    options = {"softcap": call.softcap, "sink": sink, "kept": kept, "dropout": call.dropout}
+    return softmax_oracle.attend(q, k, v, pairs, scale=scale, **options)[0]
 
 
 def _recurrence(call, plan, tensors):

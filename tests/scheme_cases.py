@@ -12,12 +12,12 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan import schemes
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.kernels.common.dropout import kept
 from megatron_cp.testing import parity
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
 from tests import mask_oracle
 from tests.limits import limit
+from tests.softmax_oracle import attend, kept_by_dropout
 
 TOLERANCE = 1e-12
 SCHEMES = tuple(schemes.SCHEMES)
@@ -51,25 +51,16 @@ def dense(case):
     """Computes one softmax over all keys of the stream, with torch's autograd, in float64."""
     problem, pairs = draw_problem(case), mask_oracle.pairs_of_case(case)
     leaves = {name: x.double().requires_grad_() for name, x in (problem.inputs | problem.parameters).items()}
-    ratio = case.heads // case.groups
-    k, v = (leaves[name].repeat_interleave(ratio, 1) for name in "kv")
     scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
-    scores = torch.einsum("ihd,jhd->hij", leaves["q"], k) * scale
-    if case.softcap:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    scores = scores.masked_fill(~torch.from_numpy(np.asarray(pairs)), -torch.inf)
-    if case.learned_sink:
-        # -inf would make NaN of 0 * inf in the gradient; so far below the scores it has no weight either.
-        sinks = leaves["sink"].clamp(min=-1e3)
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
-    seen = (scores > -torch.inf).any(-1, keepdim=True)
-    weights = torch.where(seen, scores, 0).softmax(-1) * seen
-    weights = weights[..., : k.shape[0]]
+    kept = None
     if case.dropout:
-        tokens = [torch.arange(n) for n in weights.shape[1:]]
-        stays = [kept(*tokens, head=head, seed=case.seed, dropout=case.dropout) for head in range(case.heads)]
-        weights = weights * torch.stack(stays) / (1 - case.dropout)
-    out = torch.einsum("hij,jhd->ihd", weights, v)
+        places = [np.arange(n) for n in pairs.shape]
+        of_heads = [kept_by_dropout(*places, head, case.seed, case.dropout) for head in range(case.heads)]
+        kept = torch.from_numpy(np.array(of_heads))
+    out, _ = attend(
+        *(leaves[name] for name in "qkv"), torch.from_numpy(np.asarray(pairs)), scale=scale, softcap=case.softcap,
+        sink=leaves["sink"] if case.learned_sink else None, kept=kept, dropout=case.dropout,
+    )  # fmt: skip
     gradient = problem.output_gradient.double()
     gradients = torch.autograd.grad(out, list(leaves.values()), gradient, allow_unused=True, materialize_grads=True)
     names = (f"d_{name}" for name in leaves)

@@ -31,6 +31,7 @@ from tests.compile_cases import (
     plans,
     results,
 )
+from tests.limits import limit
 
 CASES = [(operation, mode) for operation, modes in OPERATIONS.items() for mode in modes]
 # Each operation in each mode on one rank and on two, with the other of two backends.
@@ -69,7 +70,7 @@ def is_last(group):
 
 @pytest.fixture(scope="module")
 def on_two_ranks():
-    return run_ranks(compare, 2, ON_RANKS[2], kind="processes", timeout=240)
+    return run_ranks(compare, 2, ON_RANKS[2], kind="processes", timeout=limit(240))
 
 
 def assert_as_uncompiled(found):
@@ -106,7 +107,7 @@ def test_inductor_compiles_around_an_operation(case):
 def test_packs_of_any_lengths_compile_twice_at_most():
     """The operation compiles for the first lengths, and again for any lengths."""
     cases = [(*case, "eager") for case in RAGGED]
-    other, compiled = run_ranks(compare_on_the_last, 2, cases, PACKS, kind="processes", timeout=240)
+    other, compiled = run_ranks(compare_on_the_last, 2, cases, PACKS, kind="processes", timeout=limit(240))
     for found in compiled.values():
         assert_as_uncompiled(found)
         assert found.graphs[1:] == (4, 4, 4, 4)
@@ -154,7 +155,7 @@ def checkpointed_and_in_flight(group, cases):
 
 def test_compiled_operations_can_be_checkpointed_and_wait_for_their_backward():
     cases = [("attention", "a2a, 2 chunks"), ("kda_mixer", "chunkwise")]
-    for worst, found in run_ranks(checkpointed_and_in_flight, 2, cases, kind="processes", timeout=240):
+    for worst, found in run_ranks(checkpointed_and_in_flight, 2, cases, kind="processes", timeout=limit(240)):
         assert max(worst) <= TOLERANCE
         assert found == []
 
@@ -313,7 +314,7 @@ def trained_compiled_first(group, cases, backends):
 @pytest.mark.thorough
 def test_a_compiled_model_is_trained_to_the_same_losses():
     cases = [("a2a, 2 chunks", "chunkwise"), ("p2p", "headwise")]
-    for of_rank in run_ranks(trained_compiled_first, 2, cases, BACKENDS[::-1], kind="processes", timeout=240):
+    for of_rank in run_ranks(trained_compiled_first, 2, cases, BACKENDS[::-1], kind="processes", timeout=limit(240)):
         for (losses, breaks), expected, complained in of_rank:
             assert losses == pytest.approx(expected, rel=TOLERANCE)
             assert breaks == 3  # attention, Gated DeltaNet and the loss
@@ -340,4 +341,4 @@ def test_who_compiles_nothing_does_not_import_the_compiler():
         cp.gather(cp.causal_conv1d(x, torch.ones(2, 4), None, plan), layout, None).sum().backward()
         assert "torch._dynamo" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=limit(120))

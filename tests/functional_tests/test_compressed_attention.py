@@ -10,6 +10,7 @@ from torch.nn.functional import pad, rms_norm
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from tests.softmax_oracle import attend, divergence, index_scores, largest, scores_of
 from tests.stable_topk import first_of_equal
 from tests.token_blocks import Blocks
 from tests.transformers_cases import wide
@@ -17,7 +18,6 @@ from tests.transformers_cases import wide
 LENGTHS = (37, 1, 130, 3, 22)
 HEADS, WIDTH, WINDOW = 4, 6, 12
 INDEX_HEADS, INDEX_WIDTH, TOP = 3, 5, 7
-TOTAL = 131072
 
 
 def entries_of(rows, blocks, group):
@@ -130,20 +130,13 @@ def one_document(q, kv, sink, rows, index, *, size):
     entries, places = entry_by_entry(rows, size), torch.arange(len(q))
     seen = torch.arange(len(entries)) < ((places + 1) // size)[:, None]
     near = (places <= places[:, None]) & (places > places[:, None] - WINDOW)
-    scores = torch.einsum("qhd,kd->hqk", q, torch.cat([kv, entries])) * WIDTH**-0.5
+    keys, scale = torch.cat([kv, entries])[:, None], WIDTH**-0.5
     loss = q.new_zeros(len(q))
     if index is not None:
-        products = torch.einsum("qhd,kd->qhk", index.queries, entry_by_entry(index.rows, size)).relu()
-        found = torch.einsum("qhk,qh->qk", products, index.weights).masked_fill(~seen, -torch.inf)
-        best = found.detach().sort(dim=-1, descending=True, stable=True).indices[:, :TOP]
-        seen = torch.zeros_like(seen).scatter_(1, best, value=True) & seen
-        target = scores[..., len(kv) :].masked_fill(~seen, -torch.inf).softmax(-1).mean(0).detach()
-        logits = found.masked_fill(~seen, -torch.inf).log_softmax(-1)
-        terms = target * (target.clamp_min(1e-10).log() - logits.masked_fill(~seen, 0))
-        loss = terms.nan_to_num(0.0).sum(-1)
-    scores = scores.masked_fill(~torch.cat([near, seen], 1), -torch.inf)
-    scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q), 1)], -1)
-    return torch.einsum("hqk,kd->qhd", scores.softmax(-1)[..., :-1], torch.cat([kv, entries])), loss
+        found = index_scores(index.queries, entry_by_entry(index.rows, size), index.weights, relu=True)
+        seen = largest(found.masked_fill(~seen, -torch.inf), TOP) & seen
+        loss = divergence(scores_of(q, keys, scale)[..., len(kv) :], found, seen)
+    return attend(q, keys, keys, torch.cat([near, seen], 1), scale=scale, sink=sink)[0], loss
 
 
 @pytest.mark.parametrize(("halves", "size"), [(1, 16), (2, 4)], ids=["HCA", "CSA"])

@@ -21,6 +21,7 @@ from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
 from tests.entries_diffusers import Case, outcome
+from tests.limits import limit
 from tests.refusals import rejects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning")
@@ -280,7 +281,7 @@ def compiled_on_rank(group):
 @pytest.mark.thorough
 def test_compiled_models():
     # One rank a process: torch's compiler is not for several threads at once.
-    assert max(run_ranks(compiled_on_rank, 2, kind="processes", timeout=250)) <= 1e-12
+    assert max(run_ranks(compiled_on_rank, 2, kind="processes", timeout=limit(250))) <= 1e-12
 
 
 def enabled(name="flux", group=None, settings=None, **options):
@@ -365,4 +366,4 @@ def other_inputs_on_rank(group, text, noise):
 @pytest.mark.parametrize(("text", "noise"), [(6, 0.0), (7, 1e-3), (0, 1e-3)], ids=["rows", "noise", "noise later"])
 def test_ranks_with_other_inputs_are_named(text, noise):
     with pytest.raises((RankError, CallMismatchError), match="call FluxTransformer2DModel with different inputs"):
-        run_ranks(other_inputs_on_rank, 2, text, noise, timeout=60)
+        run_ranks(other_inputs_on_rank, 2, text, noise, timeout=limit(60))

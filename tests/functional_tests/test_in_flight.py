@@ -142,7 +142,7 @@ def test_ranks_without_work_recompute_with_the_others(kind, mode, sizes, lengths
 def test_ranks_with_work_recompute_for_a_bias_alone(mode):
     """Autograd keeps nothing for the gradient of an added bias, and a rank without work must not recompute alone."""
     case = ("conv1d", mode, {"channels": 2}, (2,), slice(2, 3))
-    assert run_ranks(recomputed_rule, 3, *case, timeout=20) == [True] * 3
+    assert run_ranks(recomputed_rule, 3, *case, timeout=limit(20)) == [True] * 3
 
 
 @pytest.mark.any_cpu

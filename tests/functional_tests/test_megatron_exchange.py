@@ -19,6 +19,7 @@ from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
+from tests.limits import limit
 
 KEY_HEADS, VALUE_HEADS, HEAD_DIM = 4, 8, 3
 # In units of 2 * cp tokens: equal documents, unequal ones, one alone, the shortest possible, many.
@@ -89,7 +90,7 @@ def compared(group, cp_size):
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_has_the_bits_of_megatrons_exchange(cp_size):
-    for found in run_ranks(compared, cp_size, cp_size, kind="processes", timeout=120):
+    for found in run_ranks(compared, cp_size, cp_size, kind="processes", timeout=limit(120)):
         assert len(found) == len(PACKS) * len(DTYPES)
         for case, results in found.items():
             assert len(results) == 8

@@ -22,6 +22,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from tests.commands import reported
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 _USUAL = (
     "--context-parallel-size 4 --micro-batch-size 1 --global-batch-size 64 --bf16 --use-distributed-optimizer"
@@ -304,7 +305,7 @@ SHAPES = {
 
 
 def test_a_model_is_built_where_doctor_refuses_nothing_and_refused_by_the_same_flag_elsewhere():
-    (built,) = run_ranks(build_all, 1, kind="processes", timeout=180)
+    (built,) = run_ranks(build_all, 1, kind="processes", timeout=limit(180))
     for name, refused_by in built.items():
         assert refused_by is None if name not in REFUSED else refused_by in REFUSED[name], (name, refused_by)
 

@@ -11,6 +11,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 LENGTHS = (24, 1, 40, 7)
 SETTINGS = {"mrope_section": [2, 1, 1], "params_dtype": torch.float64, "num_layers": 2, "qk_layernorm": False}
@@ -80,12 +81,12 @@ def spread(group, cp):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run_ranks(alone, 1, kind="processes", timeout=120)[0]
+    return run_ranks(alone, 1, kind="processes", timeout=limit(120))[0]
 
 
 @pytest.mark.parametrize("cp", [2, 3])
 def test_positions_of_three_axes_are_those_of_each_document_alone(cp, expected):
-    for found in run_ranks(spread, cp, cp, kind="processes", timeout=180):
+    for found in run_ranks(spread, cp, cp, kind="processes", timeout=limit(180)):
         for layout in LAYOUTS:
             loss, gradients = found[layout]
             assert abs(loss - expected[0]) <= 1e-6 * abs(expected[0])

@@ -10,6 +10,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask
 from megatron_cp.testing.parity import Case, draw, run_linear
 from tests.functional_tests.test_linear_operations import LENGTHS, OPERATIONS, OPTIONS, PARAMETERS, SIZES, tensors_of
+from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 
 ALIGN = 4
@@ -127,7 +128,7 @@ def run_batched(group, scheme, pad_value):
 
 
 def assert_nan_is_as_good_as_zero(size, run, *arguments):
-    zeros, nans = (run_ranks(run, size, *arguments, value, timeout=60) for value in (0.0, math.nan))
+    zeros, nans = (run_ranks(run, size, *arguments, value, timeout=limit(60)) for value in (0.0, math.nan))
     for rank, (expected, found) in enumerate(zip(zeros, nans, strict=True)):
         for name, value in expected.items():
             assert torch.isfinite(value).all(), (rank, name)

@@ -119,9 +119,6 @@ def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_d
     assert parity.bitwise_forward or 1 in (case.head_dim, case.value_head_dim), parity
 
 
-WAYS = ("chunkwise", "redistribute")
-
-
 def segments_case(layer, cp, lengths, layout, **rest):
     return Case(layer, cp, lengths, layout, **{"hidden_size": 96} | rest)
 

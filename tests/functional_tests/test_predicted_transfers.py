@@ -12,6 +12,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case, run_layer
+from tests.limits import limit
 from tests.random_tiles import assign_at_random
 
 Log = list[tuple[dict[int, int], dict[int, int]]]
@@ -146,7 +147,7 @@ def test_walks_over_the_transfers_of_assigned_tiles(size, scheme, chunks, monkey
 
 def test_walks_over_the_transfers_of_a_run_over_gloo():
     cases = [*CASES[:10:2], CASES[11], CASES[-12], CASES[-9]]
-    found = run_ranks(_logged_all, 5, cases, kind="processes", timeout=120)
+    found = run_ranks(_logged_all, 5, cases, kind="processes", timeout=limit(120))
     for number, case in enumerate(cases):
         for rank in range(case.cp):
             assert found[rank][number] == predicted(case, rank), f"rank {rank} of {case}"

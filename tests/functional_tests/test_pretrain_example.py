@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.forked_ranks import forking_context
 from tests.functional_tests import pretrain_on_cpu
+from tests.limits import limit
 
 pytest.importorskip("megatron.training")
 
@@ -227,7 +228,7 @@ def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     assert launcher == ["--standalone", "--nproc-per-node", "2"]
     parser, printed = forking_context().Process(target=parse, args=(flags, tmp_path / "said")), tmp_path / "said"
     parser.start()  # in a fork, which has imported Megatron
-    parser.join(120)
+    parser.join(limit(120))
     assert parser.exitcode == 0, printed.read_text()[-2000:]
     expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
     assert printed.read_text().splitlines()[-2:] == [expected, "False False False None"]

@@ -6,6 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_cp.executor.launch import run_ranks
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 pytest.importorskip("megatron.core")
 
@@ -30,7 +31,7 @@ def seen(group):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(seen, 2, kind="processes", timeout=120.0)
+    return run_ranks(seen, 2, kind="processes", timeout=limit(120))
 
 
 LOCAL = ("conv", "gates", "rule")

@@ -16,6 +16,7 @@ from megatron_cp.testing.parity import Case, compare, draw, run_layer
 from tests import mask_oracle
 from tests.counting_group import CountingGroup
 from tests.functional_tests.test_in_flight import alone, assert_same_bits, recomputed, together
+from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 from tests.scheme_cases import SCHEMES, check, check_sequences_alone, over_ranks
 
@@ -280,7 +281,9 @@ def test_the_log_sum_exp_is_that_of_all_scores_and_has_their_gradient(case, batc
     if case.scheme in TILED:
         assign_at_random(monkeypatch)
     plan, pairs, problem = case.plan(), mask_oracle.pairs_of_case(case), draw(case)
-    ranks = [list(each) for each in zip(*run_ranks(lse_of_rank, case.cp, case, plan, batch, timeout=60), strict=True)]
+    ranks = [
+        list(each) for each in zip(*run_ranks(lse_of_rank, case.cp, case, plan, batch, timeout=limit(60)), strict=True)
+    ]
     for rank, lse in enumerate(ranks[0]):
         assert (lse[plan.layout.token_counts[rank] :] == -torch.inf).all()
     found = [

@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.transformers import enable_context_parallel
 from megatron_cp.transformers.attention import SLOT
+from tests.limits import limit
 from tests.transformers_cases import MODELS, build
 
 PACKS = ((37, 1, 60, 22), (5, 90, 9, 40), (64, 33))
@@ -93,7 +94,7 @@ def compared(group, name, backend, changed, nested=False, compiling=(0, 1)):
 def test_a_compiled_model_has_the_same_losses(name, changed, more):
     """A hybrid, and a class whose layers are made to hand the batch down; one rank compiles, which takes long."""
     run = partial(compared, name=name, backend="eager", changed=changed, compiling=(1,))
-    compiled, other = run_ranks(run, 2, kind="processes", timeout=240)[::-1]
+    compiled, other = run_ranks(run, 2, kind="processes", timeout=limit(240))[::-1]
     assert max(compiled.worst, other.worst) < TOLERANCE
     assert compiled.graphs[-1] == compiled.graphs[1] > 0  # the second pack has other sizes; later ones find their code
     assert compiled.reasons == [*more, SAID]

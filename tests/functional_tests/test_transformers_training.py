@@ -27,6 +27,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
 from tests.forked_ranks import as_launched
+from tests.limits import limit
 from tests.refusals import rejects
 from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
@@ -99,7 +100,7 @@ def all_with_fsdp(world):
 
 @pytest.mark.thorough
 def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
-    found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=240)[0]
+    found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=limit(240))[0]
     assert len(found) == 4
     for losses, expected in found.values():
         assert losses == pytest.approx(expected, abs=FLOAT64)
@@ -249,7 +250,7 @@ def on_rank(world, kind, name, folder):
 )
 def test_trainers_train_as_one_rank(kind, name, tmp_path):
     run = partial(on_rank, kind=kind, name=name, folder=tmp_path)
-    logged, expected, steps, evaluated = run_ranks(run, 2, kind="processes", timeout=200)[0]
+    logged, expected, steps, evaluated = run_ranks(run, 2, kind="processes", timeout=limit(200))[0]
     assert evaluated is None or evaluated[0] == pytest.approx(evaluated[1], abs=FLOAT64)
     assert steps == STEPS
     assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=LOGGED)

@@ -12,6 +12,7 @@ import pytest
 import megatron_cp
 from megatron_cp import extras, lazy
 from tests.forked_commands import run_code
+from tests.limits import limit
 
 HOUSE = Path(megatron_cp.__file__).parent
 PACKAGES = sorted(
@@ -35,7 +36,9 @@ def test_every_public_name_is_there_and_is_listed_without_torch(package):
     # In a process that has used none of them; nothing else is listed.
     code = f"import sys, {package} as p; print(dir(p) == sorted(p.__all__))"
     code += "; print([name for name in ('torch', 'numpy', 'difflib') if name in sys.modules])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60), check=True
+    ).stdout
     assert said.splitlines() == ["True", "[]"]
 
 

@@ -12,6 +12,7 @@ from megatron_cp import versions
 from megatron_cp.cli import main
 from megatron_cp.executor import run_ranks
 from megatron_cp.softmax import KERNELS
+from tests.limits import limit
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,7 +96,7 @@ def test_recipes_of_a_kernel_and_of_partial_results_are_attention(capsys):
         out.backward(dout)
         return [out.detach(), *(x.grad for x in leaves)]
 
-    ranks = list(zip(*run_ranks(rank, 2, timeout=60), strict=True))
+    ranks = list(zip(*run_ranks(rank, 2, timeout=limit(60)), strict=True))
     found = [layout.unshard(list(each)) if n < 4 else sum(each) for n, each in enumerate(ranks)]
     held = [x[:4] for x in tensors[:3]]
 
@@ -103,7 +104,7 @@ def test_recipes_of_a_kernel_and_of_partial_results_are_attention(capsys):
         local = [cp.Layout.balanced(cp.Packing([7, 9]), group.size).shard(x, group.rank) for x in tensors[:3]]
         return scope["attend_with_text"](local, held, [7, 9], [3, 1], group)
 
-    assert [x.shape for x in run_ranks(with_text, 1, timeout=60)[0]] == [(16, 2, 8), (4, 2, 8)]
+    assert [x.shape for x in run_ranks(with_text, 1, timeout=limit(60))[0]] == [(16, 2, 8), (4, 2, 8)]
     leaves = [x.clone().requires_grad_() for x in tensors[:5]]
     q, k, v, *memory = leaves
     expected = []

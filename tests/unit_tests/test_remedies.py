@@ -33,7 +33,6 @@ class Row(NamedTuple):
 
 
 ATTENTION = "plan = cp.plan_attention(packing, layout, heads=6, kv_heads=3, head_dim=4)"
-CHOICE = "sizes = dict(heads=2, head_dim=4, scheme='exact', topk=3)"
 KEYS = "k = v = torch.randn(rows, 1, 4); q = torch.randn(rows, 2, 4)"
 INDEX = (
     "index = dict(index_q=torch.randn(rows, 2, 4), index_k=torch.randn(rows, 4), index_weights=torch.randn(rows, 2))"

@@ -17,6 +17,7 @@ from torch.nn import functional
 from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations.torchtitan import context_parallel
+from tests.softmax_oracle import attend
 
 LENGTHS, SIZE, VOCABULARY = [(5, 1, 6), (9, 3)], 16, 32
 
@@ -199,12 +200,11 @@ def alone(config):
             self.window = window
 
         def forward(self, q, k, v, *, attention_masks, scale, out_transform, enable_gqa):
-            k, v = (x[0].repeat_interleave(2, 1) for x in (k, v))
-            behind = torch.arange(len(k))[:, None] - torch.arange(len(k))
-            seen = (behind >= 0) & (behind <= (self.window if self.window >= 0 else len(k)))
-            scores = (torch.einsum("qhd,khd->hqk", q[0], k) * scale).masked_fill(~seen, -torch.inf)
-            out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)[None]
-            return out if out_transform is None else out_transform(out, scores.logsumexp(-1).T[None])
+            places = torch.arange(k.shape[1])
+            behind = places[:, None] - places
+            seen = (behind >= 0) & (behind <= (self.window if self.window >= 0 else len(places)))
+            out, lse = attend(q[0], k[0], v[0], seen, scale=scale)
+            return out[None] if out_transform is None else out_transform(out[None], lse.T[None])
 
     whole = drawn(model.build())
     for layer, settings in zip(whole.layers, model.layers, strict=True):

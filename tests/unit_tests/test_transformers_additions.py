@@ -279,14 +279,6 @@ def test_rejects_a_loss_below_a_mixin_for_trl():
     type("Mine", (ContextParallelMixin, sft), {"compute_loss": Base.compute_loss})
 
 
-class ByAName(ContextParallelTrainer):
-    """Calls the trainer's method by a name of its own."""
-
-    def compute_loss(self, *args, **named):
-        whole = super().compute_loss
-        return whole(*args, **named)
-
-
 @ONE_PROCESS
 def test_trains_on_whole_batches_while_disabled_and_by_a_name_of_ones_own(llama, tmp_path):
     trainer = trainer_of(copy.deepcopy(llama), tmp_path)

@@ -17,6 +17,7 @@ from megatron_cp import reduce_gradients
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
+from tests.limits import limit
 from tests.refusals import rejects
 from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build, class_of, worst_gradient
 
@@ -132,7 +133,7 @@ def errors_of_wrapped_classifiers(world):
 
 @pytest.mark.thorough  # processes; the mean over ranks of as many times the loss is the sum above
 def test_a_classifiers_gradients_are_those_of_one_rank_under_what_averages_them():
-    for found in run_ranks(errors_of_wrapped_classifiers, 2, kind="processes", timeout=120):
+    for found in run_ranks(errors_of_wrapped_classifiers, 2, kind="processes", timeout=limit(120)):
         assert max(found) < 1e-5
 
 

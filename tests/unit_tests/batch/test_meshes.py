@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup, rank_group
 from megatron_cp.executor.launch import run_ranks
+from tests.limits import limit
 from tests.refusals import rejects
 
 WIDE = {"dtype": torch.float64}
@@ -23,7 +24,7 @@ LINEAR = cp.LinearSpec("conv1d", 6, 6, 1, 1, mode="headwise")
 
 def test_a_mesh_of_one_axis_is_its_group():
     """By every function that takes a group: the same numbers; and each refuses a mesh of two axes."""
-    assert run_ranks(_everything, 2, kind="processes", timeout=120) == [None, None]
+    assert run_ranks(_everything, 2, kind="processes", timeout=limit(120)) == [None, None]
 
 
 def _everything(group):
@@ -84,7 +85,7 @@ def _calls(group):
 def test_layers_over_meshes_are_layers_on_one_rank():
     """Over a mesh of one axis, with a name and without, and over an axis of two; outputs and all gradients."""
     hidden = torch.randn(sum(LENGTHS), 12, generator=torch.Generator().manual_seed(0), **WIDE)
-    found = run_ranks(_layers_over_meshes, 2, hidden, kind="processes", timeout=120)
+    found = run_ranks(_layers_over_meshes, 2, hidden, kind="processes", timeout=limit(120))
     layout, alone = cp.Layout.zigzag(cp.Packing(LENGTHS), 2), cp.Layout.contiguous(cp.Packing(LENGTHS), 1)
     for name in LAYERS:
         expected = _trained(name, hidden, alone, None)

@@ -14,6 +14,7 @@ from megatron_cp.data import GlobalBatch, best_fit, even_packs
 from megatron_cp.data.even import balance_packs, greedy
 from megatron_cp.planner.predict.pack_cost import PackCost
 from tests.counts import calls_of
+from tests.limits import limit
 from tests.refusals import rejects
 
 ragged = settings(max_examples=150)
@@ -172,7 +173,9 @@ def test_all_ranks_assign_alike():
         "lengths = np.random.default_rng(1).integers(1, 900, 400)\n"
         "print(even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=limit(60)
+    ).stdout
     lengths = np.random.default_rng(1).integers(1, 900, 400)
     assert said == f"{even_packs(lengths, budget=4096, cost=PackCost(0, 1, 1e-3), ranks=3)}\n"
 

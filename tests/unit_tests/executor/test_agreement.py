@@ -247,7 +247,7 @@ ODD_CALLS = {
 @pytest.mark.parametrize("name", ODD_CALLS)
 def test_rejects_calls_that_differ_on_every_rank_showing_both(name: str):
     odd, at_rank_0, at_rank_1 = ODD_CALLS[name]
-    messages = run_ranks(calls, SIZE, odd, timeout=30)
+    messages = run_ranks(calls, SIZE, odd, timeout=limit(30))
     assert len(set(messages)) == 1
     assert "the ranks call attention in different ways" in messages[0]
     assert _shown(messages[0], 0, at_rank_0)
@@ -261,8 +261,8 @@ def test_rejects_sinks_and_seeds_of_other_values():
         with pytest.raises(cp.CallMismatchError, match=r"values of sink|seed: 1"):
             cp.attention(q, k, v, plan, group, **options[group.rank])
 
-    run_ranks(rank_main, SIZE, [{"sink": torch.full((6,), float(rank))} for rank in range(SIZE)], timeout=30)
-    run_ranks(rank_main, SIZE, [{"dropout": 0.5, "seed": rank} for rank in range(SIZE)], timeout=30)
+    run_ranks(rank_main, SIZE, [{"sink": torch.full((6,), float(rank))} for rank in range(SIZE)], timeout=limit(30))
+    run_ranks(rank_main, SIZE, [{"dropout": 0.5, "seed": rank} for rank in range(SIZE)], timeout=limit(30))
 
 
 def _mixer(layer: str, group: RankGroup, odd: bool) -> None:
@@ -316,7 +316,7 @@ def test_rejects_other_operations_called_differently(operation: str):
         with pytest.raises(cp.CallMismatchError, match=f"the ranks call {name} in different ways"):
             OTHER_CALLS[operation](group, group.rank == 1)
 
-    run_ranks(rank_main, SIZE, timeout=30)
+    run_ranks(rank_main, SIZE, timeout=limit(30))
 
 
 def messages_sent(group: ThreadGroup, prepare: Callable[[Plan, ThreadGroup], None]) -> list[int]:
@@ -366,7 +366,7 @@ def test_rejects_tokens_or_seeds_that_differ():
         with pytest.raises(PlanMismatchError, match=r"rank 0: tokens and seed: 7\n  rank 2: tokens and seed: 8"):
             check_agreement(attention_plan(), group, seed=7 + (group.rank == 2))
 
-    run_ranks(rank_main, SIZE, timeout=30)
+    run_ranks(rank_main, SIZE, timeout=limit(30))
 
 
 def test_tensors_of_any_stride_are_compared():

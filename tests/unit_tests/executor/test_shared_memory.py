@@ -56,7 +56,7 @@ def over_processes(group: RankGroup, case: Case) -> tuple[bool, int, float]:
 
 def test_processes_have_the_bits_of_gloo_which_carries_nothing():
     case = replace(CASE, scheme="exact", transport="shared_memory", dtype=torch.float32)
-    found = run_ranks(over_processes, 3, case, kind="processes", timeout=240)
+    found = run_ranks(over_processes, 3, case, kind="processes", timeout=limit(240))
     assert [each[:2] for each in found] == [(True, 0)] * 3
     assert [each[2] for each in found] == pytest.approx([180] * 3, abs=1e-3)  # by `launch.py`
 

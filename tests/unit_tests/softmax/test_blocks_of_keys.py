@@ -9,6 +9,7 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.softmax.choices import best_blocks
+from tests.softmax_oracle import attend, causal_in_blocks, chosen_blocks
 
 LENGTHS = [37, 1, 130, 22]
 HEADS, GROUPS = 6, 2
@@ -52,19 +53,12 @@ def one_document(inputs, tokens, block, top):
     own = {name: x if name == "up" else x[tokens] for name, x in inputs.items()}
     (keys, values), queries, size = keys_and_values(own), own["q"], len(tokens)
     block = min(block, size)
-    numbers, at = torch.arange(-(-size // block)), torch.arange(size) // block
-    means = torch.stack([each.mean(0) for each in keys.detach().split(block)])
-    past, current = numbers < at[:, None, None], numbers == at[:, None, None]
-    gates = torch.einsum("qhd,bhd->qhb", queries.detach(), means).masked_fill(~past, -torch.inf)
-    best = gates.masked_fill(current, torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :top]
-    chosen = torch.zeros_like(gates, dtype=torch.bool).scatter_(-1, best, value=True) & (past | current)
-    visible = chosen.repeat_interleave(block, -1)[..., :size] & torch.ones(size, size, dtype=torch.bool).tril()[:, None]
-    scores = torch.einsum("qhd,khd->qhk", queries, keys) * queries.shape[-1] ** -0.5
-    scores = scores.masked_fill(~visible, -torch.inf)
+    chosen, numbers = chosen_blocks(queries, keys, block, top), torch.arange(-(-size // block))
+    seen = causal_in_blocks(chosen, block, size)
     firsts = torch.where(chosen, torch.tensor(tokens)[numbers * block], 2**40).sort(-1).values[..., :top]
     firsts = torch.nn.functional.pad(firsts, (0, top - firsts.shape[-1]), value=2**40)
-    out = torch.einsum("qhk,khv->qhv", scores.softmax(-1), values)
-    return out, scores.logsumexp(-1), firsts.where(firsts < 2**40, -1)
+    out, lse = attend(queries, keys, values, seen, scale=queries.shape[-1] ** -0.5)
+    return out, lse.T, firsts.where(firsts < 2**40, -1)
 
 
 def alone(block=BLOCK, top=TOP, documents=None, **options):

@@ -7,6 +7,7 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
+from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 from tests.refusals import rejects
 
@@ -55,7 +56,7 @@ def both_ways(mask, cp_size, scheme, layout="zigzag", align=1, sink=None, softca
         gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
         return [out, *gradients[:3]], [held_out, *gradients[3:]], None if own_sink is None else own_sink.grad
 
-    ranks = run_ranks(rank, cp_size, timeout=60)
+    ranks = run_ranks(rank, cp_size, timeout=limit(60))
     assert all(torch.equal(each[1][0], ranks[0][1][0]) for each in ranks)
     found = []
     for n in range(4):
@@ -161,7 +162,7 @@ def test_parameters_of_layers_have_the_gradient_of_whole_documents(counted):
         cp.reduce_gradients(own, group)
         return [x.grad for x in own]
 
-    for gradients in run_ranks(rank, 3, timeout=60):
+    for gradients in run_ranks(rank, 3, timeout=limit(60)):
         for ours, right in zip(gradients, weights, strict=True):
             assert torch.allclose(ours, right.grad, rtol=0, atol=1e-12)
 

@@ -24,8 +24,10 @@ from megatron_cp.softmax.kernels.common.partials import merge
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
 from megatron_cp.torch_private import varlen_operators
+from tests import softmax_oracle
 from tests.mask_oracle import pairs_of
 from tests.refusals import rejects
+from tests.softmax_oracle import kept_by_dropout
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 DRAWN = settings(max_examples=25)
@@ -88,23 +90,15 @@ def oracle(tensors, tiles, call, first_head=0):
     """Returns the five results of a dense softmax that autograd differentiates."""
     q, k, v, dout = tensors
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    ratio = q.shape[1] // k.shape[1]
-    scores = call.scale * torch.einsum("thd,shd->hts", q, k.repeat_interleave(ratio, dim=1))
-    if call.softcap:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    seen = visible(tiles)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    scores = torch.where(seen.any(1)[:, None], scores, 0)  # keeps NaN out of the gradients of rows that see nothing
-    weights = scores.softmax(-1) * seen
-    for head in range(q.shape[1] if call.dropout else 0):
-        kept = dropout.kept(
-            *(torch.from_numpy(x) for x in (tiles.q_tokens, tiles.k_tokens)),
-            head=first_head + head, seed=call.seed, dropout=call.dropout,
-        )  # fmt: skip
-        weights = torch.cat([weights[:head], (weights[head] * kept / (1 - call.dropout))[None], weights[head + 1 :]])
-    out = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(ratio, dim=1))
+    kept = None
+    if call.dropout:
+        places = tiles.q_tokens, tiles.k_tokens
+        of_heads = [kept_by_dropout(*places, first_head + n, call.seed, call.dropout) for n in range(q.shape[1])]
+        kept = torch.from_numpy(np.array(of_heads))
+    out, lse = softmax_oracle.attend(
+        q, k, v, visible(tiles), scale=call.scale, softcap=call.softcap, kept=kept, dropout=call.dropout
+    )
     out.backward(dout)
-    lse = torch.where(seen.any(1), scores.logsumexp(-1), -torch.inf)
     return [out.detach(), lse.detach(), q.grad, k.grad, v.grad]
 
 

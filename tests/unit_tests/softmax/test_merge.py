@@ -6,6 +6,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.poison import poisoned
+from tests.limits import limit
 from tests.refusals import rejects
 
 DTYPE = torch.float64
@@ -106,7 +107,7 @@ def test_attention_in_two_parts_is_attention_at_once(scheme, cp_size):
             results.append([out, lse, *(x.grad for x in (q, k, v, own_sink))])
         return results
 
-    for in_parts, at_once in run_ranks(rank, cp_size, timeout=60):
+    for in_parts, at_once in run_ranks(rank, cp_size, timeout=limit(60)):
         for ours, right in zip(in_parts, at_once, strict=True):
             same = ours == right  # -inf in pad rows
             assert torch.allclose(ours.masked_fill(same, 0), right.masked_fill(same, 0), rtol=0, atol=1e-12)

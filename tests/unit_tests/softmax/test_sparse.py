@@ -13,6 +13,7 @@ from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.choices import ROWS, first_of_largest
 from megatron_cp.softmax.selection import _cut
 from megatron_cp.testing.memory import PeakMemory
+from tests.softmax_oracle import attend, divergence, index_scores, largest, scores_of
 
 LENGTHS = [37, 1, 130, 22]
 HEADS, TOP = 4, 9
@@ -58,24 +59,15 @@ def one_document(inputs, first, last, relu=True, window=None, top=TOP):
     visible = torch.ones(size, size, dtype=torch.bool).tril()
     if window is not None:
         visible &= ~torch.ones_like(visible).tril(-window - 1)
-    products = torch.einsum("qhd,kd->qhk", own["index_q"], own["index_k"])
-    index = torch.einsum("qhk,qh->qk", products.relu() if relu else products, own["index_weights"])
-    index = index.masked_fill(~visible, -torch.inf)
-    best = index.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top]
-    chosen = torch.zeros_like(visible).scatter_(1, best, value=True) & visible
-    scores = torch.einsum("qhd,khd->hqk", own["q"], keys) * own["q"].shape[-1] ** -0.5
-    weights = scores.masked_fill(~chosen, -torch.inf).softmax(-1)
-    losses = []
-    for among in (chosen, visible):
-        target = scores.masked_fill(~among, -torch.inf).softmax(-1).mean(0).detach()
-        logits = index.masked_fill(~among, -torch.inf).log_softmax(-1)
-        losses.append((target * (target.clamp_min(1e-10).log() - logits.masked_fill(~among, 0))).sum(-1))
+    index = index_scores(own["index_q"], own["index_k"], own["index_weights"], relu).masked_fill(~visible, -torch.inf)
+    chosen, scale = largest(index, top) & visible, own["q"].shape[-1] ** -0.5
+    out, lse = attend(own["q"], keys, values, chosen, scale=scale)
+    losses = [divergence(scores_of(own["q"], keys, scale), index, among) for among in (chosen, visible)]
     places = torch.full((size, top), -1)
     for row, found in enumerate(chosen):
         kept = found.nonzero().flatten() + first
         places[row, : len(kept)] = kept
-    lse = scores.masked_fill(~chosen, -torch.inf).logsumexp(-1).T
-    return torch.einsum("hqk,khv->qhv", weights, values), places, losses, lse
+    return out, places, losses, lse.T
 
 
 def alone(sizes, loss=None, **options):
