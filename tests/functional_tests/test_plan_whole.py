@@ -196,7 +196,6 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
         (["--whole", "--packs", "2"], "--packs: give the lengths of all documents of a microbatch to --lengths"),
         (["--whole", "--precision", "fp8"], "--precision: steps are no longer predicted"),
         (["--whole", "--tp-comm-overlap"], "--tp-comm-overlap: steps are no longer predicted"),
-        (["--whole", "--report", "x.html"], "--report: the page left; --json has its numbers"),
         (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
         (["--whole", "--pp", "49"], "--pp: got 49; allowed: stages that divide 48 layers"),
         (["--whole", "--recompute", "ops"], "--recompute: got 'ops'; allowed: none or selective or full"),

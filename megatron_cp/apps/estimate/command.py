@@ -47,7 +47,6 @@ _LEFT = {
     "packs": "give the lengths of all documents of a microbatch to --lengths",
     "precision": f"{_NO_STEPS}; weights in FP8 take the bytes of bf16",
     "tp-comm-overlap": _NO_STEPS,
-    "report": "the page left; --json has its numbers, and --plot, without --whole, draws a layer's plan",
 }
 
 
