@@ -64,7 +64,7 @@ EXTRAS = {
             ("--version",),
             ("doctor",),
             (*PLAN, "--heads", "6", "--kv-heads", "2", "--head-dim", "128", "--plot", "owners.png"),
-            ("plan", "--whole", "--model", "tiny", "--cp", "2", "--gpu", "h100", "--report", "report.html"),
+            ("plan", "--whole", "--model", "tiny", "--cp", "2", "--gpu", "h100"),
             ("bench", "packs", "--cp", "2", "--batches", "2"),
         ),
     ),

@@ -62,7 +62,6 @@ class Tables:
     linear: str
     kda: str | None
     gemm: str
-    experts: str | None
     base: str
     about: str
     changes: tuple[tuple[str, Any], ...] = ()
@@ -74,24 +73,23 @@ _NEWER: dict[str, Any] = {
     "linear": "sglang/0.5.14",
     "kda": "sglang/0.5.16",
     "gemm": "vllm/0.24.0",
-    "experts": "trtllm/1.3.0rc20",
 }
 _NVL72 = "72 with NVLink, a 400 Gbit/s card each"
 MACHINES = {
     "a100": Tables(
         "a100_sxm", attention="sglang/0.5.10", kernel="flash_attention", backward=FA2, nccl="2.27.3",
-        linear="sglang/0.5.10", kda=None, gemm="sglang/0.5.10", experts=None, base="a100", about="",
+        linear="sglang/0.5.10", kda=None, gemm="sglang/0.5.10", base="a100", about="",
     ),
     "h100": Tables("h100_sxm", **_HOPPER, **_NEWER, base="h100", about=""),
     "h200": Tables("h200_sxm", **_HOPPER, **_NEWER, base="h200", about=""),
     "b200": Tables("b200_sxm", **_BLACKWELL, **_NEWER, base="b200", about=""),
     "gb200": Tables(
         "gb200", **_BLACKWELL, **_NEWER, base="b200", about=f"NVIDIA GB200 186 GB, {_NVL72}",
-        changes=(("memory", 1.98e11), ("matrix_peak", 2.5e15)),
+        changes=(("memory", 1.98e11),),
     ),
     "gb300": Tables(
         "gb300", **_BLACKWELL, **_NEWER, base="b200", about=f"NVIDIA GB300 279 GB, {_NVL72}",
-        changes=(("memory", 2.88e11), ("matrix_peak", 2.5e15)),
+        changes=(("memory", 2.88e11),),
     ),
 }  # fmt: skip
 
@@ -240,63 +238,16 @@ def fitted_link(rows: Any, random: np.random.Generator) -> tuple[Link, Class]:
     return Link(*found.tolist()), Class("collectives", fit.measured, predict(found), fit.drawn)
 
 
-def fitted_products(rows: Any, random: np.random.Generator, halves: int = 1) -> tuple[list[float], Class]:
-    """Returns the rate of products of weights, and the rows (columns, inner size) at which half of it is reached."""
+def fitted_products(rows: Any, random: np.random.Generator) -> tuple[list[float], Class]:
+    """Returns the rate of products of weights, and the rows at which half of it is reached."""
     m, n, k = (rows[name].to_numpy().astype(np.float64) for name in "mnk")
     fit = Fit(rows.latency.to_numpy() / 1e3, m >= 512, random)
 
     def predict(x: Numbers) -> Numbers:
-        losses = sum(half / size for half, size in zip(x[1:], (m, n, k), strict=False))
-        return np.asarray(2 * m * n * k / x[0] * (1 + losses))
+        return np.asarray(2 * m * n * k / x[0] * (1 + x[1] / m))
 
-    found = fit(predict, [5e14] + [200.0] * halves)
+    found = fit(predict, [5e14, 200.0])
     return found.tolist(), Class("products", fit.measured, predict(found), fit.drawn)
-
-
-def expert_rows(folder: Path, of: Tables, dtype: str) -> Any:
-    """Returns the rows of gated experts by CUTLASS's grouped products, evenly routed, of 16 rows an expert or more."""
-    rows = table(folder, of.folder, "moe", str(of.experts), "moe_perf.parquet")
-    rows = rows[(rows.moe_dtype == dtype) & (rows.kernel_source == "moe_torch_flow_cutlass")]
-    rows = rows[(rows.distribution == "balanced") & (rows.num_tokens * rows.topk >= 16 * rows.num_experts)]
-    return rows.reset_index(drop=True)
-
-
-def fp8_rows(folder: Path, of: Tables) -> Any:
-    """Returns the rows of products in FP8 by cuBLASLt, as Transformer Engine has them, without the cast of activations.
-
-    The layers that were measured cast their input with a scale of the whole tensor: without these two kernels no
-    row's time grows with rows and inner size alone.
-    """
-    name = str(of.experts)
-    rows = table(folder, of.folder, "gemm", name, "gemm_perf.parquet")
-    rows = rows[(rows.gemm_dtype == "fp8") & (rows.m >= 128) & (rows.n >= 1024) & (rows.k >= 1024)]
-    for part in ("computescale", "scale_matrix"):
-        cast = table(folder, of.folder, "quantize", name, f"{part}_perf.parquet")
-        cast = cast[cast.quant_dtype == "fp8"].groupby(["m", "k"]).latency.min().rename("cast").reset_index()
-        rows = rows.merge(cast, on=["m", "k"])
-        rows["latency"] -= rows.pop("cast")
-    return rows[rows.latency > 0].reset_index(drop=True)
-
-
-def fitted_experts(rows: Any, copy: float, random: np.random.Generator) -> tuple[list[float], Class]:
-    """Returns the rate of grouped products, the rows of an expert at which half of it is reached, and seconds beside.
-
-    A row of the table routes, permutes and sums too: those bytes go at the rate of copies.
-    """
-    tokens, hidden, size, top, experts, tensor, ranks = (
-        rows[name].to_numpy().astype(np.float64)
-        for name in ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
-    )
-    routed, width = tokens * top / ranks, size / tensor
-    written = 2 * routed * (2 * hidden + 3 * width) + 2 * tokens * hidden
-    fit = Fit(rows.latency.to_numpy() / 1e3, tokens * top >= 128 * experts, random)
-
-    def predict(x: Numbers) -> Numbers:
-        adds = 3 * routed * hidden * width
-        return np.asarray(2 * adds / x[0] * (1 + x[1] * experts / (tokens * top)) + written / copy + x[2])
-
-    found = fit(predict, [4e14, 200.0, 1e-5])
-    return found.tolist(), Class("experts", fit.measured, predict(found), fit.drawn)
 
 
 def fitted_convolution(rows: Any, launch: float, random: np.random.Generator) -> tuple[float, Class]:
@@ -390,44 +341,11 @@ def made(name: str, of: Tables, folder: Path) -> tuple[Machine, list[tuple[str, 
         ("products, 512 to 2,047 rows", found.line((m >= 512) & (m < 2048))),
     ]
     lines.append(("products, 2,048 rows and more", found.line(m >= 2048)))
-    if of.experts is not None:
-        products, words = other_products(folder, of, hardware.copy, random, lines, given)
-        hardware, sources["products"] = replace(hardware, products=products), words
-
     if of.about:
-        sources |= {
-            "memory": f"{VERSION}, systems/{of.folder}.yaml",
-            "matrix_peak": f"{VERSION}, systems/{of.folder}.yaml",
-        }
+        sources["memory"] = f"{VERSION}, systems/{of.folder}.yaml"
     hardware = replace(hardware, sources=dict(sorted(sources.items(), key=lambda pair: _order(pair[0]))))
     ranks = 72 if of.about else base.ranks_per_host
     return replace(base, hardware=hardware, within=within, ranks_per_host=ranks, rails=ranks), lines
-
-
-def other_products(
-    folder: Path, of: Tables, copy: float, random: np.random.Generator, lines: list[tuple[str, str]],
-    given: Callable[..., str],
-) -> tuple[tuple[tuple[str, float, float, float, float, float], ...], str]:  # fmt: skip
-    """Returns the rates of FP8 and of experts with their source, and adds the lines of the table."""
-    rows = fp8_rows(folder, of)
-    (rate, *halves), found = fitted_products(rows, random, 3)
-    lines.append(("products in FP8, 2,048 rows and more", found.line(rows.m.to_numpy() >= 2048)))
-    made, words = (
-        [("fp8", rate, halves[0], halves[1], halves[2], 0.0)],
-        f"fp8: {given('gemm', str(of.experts), 'fp8 by cuBLASLt', len(rows))}, less the cast of activations that the "
-        "rows hold: compute_scale and scale_matrix of the same library",
-    )
-    for name, dtype in (("experts", "bfloat16"), ("experts fp8", "fp8")):
-        rows = expert_rows(folder, of, dtype)
-        (rate, half, beside), found = fitted_experts(rows, copy, random)
-        made.append((name, rate, half, 0.0, 0.0, beside))
-        each = (rows.num_tokens * rows.topk / rows.num_experts).to_numpy()
-        lines += [
-            (f"{name}, 128 to 1,023 rows an expert", found.line((each >= 128) & (each < 1024))),
-            (f"{name}, 1,024 rows an expert and more", found.line(each >= 1024)),
-        ]
-        words += f"; {name}: {given('moe', str(of.experts), f'moe_torch_flow_cutlass in {dtype}', len(rows))}"
-    return tuple(made), f"{words}; backward: twice forward, at the same rate"
 
 
 def like_h100(h100: Machine) -> Machine:

@@ -63,7 +63,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "--model",
         metavar="NAME|FILE|FLAGS",
         help=f"the layer's shape and masks in a model: {models}, a Hugging Face config.json, or Megatron's flags in "
-        f"one string; other options that are given replace its values (default: {TINY})",
+        f"one string or a file; other options that are given replace its values (default: {TINY})",
     )
     group.add_argument(*flags("heads"), type=size, help="number of query heads, value heads, or mamba's heads of x")
     group.add_argument(*flags("kv-heads"), type=size, help="key/value heads of attention")

@@ -47,9 +47,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
-    parser.add_argument(
-        *flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4; all with --gpus)"
-    )
+    parser.add_argument(*flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4)")
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
@@ -70,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
-    args.cp = args.cp or (None if args.whole and args.gpus else [4])
+    args.cp = args.cp or [4]
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
@@ -102,7 +100,7 @@ def _announce_search(args: argparse.Namespace) -> None:
 
 def _check_hosts(args: argparse.Namespace) -> None:
     """Refuses a number of hosts that does not divide the ranks evenly."""
-    for cp in args.cp or []:
+    for cp in args.cp:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
             remedy = f"Every host must have as many ranks of --cp {cp}: take one of these, or another --cp."

@@ -58,7 +58,7 @@ def known_shapes(model: str) -> dict[str, dict[LayerShape, int]]:
     """Returns the shapes of a model's layers of each kind, with the number of the layers that have each.
 
     Args:
-        model: a preset's name, a `config.json`, or Megatron's flags in one string.
+        model: a preset's name, a `config.json`, or Megatron's flags in one string or a file.
 
     Raises:
         ArgumentError: an unknown model, or one that cannot be read.

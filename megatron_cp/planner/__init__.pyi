@@ -13,7 +13,6 @@ from .layouts import layout_by_name as layout_by_name
 from .linear import MAX_CONV_WIDTH as MAX_CONV_WIDTH
 from .linear import plan_linear as plan_linear
 from .picture import save_picture as save_picture
-from .picture import shapes_by_rank as shapes_by_rank
 from .predict import Hardware as Hardware
 from .predict import Link as Link
 from .predict import Machine as Machine
@@ -28,5 +27,4 @@ from .predict.pack_cost import PackCost as PackCost
 from .predict.price import described as described
 from .predict.price import priced as priced
 from .predict.price import timelines as timelines
-from .predict.simulate import Span as Span
 from .tiled import checked_search as checked_search

@@ -148,7 +148,7 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     fields = {field.name for field in dataclasses.fields(mine.hardware)} - {"name", "about", "sources"}
     assert set(mine.hardware.sources) == fields | {"within", "between"}
     measured = {name for name, source in mine.hardware.sources.items() if source.startswith("measured by")}
-    given = {"memory", "units", "rule_floor", "matrix_rows", "matrix_peak", "wider", "between"}
+    given = {"memory", "units", "rule_floor", "matrix_rows", "wider", "between"}
     assert measured == (fields | {"within"}) - given
     assert mine.hardware.cores >= 1
     assert not mine.shares_cores

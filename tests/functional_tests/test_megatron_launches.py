@@ -174,19 +174,20 @@ def test_doctor_judges_published_launches(name):
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
 
 
-@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-next", "nemotron-h"])
-def test_doctor_accepts_the_launch_that_plan_names(model):
-    shape = ["plan", "--whole", "--model", model, "--lengths", "8192", "--layout", "zigzag", "--cp", "2", "--tp", "2"]
-    shape += ["--pp", "2", "--replicas", "16", "--microbatches", "4", "--precision", "fp8", "--recompute", "full"]
-    args = parsed([*shape, *(["--ep", "8"] if model == "qwen3-next" else [])])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("llama3-8b", "Llama-3 8B"), ("qwen3-next", "Qwen3-Next 80B-A3B"), ("nemotron-h", "Nemotron-H 8B")],
+)
+def test_doctor_accepts_the_flags_that_plan_names(model, name):
+    args = parsed(["plan", "--whole", "--model", model, "--lengths", "8192", "--cp", "4", "--fit", "1000GiB"])
     take_this = args.run(args).data["take_this"]
-    assert ("pretrain_hybrid.py" if model == "nemotron-h" else "pretrain_gpt.py") in shlex.split(take_this)
-    verdicts, status = judged(take_this)
+    ours = OURS.replace("gpt_layer", "hybrid_stack") if "--hybrid-layer-pattern" in LAUNCHES[name] else OURS
+    job = f"{_USUAL} {ours} {LAUNCHES[name]} {take_this}"
+    verdicts, status = judged(job)
     assert status == 0
-    assert judged(shlex.quote(take_this)) == (verdicts, status)
+    assert judged(shlex.quote(job)) == (verdicts, status)
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
-    assert ("--expert-tensor-parallel-size" in verdicts) == (model == "qwen3-next")
-    assert "--pipeline-model-parallel-size" in verdicts
+    assert "--cp-comm-type" in verdicts
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _SHORT, _MORE = 256, 5  # a layer of at most 256 tokens is timed 5 times as ofte
 _HEADS, _GROUPS = 4, 2
 _SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
 _IN_A_ROW = 20, 4  # small and large messages that follow one another
-_UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
+_UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds
 
@@ -119,7 +119,7 @@ def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
     rates = replace(
         machine("cpu").hardware, name="measured",
         about=f"{group.size} ranks on {cores * (1 if shares_cores else len(set(hosts)))} cores ({platform.machine()})",
-        copy=_copy_rate(bench), launch=_launch(bench), matrix=matrix, matrix_rows=16.0, matrix_peak=matrix, units=0.0,
+        copy=_copy_rate(bench), launch=_launch(bench), matrix=matrix, matrix_rows=16.0, units=0.0,
         cores=cores, wider=(1.0, 2.0), rule_floor=0.0, collective=collective, transfer=transfer,
     )  # fmt: skip
     rates = _with_attention(rates, bench)

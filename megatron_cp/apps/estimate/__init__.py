@@ -1,8 +1,8 @@
-"""Predicts a whole model's training step, for `megatron-cp plan --whole`. No torch in here.
+"""Plans all layers of a model, with their time and the memory, for `megatron-cp plan --whole`. No torch in here.
 
 `model_files` reads a model from a preset (`model_presets`), a Hugging Face configuration (`hub_configs`) or Megatron's
-flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `step` predicts its time and memory,
-with the layouts and schemes that `together` plans; `command` compares candidates, and `page/` shows one as a web page.
+flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `model_plan` has its layers' plans,
+which `together` makes, and `memory` the bytes of a rank; `command` compares sizes and layouts.
 """
 
 from megatron_cp.apps.estimate.command import WHOLE, add_arguments, run_whole

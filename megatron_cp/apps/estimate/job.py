@@ -1,26 +1,25 @@
-"""`Job`: how a model is trained on GPUs: parallelism, microbatches, sharding, recomputation. No torch in here.
+"""`Job`: what is given of a job beside its model and batch: parallel sizes, sharding, recomputation. No torch in here.
 
 The order of ranks is Megatron's: tensor, context, expert within data, data, and pipeline last.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
-from megatron_cp.apps.estimate.model_layers import FULL, MLP, NONE, OPS
+from megatron_cp.apps.estimate.model_layers import MLP, OPS
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.planner import Machine, Topology
 
 SHARDINGS = ("none", "zero1", "zero3")
-PRECISIONS = ("bf16", "fp8")
 GRADIENTS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A way to train a model.
+    """The sizes of a job, as far as they change the shapes and the memory of its layers.
 
     Attributes:
         cp: context-parallel size.
@@ -35,15 +34,9 @@ class Job:
         hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
         search_seconds, search_cache: for tiles of attention; see `plan_attention`.
         tp: tensor-parallel size, with sequence parallelism.
-        pp: number of pipeline stages.
-        interleave: chunks of layers of a stage.
+        pp: number of pipeline stages. A stage holds as many microbatches as there are stages from it to the end.
         ep: expert-parallel size: ranks among tp * cp * replicas that share the experts.
-        microbatches: packs that a replica computes one after the other in a step.
-        packs: times that the pack is joined in one microbatch.
-        precision: "bf16" or "fp8", that of products of weights.
         gradients: "fp32" or "bf16", in which gradients are summed over microbatches and ranks.
-        tp_overlap: True if tensor parallelism's transfers overlap with the products beside them.
-        recompute_layers: number of layers, the first of each chunk, that full recomputation computes again; 0 for all.
     """
 
     cp: int
@@ -62,28 +55,18 @@ class Job:
     search_cache: str | None = None
     tp: int = 1
     pp: int = 1
-    interleave: int = 1
     ep: int = 1
-    microbatches: int = 1
-    packs: int = 1
-    precision: str = "bf16"
     gradients: str = "fp32"
-    tp_overlap: bool = False
-    recompute_layers: int = 0
 
-    def of_layer(self, place: int) -> Job:
-        """Returns the job for the layer at that place of its chunk, which may not be computed again."""
-        return replace(self, recompute=NONE) if 0 < self.recompute_layers <= place else self
-
-    def layer_ranges(self, layers: int) -> list[tuple[int, int]]:
-        """Returns the range of layers of each chunk, in the model's order; the last has fewer if they do not divide."""
-        each = -(-layers // (self.pp * self.interleave))
-        return [(each * number, min(each * (number + 1), layers)) for number in range(self.pp * self.interleave)]
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Returns the numbers of a stage's layers, of so many; the last stage has fewer if they do not divide."""
+        each = -(-layers // self.pp)
+        return range(each * stage, min(each * (stage + 1), layers))
 
     @property
     def gpus(self) -> int:
         """The number of ranks of the job."""
-        return self.tp * self.cp * self.pp * self.replicas
+        return self.stage_ranks * self.pp
 
     @property
     def stage_ranks(self) -> int:
@@ -106,17 +89,13 @@ class Job:
         """Refuses degrees that the model or the machine does not divide into.
 
         Raises:
-            ArgumentError: such a degree, or a precision that the machine has no measured rate for.
+            ArgumentError: such a degree, or a choice that does not exist.
         """
-        for name, allowed in (("sharding", SHARDINGS), ("precision", PRECISIONS), ("gradients", GRADIENTS)):
+        for name, allowed in (("sharding", SHARDINGS), ("gradients", GRADIENTS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
-        for name in ("replicas", "tp", "pp", "interleave", "ep", "microbatches", "packs"):
+        for name in ("replicas", "tp", "pp", "ep"):
             checked_integer(name, getattr(self, name), 1)
-        checked_flag("tp_overlap", self.tp_overlap)
-        checked_integer("recompute_layers", self.recompute_layers, 0)
-        if self.recompute_layers and self.recompute != FULL:
-            raise ArgumentError("recompute_layers", self.recompute_layers, "0 without full recomputation")
         if self.recompute == OPS and self.sharding != "zero3":
             remedy = "ops are PyTorch's checkpoints, beside its sharding."
             raise ArgumentError("recompute", OPS, "none or selective or full without sharding zero3", remedy)
@@ -125,13 +104,9 @@ class Job:
         for mixer, name, count in _counts(model):
             if count % self.tp:
                 raise ArgumentError("tp", self.tp, f"a divisor of {count}, the {name} of {mixer}")
-        chunks, layers = self.pp * self.interleave, len(model.blocks)
-        if layers % chunks and (self.interleave > 1 or self.layer_ranges(layers)[-1][0] >= layers):
-            wanted = f"stages that, times interleave {self.interleave}, divide {layers} layers"
-            raise ArgumentError("pp", self.pp, f"{wanted}, or leave some for the last without interleave")
-        if self.interleave > 1 and (self.pp == 1 or self.microbatches % self.pp):
-            wanted = f"1, or pp above 1 that divides the {self.microbatches} microbatches"
-            raise ArgumentError("interleave", self.interleave, wanted)
+        layers = len(model.blocks)
+        if not self.layers_of(self.pp - 1, layers):
+            raise ArgumentError("pp", self.pp, f"stages that divide {layers} layers, or leave some for the last")
         if self.sharding == "zero3" and self.pp > 1:
             raise ArgumentError(
                 "sharding", "zero3", "zero1 with pp above 1", "Every microbatch would gather all again."
@@ -141,9 +116,6 @@ class Job:
         if self.ep > 1 and (not experts or self.stage_ranks % self.ep or any(count % self.ep for count in experts)):
             wanted = f"a divisor of {self.stage_ranks} ranks of a stage and of {max(experts, default=0)} experts"
             raise ArgumentError("ep", self.ep, wanted if experts else "1 without experts")
-        if self.precision == "fp8" and "fp8" not in [name for name, *_ in on.hardware.products]:
-            remedy = "Take bf16, or another machine."
-            raise ArgumentError("precision", "fp8", f"bf16 on {on.hardware.name}, without a rate of fp8", remedy)
 
 
 def _counts(model: ModelSpec) -> list[tuple[str, str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import KINDS, Dim, Per, SectionKind
@@ -11,40 +10,6 @@ from megatron_cp.planner import AttentionSpec, LinearSpec
 from megatron_cp.softmax import checked_options
 
 BF16, FP32 = 2, 4  # bytes
-
-
-class Gemm(NamedTuple):
-    """A product of activations with a weight matrix.
-
-    Attributes:
-        products: number of such products for one token.
-        in_features, out_features: shape of the weight; a token takes `2 * products * in_features * out_features`
-            operations forward.
-    """
-
-    products: int
-    in_features: int
-    out_features: int
-
-    @property
-    def multiply_adds(self) -> int:
-        """The multiply-adds of one token forward; as many as the weights that the token meets."""
-        return self.products * self.in_features * self.out_features
-
-
-class Moved(NamedTuple):
-    """Features of a token that operations outside of products read and write, each of two bytes.
-
-    Products read and write their own operands: their measured time holds that.
-
-    Attributes:
-        forward, backward: in the forward and in the backward.
-        again: in the part of the forward that selective recomputation computes again.
-    """
-
-    forward: int
-    backward: int
-    again: int
 
 
 @dataclass(frozen=True)
@@ -112,19 +77,18 @@ class AttentionMixer:
         """Returns the layer's specification, without the choice of a scheme."""
         return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.mask)
 
-    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """Returns the products of one layer."""
+    def weights(self, hidden_size: int) -> int:
+        """Returns the number of weights of the projections."""
         queries = self._queries * 2 if self.output_gate else self._queries
-        first, more = queries, []
+        found = self._outputs * hidden_size
         if self.query_rank:
-            first, more = self.query_rank, [Gemm(1, self.query_rank, queries)]
-        if self.kv_rank:
-            first += self.kv_rank + self.shared_key_dim
-            own_keys = self.kv_heads * (self.head_dim - self.shared_key_dim)
-            more.append(Gemm(1, self.kv_rank, own_keys + self._values))
+            found += self.query_rank * (hidden_size + queries)
         else:
-            first += self._keys + self._values
-        return Gemm(1, hidden_size, first), *more, Gemm(1, self._outputs, hidden_size)
+            found += hidden_size * queries
+        if not self.kv_rank:
+            return found + hidden_size * (self._keys + self._values)
+        own_keys = self.kv_heads * (self.head_dim - self.shared_key_dim)
+        return found + hidden_size * (self.kv_rank + self.shared_key_dim) + self.kv_rank * (own_keys + self._values)
 
     def vectors(self, hidden_size: int) -> int:
         """Returns the number of parameters outside of products: norms, biases and sinks."""
@@ -139,13 +103,6 @@ class AttentionMixer:
         features += (self._latents or self._queries + self._keys) if self.qk_norm else 0
         features += 2 * self._outputs if self.output_gate else 0
         return BF16 * features
-
-    def moved(self, hidden_size: int) -> Moved:
-        """Returns the features that rotary positions, norms of heads and an output gate read and write."""
-        normed = (self._latents or self._queries + self._keys) * self.qk_norm
-        gated = self._outputs * self.output_gate
-        rotated = 2 * (self._queries + self._keys)
-        return Moved(rotated + 2 * normed + 3 * gated, rotated + 3 * normed + 5 * gated, 0)
 
     @property
     def _latents(self) -> int:
@@ -214,11 +171,10 @@ class LinearMixer:
         sizes = (self.heads, self.key_heads, self.head_dim, self.value_head_dim, self.conv_width)
         return LinearSpec(self.kind, *sizes)
 
-    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
-        """Returns the products of one layer."""
-        direct = sum(self._widths.values()) + self._outputs + sum(rank - width for rank, width in self._low_rank)
-        first, last = Gemm(1, hidden_size, direct), Gemm(1, self._outputs, hidden_size)
-        return first, *(Gemm(1, rank, width) for rank, width in self._low_rank), last
+    def weights(self, hidden_size: int) -> int:
+        """Returns the number of weights of the projections."""
+        direct = sum(self._widths.values()) + 2 * self._outputs + sum(rank - width for rank, width in self._low_rank)
+        return hidden_size * direct + sum(rank * width for rank, width in self._low_rank)
 
     def vectors(self, hidden_size: int) -> int:
         """Returns the number of parameters outside of products."""
@@ -229,11 +185,6 @@ class LinearMixer:
         norm_is_made_again = selective and KINDS[self.kind].is_dense
         features = sum(self._widths.values()) + self._outputs * (1 if norm_is_made_again else 2)
         return BF16 * (features + sum(rank for rank, _ in self._low_rank))
-
-    def moved(self, hidden_size: int) -> Moved:
-        """Returns the features that the gated norm reads and writes."""
-        forward = 3 * self._outputs
-        return Moved(forward, 5 * self._outputs, forward * KINDS[self.kind].is_dense)
 
     @property
     def _widths(self) -> dict[SectionKind, int]:

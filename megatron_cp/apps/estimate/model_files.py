@@ -17,6 +17,7 @@ from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import did_you_mean
 
+_COMMENTS = re.compile(r"^\s*#.*$|\\$", re.MULTILINE)  # and the backslash at the end of a shell's line
 _MAX_BYTES = 10_000_000  # largest config.json: a checkpoint that is given instead is not read
 
 
@@ -25,7 +26,7 @@ def read_model(text: str) -> ModelSpec:
 
     Args:
         text: the name of a preset, such as "llama3-8b"; the path of a Hugging Face `config.json`, or of its folder; or
-            Megatron's flags in one string, which begins with "--".
+            Megatron's flags in one string, or in a file, which begins with "--".
 
     Raises:
         ArgumentError: an unknown name, a file that cannot be read, an unknown type of model, or impossible sizes.
@@ -54,7 +55,7 @@ def read_model(text: str) -> ModelSpec:
 
 
 def _allowed() -> str:
-    return f"{' or '.join(PRESETS)}, the path of a config.json, or Megatron's flags in one string"
+    return f"{' or '.join(PRESETS)}, the path of a config.json, or Megatron's flags in one string or a file"
 
 
 def _exists(text: str) -> bool:
@@ -65,7 +66,11 @@ def _exists(text: str) -> bool:
 
 
 def _read_config(text: str) -> ModelSpec:
-    path, values = _loaded(text)
+    path, content = _content(text)
+    flags = _COMMENTS.sub(" ", content).strip()
+    if flags.startswith("--"):
+        return read_flags(flags)
+    values = _values(text, content)
     model_type = values.get("model_type")
     name = path.absolute().parent.name or str(model_type)
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
@@ -100,20 +105,27 @@ def _built(text: str, values: dict[str, Any], model_type: object, name: str) -> 
     raise ArgumentError(f"{text}: model_type", model_type, allowed, remedy)
 
 
-def _loaded(text: str) -> tuple[Path, dict[str, Any]]:
+def _content(text: str) -> tuple[Path, str]:
     try:
         path = Path(text)
         path = path / "config.json" if path.is_dir() else path
         if path.stat().st_size > _MAX_BYTES:
             raise ArgumentError("model", text, f"a config.json of at most {_MAX_BYTES} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        return path, path.read_text(encoding="utf-8")
     except OSError as error:
         remedy = did_you_mean(text, PRESETS)
         raise ArgumentError("model", text, f"a file that can be read ({error.strerror})", remedy) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError("model", text, f"a file of JSON ({str(error)[:100]})") from None
+
+
+def _values(text: str, content: str) -> dict[str, Any]:
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError("model", text, f"a file of JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
         raise ArgumentError("model", text, "a file with one JSON object")
-    return path, values
+    return values

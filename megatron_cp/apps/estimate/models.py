@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_cp.apps.estimate.mixers import BF16, FP32, AttentionMixer, Gemm, LinearMixer
+from megatron_cp.apps.estimate.mixers import BF16, FP32, AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.model_layers import NONE, Block, check_recompute
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import COLLECTIVE, Transport
@@ -132,26 +132,7 @@ class ModelSpec:
             found += [made[slot] for slot in members]
         return tuple(found)
 
-    @property
-    def has_pattern(self) -> bool:
-        """True if a layer is a mixer or an MLP alone, as each letter of Megatron's hybrid patterns is."""
-        return any(len(block.parts) == 1 for block in self.blocks)
-
-    # -- products and parameters ---------------------------------------------------------------------------------------
-
-    @property
-    def gemms(self) -> tuple[Gemm, ...]:
-        """The weight products of one token's forward, summed by shape, router and output head included.
-
-        In a mixture of experts a token meets as many experts as it is routed to. Projections of the same input count
-        as one product, as in Megatron. The operation between the projections is not included.
-        """
-        counts: Counter[tuple[int, int]] = Counter()
-        for block, times in Counter(self.blocks).items():
-            for count, *shape in block.gemms(self.hidden_size):
-                counts[tuple(shape)] += count * times  # type: ignore[index]
-        counts[self.hidden_size, self.vocab_size] += 1
-        return tuple(Gemm(count, *shape) for shape, count in counts.items())
+    # -- parameters ----------------------------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> int:
@@ -176,9 +157,11 @@ class ModelSpec:
     @property
     def active_parameters(self) -> int:
         """The number of parameters that one token meets: its own experts, the embedding only as a tied output head."""
-        weights = sum(gemm.multiply_adds for gemm in self.gemms)
-        vectors = sum(block.vectors(self.hidden_size) for block in self.blocks) + self.hidden_size
-        return weights + vectors
+        blocks = sum(
+            times * (block.weights(self.hidden_size) + block.vectors(self.hidden_size))
+            for block, times in Counter(self.blocks).items()
+        )
+        return blocks + self.hidden_size + self.hidden_size * self.vocab_size
 
     # -- activations ---------------------------------------------------------------------------------------------------
 

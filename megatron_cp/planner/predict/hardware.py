@@ -15,7 +15,6 @@ from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 
-PRODUCTS = ("fp8", "experts", "experts fp8")
 _SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy: estimates
 
 
@@ -48,7 +47,6 @@ class Hardware:
         name: the name of the preset.
         about: a description of the machine.
         matrix: floating-point operations a second of large matrix products.
-        matrix_peak: the rate in the data sheet, against which utilisation is measured.
         matrix_rows: rows of a product at which half of `matrix` is reached.
         attention: for some head sizes the operations a second of softmax attention's kernel, forward and backward;
             for other sizes, the nearest row counts.
@@ -75,16 +73,12 @@ class Hardware:
             twice backward). The device computes meanwhile, so they count where their sum is longer.
         ring: the part of a hop's time that kernels hide, forward and backward; the rest is added to theirs.
         wider: the time of an element of 4 and of 8 bytes, in that of one of 2 bytes.
-        products: other kinds of products than those of `matrix`: "fp8", "experts" (grouped products of experts in bf16)
-            and "experts fp8". Each has operations a second, and the rows (of an expert), columns and inner size at
-            which half of that is reached, if the other two are large; and the seconds beside of a mixture of experts.
         sources: the source of each number.
     """
 
     name: str
     about: str
     matrix: float
-    matrix_peak: float
     matrix_rows: float
     attention: tuple[tuple[int, float, float], ...]
     tile: int
@@ -105,7 +99,6 @@ class Hardware:
     host: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ring: tuple[float, float] = (1.0, 1.0)
     wider: tuple[float, float] = (2.0, 4.0)
-    products: tuple[tuple[str, float, float, float, float, float], ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,11 +108,6 @@ class Hardware:
         if not whole or len(whole) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
         self._check_rule()
-        for each in self.products:
-            is_row = len(each) == 6 and each[0] in PRODUCTS and all(map(_is_number, each[1:]))
-            if not is_row or each[1] <= 0 or min(each[2:]) < 0:
-                wanted = f"{' or '.join(PRODUCTS)}, a rate above 0, three sizes and seconds of at least 0"
-                raise ArgumentError("products", each, wanted)
         for name, width in (("row", 3), ("chain", 4)):
             rows = getattr(self, name)
             if any(len(row) != width or not all(_is_number(x) and x >= 0 for x in row[width - 3 :]) for row in rows):
@@ -180,13 +168,6 @@ class Hardware:
         rows = (row for row in self.chain if row[0] == kind)
         _, _, ahead, back = min(rows, key=lambda row: abs(math.log(row[1] / head_dim)), default=("", 1, 0.0, 0.0))
         return ahead if forward else back
-
-    def product_seconds(self, rows: float, columns: float, inner: float, kind: str | None = None) -> float:
-        """Returns the seconds of a product of matrices: of bf16, or of another kind that `products` has."""
-        known = {name: numbers for name, *numbers in self.products}
-        rate, *halves, _ = known[kind] if kind else (self.matrix, self.matrix_rows, 0.0, 0.0, 0.0)
-        losses = sum(half / size for half, size in zip(halves, (rows, columns, inner), strict=True))
-        return 2.0 * rows * columns * inner / rate * (1 + losses)
 
     def slower(self, item_size: int) -> float:
         """Returns the factor by which elements of so many bytes take longer than bf16."""

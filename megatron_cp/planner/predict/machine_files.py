@@ -112,10 +112,7 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        numbers, rows = (
-            ("convolution", "wider", "band", "ring", "host"),
-            ("attention", "rule", "row", "chain", "products"),
-        )
+        numbers, rows = ("convolution", "wider", "band", "ring", "host"), ("attention", "rule", "row", "chain")
         tuples: dict[str, Any] = {name: tuple(rates[name]) for name in numbers if name in rates}
         tuples |= {name: tuple(tuple(row) for row in rates[name]) for name in rows if name in rates}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
@@ -132,6 +129,8 @@ def _read(path: Path, argument: str) -> Machine:
 
 def _unknown(name: str, *known: Iterable[str], where: str = "", of: str = "") -> str:
     """Describes a name that a file should not have, with the one that it resembles of the first names that do."""
+    if name in ("matrix_peak", "products"):
+        return f"{name} (whole steps are no longer predicted: leave it out)"
     near = [match for names in known for match in difflib.get_close_matches(name, names, 1)]
     return f"{of}{name}{where}" + (f" (did you mean {of}{near[0]}?)" if near else "")
 

@@ -7,7 +7,7 @@ import pytest
 import megatron_cp as cp
 from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.model_files import read_model
-from megatron_cp.apps.estimate.step import predict_step
+from megatron_cp.apps.estimate.model_plan import plan_model
 from megatron_cp.planner import layouts, tiled
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict import machine
@@ -29,23 +29,21 @@ def nothing_is_remembered(monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3-next", "llama3-8b", "nemotron-h"])
 @pytest.mark.parametrize("packing", [cp.Packing([16000, 300, 9000, 4000, 1, 3000]), cp.Packing([700] * 47)], ids=str)
-def test_it_is_the_layout_of_the_cheapest_step(name, packing):
-    """The choice differs between layouts by as much as `plan --whole` does, products of weights and all."""
+def test_it_is_the_layout_of_the_cheapest_plan(name, packing):
+    """The choice differs between layouts by as much as `plan --whole` does."""
     model = read_model(name)
     choice = choose_layout(packing, 8, model.slots())
-    steps = {
-        each: predict_step(
+    times = {
+        each: plan_model(
             model, layout_by_name(each, packing, 8), Job(8, each, sharding="none"), H100, H100.topology(8)
-        )
+        ).milliseconds
         for each in CHOICES
     }
     prices = {price.name: price.milliseconds for price in choice.prices}
     assert set(prices) == set(CHOICES)
-    assert steps[choice.name].step <= 1.001 * min(step.step for step in steps.values())
-    for each, step in steps.items():
-        assert prices[each] == pytest.approx(
-            step.parts["attention"] + step.parts["linear"] + step.parts["exposed"] + step.parts["imbalance"], rel=0.005
-        )
+    assert times[choice.name] <= 1.001 * min(times.values())
+    for each, milliseconds in times.items():
+        assert prices[each] == pytest.approx(milliseconds, rel=0.005)
 
 
 def test_what_the_layers_are_decides():

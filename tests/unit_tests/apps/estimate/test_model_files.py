@@ -29,14 +29,27 @@ def test_a_folder_is_read_by_its_file_and_a_file_next_to_the_user_is_found(tmp_p
     assert len(read_model("small").blocks) == 2
 
 
+def test_flags_may_be_in_a_file_as_in_a_script(tmp_path):
+    path = tmp_path / "model.args"
+    path.write_text("# a model\n--num-layers 4 \\\n  --hidden-size 512 --num-attention-heads 8 --window-size 127,0 \\\n"
+                    "  # its softmax\n  --softmax-type learnable --vocab-size 1000 --lr 1e-5\n")  # fmt: skip
+    found = read_model(str(path))
+    assert found == read_model(
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --window-size 127,0 --softmax-type learnable "
+        "--vocab-size 1000 --lr 1e-5"
+    )
+    assert [(block.mixer.mask, block.mixer.sink) for block in found.blocks] == [("window:127,0", True)] * 4
+
+
 NAMES = "allowed: qwen3-next or kimi-linear or nemotron-h or llama3-8b or llama3-70b or qwen3-8b or tiny, the path of"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lama3-8b", f"model: got 'lama3-8b'; {NAMES} a config.json, or Megatron's flags in one string. Did you mean"),
-        ("qwen3_next", "Did you mean qwen3-next?"), ("gpt5", NAMES), ("", NAMES), (" ", NAMES), (None, NAMES),
+        ("lama3-8b", f"model: got 'lama3-8b'; {NAMES} a config.json, or Megatron's flags in one string or a file. D"),
+        ("lama3-8b", "Did you mean llama3-8b?"), ("qwen3_next", "Did you mean qwen3-next?"),
+        ("gpt5", NAMES), ("", NAMES), (" ", NAMES), (None, NAMES),
         (8, NAMES), ("a\0b", NAMES), ("a\0b/config.json", "a file of JSON"), ("x" * 5000, NAMES),
         ("no/such/config.json", "allowed: a file that can be read (No such file or directory)"),
         ("x/" * 5000, "allowed: a file that can be read"),

@@ -1,4 +1,4 @@
-"""Whole models as data: slots and runs, products, parameters, saved activations."""
+"""Whole models as data: slots and runs, parameters, saved activations."""
 
 import itertools
 from collections import Counter
@@ -127,12 +127,8 @@ def test_choices_and_masks_are_those_of_their_slots():
     rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
 
 
-def test_products_and_parameters_are_those_that_a_token_meets():
-    assert PRESETS["llama3-8b"].gemms == (
-        (32, 4096, 6144), (32, 4096, 4096), (32, 4096, 28672), (32, 14336, 4096), (1, 4096, 128256),
-    )  # fmt: skip
+def test_parameters_are_those_that_a_token_meets():
     model = model_of(Block(mlp=MIXTURE), tied=False)
-    assert model.gemms == ((1, 64, 8), (1, 64, 1), (2, 64, 64), (2, 32, 64), (1, 64, 96), (1, 48, 64), (1, 64, 100))
     expert, shared = 3 * 64 * 32, 3 * 64 * 48
     assert model.active_parameters == 2 * expert + shared + 64 * (8 + 1 + 100) + 2 * 64
     assert model.parameters - model.active_parameters == 6 * expert + 64 * 100
@@ -143,7 +139,7 @@ def test_products_and_parameters_are_those_that_a_token_meets():
 
 
 @pytest.mark.parametrize(
-    ("mixer", "gemms"),
+    ("mixer", "products"),
     [
         (ATTENTION, [(64, 64 + 32 + 32), (64, 64)]),
         (replace(ATTENTION, output_gate=True), [(64, 128 + 32 + 32), (64, 64)]),
@@ -163,8 +159,8 @@ def test_products_and_parameters_are_those_that_a_token_meets():
         (kimi_delta_attention(4, 4, 16, decay_rank=8, gate_rank=None), [(64, 3 * 64 + 4 + 8 + 64), (8, 64), (64, 64)]),
     ],
 )
-def test_projections_are_as_wide_as_what_they_make(mixer, gemms):
-    assert mixer.gemms(64) == tuple((1, *shape) for shape in gemms)
+def test_projections_are_as_wide_as_what_they_make(mixer, products):
+    assert mixer.weights(64) == sum(rows * columns for rows, columns in products)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -291,8 +287,7 @@ def test_checkpoints_of_operations_save_every_second_product():
     """torchtitan's policy counts q, k, v, o, gate, up and down, and saves the first, the third and so on."""
     block = Block(ATTENTION, MLP(32))
     q, k, v, o, gate, up, down = (64, 64), (64, 32), (64, 32), (64, 64), (64, 32), (64, 32), (32, 64)
-    assert sum(n * m for n, m in (q, k, v, o, gate, up, down)) == sum(each.multiply_adds for each in block.gemms(64))
-    assert [tuple(each)[1:] for each in block.repeated(64)] == [k, o, up]
+    assert sum(n * m for n, m in (q, k, v, o, gate, up, down)) == block.weights(64)
     assert block.saved(64, "ops") == 2 * (64 + sum(m for _, m in (q, v, gate, down)))
 
 
@@ -302,21 +297,6 @@ def test_rejects_checkpoints_of_operations_in_other_layers():
     for other in (Block(ATTENTION), Block(ATTENTION, MIXTURE), Block(LINEAR, mlp), Block(ATTENTION, MLP(8, False)),
                   Block(gated, mlp), Block(latent, mlp), Block(mlp=mlp)):  # fmt: skip
         rejects("^recompute: got 'ops'", other.saved, 64, "ops")
-
-
-def test_products_in_fp8_save_inputs_of_one_byte():
-    """Inputs of one byte: two norms' outputs, the output projection's and the last product's, or the experts' own.
-
-    A router's input, which is the norm's output, stays in bf16.
-    """
-    dense, sparse = Block(ATTENTION, MLP(32)), Block(mlp=MIXTURE)
-    bytes_of = [
-        [block.saved(64, how, fp8=fp8) for fp8 in (False, True)]
-        for block in (dense, sparse)
-        for how in ("none", "selective", "full")
-    ]
-    less = [wide - narrow for wide, narrow in bytes_of]
-    assert less == [2 * 64 - 64 + 32, 32 - 64, 0, 2 * (64 + 32) + 48, 2 * 64 + 48, 0]
 
 
 def test_rejects_another_word_for_recomputation():

@@ -56,7 +56,7 @@ def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
     found = machine(path)
     assert (found.hardware.copy, found.rails) == (9.6e11, 4)
     assert set(h100.hardware.sources) - set(found.hardware.sources) == {"copy"}  # whose source was another number's
-    assert base.hardware.products == h100.hardware.products
+    assert base.hardware.rule == h100.hardware.rule
     path.write_text('base = "h100"\n[topology]\nbetween = { bandwidth = 1e10 }\n')
     assert machine(path).between == dataclasses.replace(h100.between, bandwidth=1e10)
     path.write_text('base = "h1000"')
@@ -79,6 +79,7 @@ def test_rejects_unknown_machines(name, says):
     [
         (("copy = ", "copies = "), "It lacks hardware.copy. It has copies (did you mean copy?)."),
         (("memory = ", "memroy = "), "It lacks hardware.memory. It has memroy (did you mean memory?)."),
+        (("launch = ", "products = []\nlaunch = "), "It has products (whole steps are no longer predicted"),
         (("[topology]", "[topologies]"), "It lacks topology.ranks_per_host"),
         (("[topology]", "[topologies]"), "It has topologies outside of its table (did you mean topology?)."),
         (("[hardware]", "memory = 9e10\n[hardware]"), "It has memory outside of its table."),

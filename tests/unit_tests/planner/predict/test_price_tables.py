@@ -3,8 +3,6 @@
 Rows of aiconfigurator-core 0.12.0 (PyPI, Apache-2.0), milliseconds; `tools/price_tables.py` reads all of them.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds
 from megatron_cp.planner.predict.program import Edges, Program
 from megatron_cp.planner.predict.simulate import simulate
-from tests.refusals import rejects
 
 # FlashAttention-2 on an H100 SXM5 by the figures of FlashAttention-3's paper: 1e12 operations a second for documents of
 # 512 to 16,384 tokens, 16,384 in all, and heads of 2,048 features in all. Forward, causal, by head size; backward, not
@@ -126,68 +123,3 @@ def test_all_to_alls_of_small_and_large_messages():
         program.wait(program.start("all-to-all", Edges.from_messages(senders, receivers, nbytes)))
         predicted.append(1e3 * simulate(program, machine("h100").topology(ranks)).seconds)
     agrees(predicted, [measured for *_, measured in ALL_TO_ALL])
-
-
-# gemm/trtllm/1.3.0rc20, fp8 by cuBLASLt, less compute_scale and scale_matrix: rows, columns, inner size. moe of that
-# library, moe_torch_flow_cutlass, 128 experts, eight a token, evenly routed: tokens, hidden and inner size,
-# expert-parallel size. Drawn by seed 36.
-FP8 = [
-    ("h100", 2305, 3584, 4096, 0.0616),
-    ("h100", 4353, 65536, 5120, 1.9178),
-    ("h100", 3585, 5120, 6144, 0.1601),
-    ("h100", 2816, 3584, 2560, 0.0510),
-    ("h100", 2304, 2048, 2048, 0.0182),
-    ("h100", 3585, 51200, 3072, 0.8594),
-    ("h100", 8192, 4096, 3584, 0.1691),
-    ("h100", 8192, 6144, 1536, 0.1357),
-    ("b200", 2305, 3584, 4096, 0.0276),
-    ("b200", 4353, 65536, 5120, 0.9659),
-    ("b200", 3840, 5120, 6144, 0.0862),
-    ("b200", 2816, 3584, 2560, 0.0209),
-    ("b200", 4352, 2048, 2048, 0.0156),
-    ("b200", 3841, 51200, 3072, 0.4840),
-    ("b200", 16384, 4096, 3584, 0.1390),
-    ("b200", 32768, 6144, 1536, 0.2033),
-]
-EXPERTS = [
-    ("h100", "experts", 4096, 2816, 704, 2, 0.5575),
-    ("h100", "experts", 4096, 4096, 1536, 16, 0.2196),
-    ("h100", "experts", 3072, 2048, 768, 8, 0.1327),
-    ("h100", "experts", 12288, 4096, 1536, 64, 0.1962),
-    ("h100", "experts fp8", 4096, 2816, 704, 8, 0.1510),
-    ("h100", "experts fp8", 4096, 2816, 704, 16, 0.1042),
-    ("h100", "experts fp8", 3072, 2048, 768, 16, 0.0720),
-    ("h100", "experts fp8", 12288, 2048, 768, 4, 0.4882),
-    ("b200", "experts", 4096, 2816, 704, 1, 0.5568),
-    ("b200", "experts", 4096, 2048, 768, 4, 0.1477),
-    ("b200", "experts", 3072, 2048, 768, 2, 0.2285),
-    ("b200", "experts", 12288, 2816, 704, 16, 0.1552),
-    ("b200", "experts fp8", 4096, 2048, 768, 32, 0.0538),
-    ("b200", "experts fp8", 4096, 2816, 704, 1, 0.4760),
-    ("b200", "experts fp8", 3072, 2816, 704, 16, 0.0684),
-    ("b200", "experts fp8", 12288, 2048, 768, 2, 0.5726),
-]
-
-
-@pytest.mark.parametrize("name", ["h100", "b200"])
-def test_products_in_fp8_and_of_experts_take_as_long_as_measured(name):
-    hardware = machine(name).hardware
-    rows = [row for row in FP8 if row[0] == name]
-    agrees([1e3 * hardware.product_seconds(*row[1:4], "fp8") for row in rows], [row[4] for row in rows])
-    rows = [row for row in EXPERTS if row[0] == name]
-    predicted = []
-    for _, kind, tokens, hidden, inner, ranks, _ in rows:
-        routed = 8 * tokens / ranks
-        each = 8 * tokens / 128
-        products = 128 / ranks * 3 / 2 * hardware.product_seconds(each, 2 * inner, hidden, kind)
-        written = 2 * routed * (2 * hidden + 3 * inner) + 2 * tokens * hidden
-        beside = next(seconds for found, *_, seconds in hardware.products if found == kind)
-        predicted.append(1e3 * (products + written / hardware.copy + beside))
-    agrees(predicted, [row[6] for row in rows])
-
-
-def test_rejects_products_that_are_incomplete():
-    hardware = machine("h100").hardware
-    ones = (1.0,) * 4
-    for row in (("fp8", 1e15, 1.0, 1.0), ("fp4", 1e15, *ones), ("fp8", 0.0, *ones), ("fp8", 1e15, -1.0, *ones[1:])):
-        rejects("^products: got ", lambda row=row: replace(hardware, products=(row,)))

@@ -1,0 +1,147 @@
+"""`plan_model`: plans all layers of a model in a job, with their predicted time and the memory. No torch in here."""
+
+from __future__ import annotations
+
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cp.apps.estimate.job import Job
+from megatron_cp.apps.estimate.memory import Memory, memory_of
+from megatron_cp.apps.estimate.mixers import AttentionMixer
+from megatron_cp.apps.estimate.model_layers import FULL
+from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.apps.estimate.together import plan_together
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout
+from megatron_cp.plan import DEFAULT, SCHEMES, Plan, Transport
+from megatron_cp.planner import Machine, Slot, Topology, priced, timelines
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The plans of a model's layers in a job.
+
+    Attributes:
+        job: the job.
+        parts: milliseconds of all attention and linear layers for one pack, forward and backward, by part. attention,
+            linear: kernels of the mean rank; exposed: time by which transfers exceed the kernels; imbalance: time by
+            which the busiest rank's kernels exceed those of the mean.
+        memory: bytes of a rank.
+        plans: the plan of each kind of layer, with how often it occurs.
+        schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
+        head_chunks: value of `--cp-head-chunks`; None to leave it out.
+    """
+
+    job: Job
+    parts: Mapping[str, float]
+    memory: Memory
+    plans: tuple[tuple[Plan, int], ...]
+    schemes: tuple[str, ...] = ()
+    head_chunks: int | None = None
+
+    @property
+    def milliseconds(self) -> float:
+        """The time of all attention and linear layers for one pack."""
+        return sum(self.parts.values())
+
+    @property
+    def flags(self) -> str:
+        """Megatron's flags that ask for these plans: those of context parallelism."""
+        job = self.job
+        found = [f"--context-parallel-size {job.cp}", f"--cp-layout {job.layout}"]
+        attention = [plan for plan, _ in self.plans if plan.attend is not None]
+        if attention:
+            alike = len({plan.scheme for plan in attention}) == 1
+            found.append(f"--cp-comm-type {attention[0].scheme if alike else ' '.join(self.schemes)}")
+        for plan in [plan for plan in attention if SCHEMES[plan.scheme].is_product][:1]:
+            degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
+            found.append(f"--hierarchical-context-parallel-sizes {degrees}")
+        if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
+            found += [f"--cp-search {job.search_seconds:g}"] * bool(job.search_seconds)
+            found += [f"--cp-search-cache {shlex.quote(str(job.search_cache))}"] * bool(job.search_cache)
+        modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
+        if len(modes) > 1:  # runs of different lengths can have different modes
+            found += ["--linear-cp-mode auto", *([f"--cp-hardware {job.hardware}"] * bool(job.hardware))]
+        else:
+            found += [f"--linear-cp-mode {mode}" for mode in modes]
+        found += [f"--cp-head-chunks {self.head_chunks}"] * (self.head_chunks is not None)
+        found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
+        found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
+        return " ".join(found)
+
+
+def scheme_of(plan: Plan) -> str:
+    """Returns the name of a plan's scheme or mode, as options spell it."""
+    return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
+
+
+def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology: Topology) -> ModelPlan:
+    """Returns the plans of all layers for a pack.
+
+    Args:
+        model: the model, with all layers.
+        layout: the tokens of the pack that each context-parallel rank holds, as the job names it.
+        job: the sizes of the job, and the choices that are given.
+        on: the machine.
+        topology: the hosts of the ranks of one context-parallel group.
+
+    Raises:
+        ArgumentError: degrees that do not divide, a layout or a topology of another number of ranks, or a scheme that
+            cannot run.
+    """
+    job.check(model, on)
+    if layout.cp_size != job.cp:
+        raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {job.cp} ranks of the job")
+    slots = _divided(model, job.tp).slots(
+        scheme=job.scheme, ulysses_degree=job.ulysses_degree, mode=job.mode, head_chunks=job.head_chunks,
+        codec=job.codec, search_seconds=job.search_seconds, search_cache=job.search_cache,
+        transport=Transport.even_hosts(job.transport, job.cp, topology.num_hosts),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
+    parts = dict.fromkeys(("attention", "linear", "exposed", "imbalance"), 0.0)
+    for plan, count in plans:
+        for name, milliseconds in _parts(plan, job, on, topology).items():
+            parts[name] += count * milliseconds
+    memory = memory_of(model, layout, job, plans)
+    return ModelPlan(job, parts, memory, plans, _schemes(model, slots, plans), head_chunks)
+
+
+def _parts(plan: Plan, job: Job, on: Machine, topology: Topology) -> dict[str, float]:
+    """Returns the milliseconds of a layer by part, its forward twice where backward computes it again."""
+    kernels = "linear" if plan.attend is None else "attention"
+    found, price = dict.fromkeys((kernels, "exposed", "imbalance"), 0.0), priced(plan, on, topology)
+    repeats = (2 if job.recompute == FULL else 1, 1)
+    totals = (price.forward, price.backward)
+    for times, timeline, total in zip(repeats, timelines(plan, on, topology), totals, strict=True):
+        found[kernels] += times * 1e3 * float(timeline.busy.mean())
+        found["imbalance"] += times * 1e3 * timeline.imbalance
+        found["exposed"] += times * (total - 1e3 * (timeline.seconds - timeline.exposed))
+    return found
+
+
+def _divided(model: ModelSpec, tp: int) -> ModelSpec:
+    """Returns the model with as many heads as one tensor-parallel rank has."""
+    if tp == 1:
+        return model
+    mixers: dict[Any, Any] = {None: None}
+    for mixer in dict.fromkeys(block.mixer for block in model.blocks if block.mixer is not None):
+        names = ("heads", "kv_heads" if isinstance(mixer, AttentionMixer) else "key_heads")
+        mixers[mixer] = replace(mixer, **{name: getattr(mixer, name) // tp for name in names})
+    return replace(model, blocks=tuple(replace(block, mixer=mixers[block.mixer]) for block in model.blocks))
+
+
+def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan, int], ...]) -> tuple[str, ...]:
+    """Returns a value of `--cp-comm-type` for each block: the default for MLPs and for linear layers."""
+    of_kind = dict(zip(dict.fromkeys(slots), (plan for plan, _ in plans), strict=True))
+    mixers = iter(slots)
+    found = []
+    for block in model.blocks:
+        plan = of_kind[next(mixers)] if block.mixer is not None else None
+        found.append(plan.scheme if plan is not None and plan.attend is not None else DEFAULT.name)
+    return tuple(found)
