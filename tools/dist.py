@@ -30,7 +30,9 @@ from pathlib import Path
 
 from tools.versions import ROOT, clean_variables, find_uv
 
-CHECK_MANIFEST = "check-manifest==0.51"
+CHECK_MANIFEST = (
+    "--from", "check-manifest==0.51", "--with", "setuptools>=77", "check-manifest", "--no-build-isolation"
+)  # fmt: skip
 CHECK = ("check", "--cp", "3", "--lengths", "7,1,130,64,2", "--dtype", "float64")
 ALL_NAMES = "import {0} as room\nfor name in room.__all__:\n    getattr(room, name)"
 
@@ -94,7 +96,7 @@ def main() -> None:
         _uv(folder, "build", "--python", sys.executable, "--out-dir", folder / "dist", ROOT)
         built = [max((folder / "dist").glob(kind)) for kind in ("*.tar.gz", "*.whl")]
         print(*(f"{file.name} {file.stat().st_size:,} bytes" for file in built), sep=", ", flush=True)
-        _uv(folder, "tool", "run", "--python", sys.executable, "--from", CHECK_MANIFEST, "check-manifest", ROOT)
+        _uv(folder, "tool", "run", "--python", sys.executable, *CHECK_MANIFEST, ROOT)
         failed = not args.build and extras(built[1], args.names or list(EXTRAS), folder)
         if not failed:
             shutil.rmtree(ROOT / "dist", ignore_errors=True)  # those of other versions
