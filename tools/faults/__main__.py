@@ -12,10 +12,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.faults.cases import TRAIN_OPTIONS, Case, draw
+from tools.faults.cases import Case, draw
 from tools.faults.classify import Verdict
 from tools.faults.report import line, summary, table
 
@@ -25,17 +26,14 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIB
 
 def main(args: argparse.Namespace, home: Path) -> Any:
     """Runs a campaign and returns its exit code; in a fork, what the fork does."""
-    if args.tree:  # in front of this checkout's; the tools stay these
-        (home / "megatron_cp").symlink_to(Path(args.tree).resolve() / "megatron_cp")
-        sys.path.insert(0, str(home))
-    os.environ |= {**_ENVIRONMENT, TRAIN_OPTIONS: args.train_options}
+    os.environ |= _ENVIRONMENT
     warnings.simplefilter("ignore")  # of what Megatron says about optional packages
     from tools.faults import campaign  # after the environment, which torch reads
 
     campaign.warm_up()
     print(f"seed {args.seed}", flush=True)
     began = time.monotonic()
-    made = campaign.Campaign(home, args.jobs, args.limit, _Teller(args.show))
+    made = campaign.Campaign(home, args.jobs, args.limit, partial(_tell, args.show))
     found = made.run(_cases(args))
     if found is not None:
         return found
@@ -48,19 +46,14 @@ def main(args: argparse.Namespace, home: Path) -> Any:
     return 1 if numbers["failed"] else 0
 
 
-class _Teller:
+def _tell(show: bool, case: Case, verdict: Verdict) -> None:
     """Prints a case that failed, or every one."""
-
-    def __init__(self, show: bool) -> None:
-        self._show = show
-
-    def __call__(self, case: Case, verdict: Verdict, record: dict[str, Any]) -> None:
-        if verdict.failed:
-            print(line(case, verdict), flush=True)
-        elif self._show:
-            print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
-        for name, message in verdict.messages.items() if self._show else ():
-            print(f"    {name}: {message}", flush=True)
+    if verdict.failed:
+        print(line(case, verdict), flush=True)
+    elif show:
+        print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
+    for name, message in verdict.messages.items() if show else ():
+        print(f"    {name}: {message}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -71,8 +64,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=4, help="at a time, jobs that only wait apart (default: 4)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after a fault that are a hang (default: 60)")
     parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds (default: 8)")
-    parser.add_argument("--tree", help="a checkout whose megatron_cp is tested, in place of this one's")
-    parser.add_argument("--train-options", default="", help="more options for jobs that are `megatron-cp train`")
     parser.add_argument("--case", help="one case, as a failure prints it")
     parser.add_argument("--only", help="of the cases, those of these kinds of faults, with commas")
     parser.add_argument("--json", help="a file for verdicts and records")

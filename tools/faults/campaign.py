@@ -99,7 +99,7 @@ class Campaign:
             record = json.loads((self._folder(case) / RECORD).read_text())
             shutil.rmtree(self._folder(case))
             self.results.append((case, classify(record), record))
-            self.tell(*self.results[-1])
+            self.tell(*self.results[-1][:2])
 
 
 def warm_up() -> None:

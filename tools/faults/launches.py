@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import megatron_cp
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup
 from tools.faults import training
@@ -30,7 +30,7 @@ from tools.faults.cases import TIMEOUT, Case
 from tools.faults.job import Job
 
 PORT, CALLER = "port", "caller.json"
-_HOME = str(Path(megatron_cp.__file__).parent)
+_ROOT = Path(__file__).parents[2]
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -72,13 +72,8 @@ def described(error: BaseException) -> dict[str, Any]:
     chain: list[BaseException] = [error]
     while before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         chain.append(before)
-    frames = traceback.extract_tb(error.__traceback__)
-    return {
-        "type": type(error).__name__,
-        "message": "\n".join(f"{type(link).__name__}: {link}" for link in chain),
-        "in_library": any(frame.filename.startswith(_HOME) for frame in frames),
-        "traceback": "".join(traceback.format_exception(error))[-6000:],
-    }
+    message = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
+    return {"message": message, "traceback": "".join(traceback.format_exception(error))[-6000:]}
 
 
 def _of_case(case: Case, group: Any, folder: Path) -> Any:
@@ -88,6 +83,12 @@ def _of_case(case: Case, group: Any, folder: Path) -> Any:
 
 
 # -- ranks that start by themselves, as those of torchrun -------------------------------------------------------------
+
+
+def become_fresh_rank(case: Case, rank: int, folder: Path) -> None:
+    """Makes this process a rank that is no fork: it imports what it needs, and it ends as a script does."""
+    arguments = ["-P", "-m", "tools.faults.launches", case.text(), str(rank), str(folder)]
+    os.execve(sys.executable, [sys.executable, *arguments], os.environ | {"PYTHONPATH": str(_ROOT)})
 
 
 def independent_rank(case: Case, rank: int, folder: Path) -> None:
@@ -228,3 +229,7 @@ class _Popen(popen_fork.Popen):
 
     def close(self) -> None:
         """Does nothing, so that the pipes stay as they are."""
+
+
+if __name__ == "__main__":
+    independent_rank(Case.of(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_cp.executor.launch import run_ranks
@@ -23,7 +24,6 @@ from tools.faults import launches, saves, training
 from tools.faults.cases import PARENT, Case
 from tools.faults.faulty import FAULT_FILE
 from tools.faults.job import Job
-from tools.faults.rank import start
 
 RECORD, LOG = "record.json", "log"
 _START = 90.0  # seconds until the fault, on a machine that is busy
@@ -63,8 +63,9 @@ class Watch:
                 return partial(launches.agent, folder)
             self.helpers.append(pid)
         for rank in range(case.cp_size):
-            run: Callable[[], Any] = partial(launches.independent_rank, case, rank, folder)
-            found = self._fork(rank, partial(start, case, rank, folder) if case.fresh else partial(_then_leave, run))
+            begin = launches.become_fresh_rank if case.fresh else launches.independent_rank
+            run: Callable[[], Any] = partial(begin, case, rank, folder)
+            found = self._fork(rank, run if case.fresh else partial(_then_leave, run))
             if found is not None:
                 return found
         return None
@@ -124,35 +125,38 @@ class Watch:
             return
         self.asked = True
         pid = self.pids[-1] if ask[1] == "caller" else self.fault["pid"]
-        _send(pid, getattr(signal, ask[0]))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, ask[0]))
 
     def _orphans(self) -> tuple[list[str], float | None]:
         """Processes that are there some seconds after those that should have ended them; or since when none is."""
         for number, pid in self.pids.items():
             if number not in self.ended:
-                _send(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + self.grace
         while True:
             self._reap()
-            left = [pid for pid in descendants(os.getpid()) if pid not in self.helpers]
+            left = [process for process in descendants() if process.pid not in self.helpers]
             if not left:
                 return [], time.monotonic()
             if time.monotonic() > until:
-                return [_about(pid) for pid in left], None
+                return list(map(str, left)), None
             time.sleep(0.01)
 
     def _stacks(self) -> str:
-        for pid in descendants(os.getpid()):
-            if pid not in self.helpers:
-                _send(pid, signal.SIGUSR1)
+        for process in descendants():
+            if process.pid not in self.helpers:
+                process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("stacks.*")
                          if path.stat().st_size)  # fmt: skip
 
     def end_all(self) -> None:
-        while left := descendants(os.getpid()):
-            for pid in left:
-                _send(pid, signal.SIGKILL)
+        while left := descendants():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._reap()
             time.sleep(0.005)
 
@@ -240,39 +244,14 @@ def _then_leave(run: Callable[[], Any]) -> None:
         os._exit(code)
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below this one that have not ended, those that were adopted too."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (found := _state(int(entry.name))) is not None:
-            children.setdefault(found[1], []).append(int(entry.name))
-    below, ahead = [], children.get(pid, [])
-    while ahead:
-        number = ahead.pop()
-        ahead += children.get(number, [])
-        below.append(number)
-    return [number for number in below if (found := _state(number)) is not None and found[0] != "Z"]
-
-
-def _state(pid: int) -> tuple[str, int] | None:
-    """Returns the state of a process, such as sleeping or stopped, and its parent."""
-    try:
-        text = (Path("/proc") / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return state, int(parent)
-
-
-def _about(pid: int) -> str:
-    state = _state(pid)
-    command = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return f"{pid} {state[0] if state else '?'} {command[:200]}"
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def descendants() -> list[psutil.Process]:
+    """Returns the processes below this one that have not ended, those that were adopted too."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _write_to(path: Path) -> None:
