@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tools.faults.cases import Case, draw
 from tools.faults.classify import Verdict
@@ -24,8 +22,8 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIB
                 "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
 
 
-def main(args: argparse.Namespace, home: Path) -> Any:
-    """Runs a campaign and returns its exit code; in a fork, what the fork does."""
+def main(args: argparse.Namespace, home: Path) -> int:
+    """Runs a campaign and returns its exit code."""
     os.environ |= _ENVIRONMENT
     warnings.simplefilter("ignore")  # of what Megatron says about optional packages
     from tools.faults import campaign  # after the environment, which torch reads
@@ -34,9 +32,7 @@ def main(args: argparse.Namespace, home: Path) -> Any:
     print(f"seed {args.seed}", flush=True)
     began = time.monotonic()
     made = campaign.Campaign(home, args.jobs, args.limit, partial(_tell, args.show))
-    found = made.run(_cases(args))
-    if found is not None:
-        return found
+    made.run(_cases(args))
     results = [(case, verdict) for case, verdict, _ in made.results]
     numbers = {**summary(results), "wall_seconds": round(time.monotonic() - began)}
     print(f"{table(results)}\n{json.dumps(numbers)}")
@@ -86,14 +82,6 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    _FOLDER = Path(tempfile.mkdtemp(prefix="faults-"))
-    _OWNER = os.getpid()
-    try:
-        following = main(_arguments(), _FOLDER)
-        # A fork goes on from here, with nothing of its parent's below it on the stack.
-        while callable(following):
-            following = following()
-    finally:
-        if os.getpid() == _OWNER:
-            shutil.rmtree(_FOLDER, ignore_errors=True)
-    sys.exit(following)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        code = main(_arguments(), Path(folder))
+    sys.exit(code)

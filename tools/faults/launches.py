@@ -13,11 +13,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -190,10 +189,6 @@ def _forks(processes: list[Any]) -> Iterator[None]:
             super().__init__(*args, **options)
             processes.append(self)
 
-        @staticmethod
-        def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 - multiprocessing's name
-            return _Popen(process_obj)
-
     context.Process = Process  # type: ignore[misc, assignment]
     known = launch.multiprocessing
     launch.multiprocessing = SimpleNamespace(
@@ -203,32 +198,6 @@ def _forks(processes: list[Any]) -> Iterator[None]:
         yield
     finally:
         launch.multiprocessing = known
-
-
-class _Popen(popen_fork.Popen):
-    """A fork that does not keep open what tells the forks before it that their parent has ended."""
-
-    _others: ClassVar[list[int]] = []  # of the whole process
-
-    def _launch(self, process_obj: Any) -> None:
-        parent_r, child_w = os.pipe()
-        child_r, parent_w = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                for number in (parent_r, parent_w, *self._others):
-                    os.close(number)
-                code = process_obj._bootstrap(parent_sentinel=child_r)
-            finally:
-                os._exit(code)
-        os.close(child_w)
-        os.close(child_r)
-        self._others += [parent_r, parent_w]  # until this process ends
-        self.finalizer, self.sentinel = None, parent_r
-
-    def close(self) -> None:
-        """Does nothing, so that the pipes stay as they are."""
 
 
 if __name__ == "__main__":
