@@ -1,6 +1,6 @@
 """Builds the package, installs it as its users do, and tries it away from the clone.
 
-    python -m tools.dist [EXTRA ...] [--folder FOLDER] [--keep]
+    python -m tools.dist [EXTRA ...]
     python -m tools.dist --build
 
 `uv build` makes the sdist, and the wheel from that sdist; `check-manifest` compares the sdist with what git knows. The
@@ -8,9 +8,8 @@ wheel is installed in a bare environment for each extra, one after another, with
 `megatron-cp check`, the commands and imports that the extra is for, and `pip check` must pass. Sdist and wheel are left
 in `dist/` if nothing failed. Without `--build` all extras are tried, or those that are named.
 
-Environments share nothing but files: `uv` keeps what it has downloaded in `FOLDER/cache`, and puts hard links into each
-environment. So torch and its CUDA libraries are downloaded once, and are on the disk once; FOLDER must be one file
-system. Without `--keep` all of it is removed.
+Environments share nothing but files: `uv` keeps what it has downloaded in a temporary folder, and puts hard links into
+each environment. So torch and its CUDA libraries are downloaded once, and are on the disk once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +89,8 @@ EXTRAS = {
 def main() -> None:
     """Builds sdist and wheel, tries what was asked for, and prints a table of it."""
     args = _arguments()
-    with _folder(args) as folder:
+    with tempfile.TemporaryDirectory(prefix="dist-") as name:
+        folder = Path(name).resolve()
         _uv(folder, "build", "--python", sys.executable, "--out-dir", folder / "dist", ROOT)
         built = [max((folder / "dist").glob(kind)) for kind in ("*.tar.gz", "*.whl")]
         print(*(f"{file.name} {file.stat().st_size:,} bytes" for file in built), sep=", ", flush=True)
@@ -109,8 +107,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXTRAS)}")
     parser.add_argument("--build", action="store_true", help="make and check sdist and wheel, and install nothing")
-    parser.add_argument("--folder", type=Path, help="where environments are made (default: a temporary folder)")
-    parser.add_argument("--keep", action="store_true", help="leave wheel, cache and environments in the folder")
     args = parser.parse_args()
     unknown = [name for name in args.names if name not in EXTRAS]
     if unknown:
@@ -118,18 +114,6 @@ def _arguments() -> argparse.Namespace:
     if find_uv() is None:
         parser.error("it needs uv: pip install uv")
     return args
-
-
-@contextmanager
-def _folder(args: argparse.Namespace) -> Iterator[Path]:
-    if args.folder is not None:
-        args.folder.mkdir(parents=True, exist_ok=True)
-    made = tempfile.mkdtemp(prefix="dist-", dir=args.folder) if not args.keep or args.folder is None else args.folder
-    try:
-        yield Path(made).resolve()
-    finally:
-        if not args.keep:
-            shutil.rmtree(made)
 
 
 def _uv(folder: Path, *words: str | Path) -> None:
