@@ -67,11 +67,10 @@ $(VENV)/.docs: $(VENV)/.ready
 	  echo "make docs needs the packages of the extra 'docs' (pyproject.toml), which pip did not get." >&2; exit 1; }
 	@touch $@
 
-docs: setup $(VENV)/.docs ## the site, in build/site/html: any warning and any link that leads nowhere is an error
+docs: setup $(VENV)/.docs ## the site, in build/site/html: any warning, such as of a link that leads nowhere, is an error
 	rm -rf build/site
 	$(RUN)/python -m sphinx --builder html --fail-on-warning --keep-going --fresh-env --quiet --conf-dir tools/site \
 	  --doctree-dir build/site/doctrees . build/site/html
-	$(RUN)/python -m tools.site.links build/site/html
 
 fuzz: setup ## random cases of every operation against an oracle, for SECONDS=60 or CASES=n, from a new seed or SEED=n
 	PYTHONPATH=. $(RUN)/python tools/fuzz.py $(if $(CASES),--cases $(CASES),--seconds $(or $(SECONDS),60)) \

@@ -1,4 +1,4 @@
-"""Operations between compiled projections: what the tests and `tools/compile_table.py` run."""
+"""Operations between compiled projections, as tests run them."""
 
 import contextlib
 import dataclasses

@@ -1,12 +1,12 @@
 """Counts the host's work for one layer on CUDA: Python calls, operators of torch and launches of kernels.
 
-    python -m tools.host_counts              every layer and scheme, as a table
+    python -m tools.host_counts              every layer and scheme, as JSON
     python -m tools.host_counts --only a2a   those whose name has it
-    python -m tools.host_counts --json
 
-No GPU is needed: the layer runs on the runtime and the driver of the emulated device, without its values. torch's code
-for CUDA, Triton's launchers and autograd are the real ones; kernels are launched and compute nothing, and messages go
-nowhere. Unlike times, counts are the same under any load, so a test holds them. Attention's kernel and the linear
+One forward and one backward on one rank: bfloat16, 64 tokens in 3 documents, 4 heads of 16, zigzag, 2 ranks (a2a+p2p:
+4). No GPU is needed: the layer runs on the runtime and the driver of the emulated device, without its values. torch's
+code for CUDA, Triton's launchers and autograd are the real ones; kernels are launched and compute nothing, and messages
+go nowhere. Unlike times, counts are the same under any load, so a test holds them. Attention's kernel and the linear
 layers' are left out: they are other packages' own.
 """
 
@@ -35,12 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-_LEGEND = """\
-One forward and one backward of a layer on one rank: bfloat16, 64 tokens in 3 documents, 4 heads of 16, zigzag, 2 ranks
-(a2a+p2p: 4). Without the kernels of attention, convolution and recurrence. benchmarks/results/host_cuda.md says what
-was before; tests/functional_tests/test_host_counts.py holds these."""
-
-
 def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
     """Returns, by layer and direction, the calls of one rank, counted in a separate process.
 
@@ -54,16 +48,6 @@ def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
     done = subprocess.run(command, cwd=ROOT, env=device | own, stdout=subprocess.PIPE, timeout=300, check=True)
     found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def table(found: dict[str, dict[str, dict[str, int]]]) -> str:
-    """Returns the counts as a Markdown table."""
-    of_each = "Python calls | calls of C | operators | launches"
-    lines = [f"| layer | forward: {of_each} | backward: {of_each} |", f"|---|{'--:|' * 8}"]
-    for name, directions in found.items():
-        numbers = [str(count) for direction in directions.values() for count in direction.values()]
-        lines.append(f"| {' | '.join([name, *numbers])} |")
-    return "\n".join(lines)
 
 
 # -- in a process of its own -----------------------------------------------------------------------------------------
@@ -153,7 +137,6 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="a part of names")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -164,7 +147,7 @@ def main() -> int:
     except UnavailableError as reason:
         print(f"host_counts: {reason}", file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=1) if options.json else f"{_LEGEND}\n\n{table(found)}")
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -1,7 +1,6 @@
 """Breaks lines of the library at random, one at a time, and says which of the breakages no test sees.
 
     python tools/mutations.py --count 30 --seed 1 --list            what would be broken
-    python tools/mutations.py --count 30 --seed 1 --apply 7         breaks that line in this checkout, to look into it
     python tools/mutations.py --map                                 notes which tests run which lines: a quarter hour
     python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs its tests there
 
@@ -229,7 +228,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="skips those before")
     parser.add_argument("--processes", type=int, default=2, help="breakages or, with --map, tests at a time")
     parser.add_argument("--seconds", type=float, default=240, help="of the quickest tests of a line (default: 240)")
     parser.add_argument(
@@ -239,19 +237,13 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, default=HERE / "build" / "lines", metavar="FOLDER", help="of --map")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--list", action="store_true")
-    way.add_argument("--apply", type=int, metavar="NUMBER")
     way.add_argument("--map", action="store_true")
     way.add_argument("--run", action="store_true")
     options = parser.parse_args()
     chosen_tests = [] if options.thorough else ["-m", "not thorough"]
     if options.map:
         return write_map(options.lines, options.processes, chosen_tests)
-    drawn = mutations(options.count, options.seed)
-    if options.apply is not None:
-        drawn[options.apply].apply(HERE)
-        print(drawn[options.apply])
-        return 0
-    chosen = list(enumerate(drawn))[options.first :]
+    chosen = list(enumerate(mutations(options.count, options.seed)))
     if options.list:
         print("\n".join(f"{number}: {mutation}" for number, mutation in chosen))
         return 0

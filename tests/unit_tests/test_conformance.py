@@ -78,7 +78,7 @@ def test_the_page_shows_every_outcome():
     cells = all_cells("ringmaster ulysses Llama, 3")
     wrong_one = Outcome("wrong without a word", 0.3, 0.1)
     outcomes = [Outcome("right", 1e-7, 2e-7), wrong_one, Outcome("refused", words="why")]
-    text = page.text_of(dict(zip(cells, outcomes, strict=False)), 60, 0, [])
+    text = page.text_of(dict(zip(cells, outcomes, strict=False)), 60)
     shown = ("right, 2e-07", "**wrong**, 3.0e-01, 1.0e-01", "refused [1]", "- [1] `` why ``", "| 1 | 1 | 1 | 0 | 0 |")
     for expected in shown:
         assert expected in text

@@ -1,4 +1,4 @@
-"""Pages are true: their commands are parsed, their snippets run, and their pictures are those of the script."""
+"""Pages are true: their commands are parsed, and their snippets run."""
 
 import re
 import shlex
@@ -129,14 +129,3 @@ def test_each_host_has_an_install_line_of_the_version_that_its_adapter_names():
     for package in packages:
         requirement = f"{package}=={versions.ADAPTERS[package]}"
         assert sum(requirement in line.split() for line in installed) == 1, requirement
-
-
-def test_pictures_of_concepts_are_those_of_the_script(monkeypatch, tmp_path):
-    from tools import drawings
-
-    monkeypatch.setattr(drawings, "FOLDER", tmp_path)
-    drawings.main()
-    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert drawn == {path.name: path.read_text() for path in (ROOT / "docs/images").glob("*.svg")}
-    page = (ROOT / "docs/concepts.md").read_text()
-    assert set(re.findall(r"images/(\w+\.svg)", page)) == set(drawn)

@@ -45,12 +45,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / top).item()
 
 
-def judged(error: float, gradient: float | None) -> Outcome:
-    """Returns right or wrong for the errors of outputs and, where it is compared, of the gradient."""
-    close = error <= BOUND and (gradient is None or gradient <= BOUND)
-    return Outcome(RIGHT if close else WRONG, error, gradient)
-
-
 def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: int, seconds: float) -> Outcome:
     """Runs `compare(rank, ranks)` in forked processes that share a gloo group. Returns what became of it.
 
@@ -98,9 +92,11 @@ def _outcome(found, codes):
     if None in found:
         silent = [rank for rank, each in enumerate(found) if each is None]
         return Outcome(HUNG, words=f"ranks {silent} of {len(found)} had not answered")
-    errors = [each[1] for each in found]
-    gradients = [each[2] for each in found if each[2] is not None]
-    return judged(max(errors), max(gradients) if gradients else None)
+    error, gradient = (
+        max(each[1] for each in found),
+        max((each[2] for each in found if each[2] is not None), default=None),
+    )
+    return Outcome(RIGHT if max(error, gradient or 0.0) <= BOUND else WRONG, error, gradient)
 
 
 def _rank(compare, rank, ranks, folder, answers):

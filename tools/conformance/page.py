@@ -1,12 +1,8 @@
-"""The result page and the JSON beside it."""
+"""The result page: what the words mean, the packages, counts and a table for each way."""
 
-import dataclasses
-import json
 import platform
 from collections import Counter
-from collections.abc import Iterable
 from importlib import metadata
-from pathlib import Path
 
 from tools.conformance import models
 from tools.conformance.cells import Cell
@@ -32,36 +28,14 @@ fla, mamba_ssm and causal_conv1d are hidden, since stock classes would take thei
 them says so and is refused.
 
     python -m tools.conformance --out benchmarks/results/conformance.md    # {count} cells
-
-The environment is a virtual one with this package and its development extras, and then, without their dependencies,
-so that torch and transformers are the same for all:
-
-    pip install '.[dev]'
-    pip install --no-deps axolotl-ringmaster verl
-    pip install --no-deps ray tensordict codetiming hydra-core omegaconf msgpack jsonschema jsonschema-specifications \\
-        attrs referencing rpds-py cloudpickle pyvers    # what verl imports
 """
 
 
-def write(path: Path, found: dict[Cell, Outcome], seconds: float, again: int, differing: Iterable[Cell]) -> None:
-    """Writes the page, and its cells as JSON beside it."""
-    path.write_text(text_of(found, seconds, again, list(differing)))
-    versions = {name: _version(name) for name in _PACKAGES}
-    cells = [{**dataclasses.asdict(cell), **dataclasses.asdict(outcome)} for cell, outcome in found.items()]
-    for each in cells:  # JSON has no infinity
-        each |= {name: str(each[name]) for name in ("error", "gradient") if each[name] == float("inf")}
-    given = {"device": "cpu", "bound": BOUND, "versions": versions, "cells": cells}
-    path.with_suffix(".json").write_text(json.dumps(given, indent=1) + "\n")
-
-
-def text_of(found: dict[Cell, Outcome], seconds: float, again: int, differing: list[Cell]) -> str:
+def text_of(found: dict[Cell, Outcome], seconds: float) -> str:
     """Returns the page."""
     lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found))]
     lines += ["| package | version |", "|---|---|", f"| Python | {platform.python_version()} |"]
     lines += [f"| {name} | {_version(name)} |" for name in _PACKAGES]
-    if again:
-        same = "all with the same outcome" if not differing else f"with other outcomes for {differing}"
-        lines += ["", f"{again} of the {len(found)} cells were run twice, {same}."]
     lines += ["", "## In short", "", *_counts(found)]
     both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
     for title, ways, kinds in both:
@@ -81,8 +55,7 @@ def _counts(found):
     yield "|---|---|---|---|---|---|"
     ways = dict.fromkeys((cell.model in models.DIFFUSION, cell.way) for cell in found)
     for diffusion, way in ways:
-        mine = [o.name for c, o in found.items() if c.way == way and (c.model in models.DIFFUSION) == diffusion]
-        count = Counter(mine)
+        count = Counter(o.name for c, o in found.items() if (c.model in models.DIFFUSION, c.way) == (diffusion, way))
         shown = [count.pop(name, 0) for name in (RIGHT, WRONG, REFUSED, HUNG)]
         other = ", ".join(f"{number} {name}" for name, number in count.items()) or "0"
         name = f"{way} (Flux)" if diffusion and way == "ours" else way

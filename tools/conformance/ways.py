@@ -5,9 +5,9 @@ model on its share of the row and then, where the backward pass may run, `finish
 and their places in the stream, or None if it has the whole stream as every rank has.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
 import torch
@@ -37,7 +37,11 @@ def _call(model, ids, positions):
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
 
-def _ringmaster(problem, mesh, finish, backend, *, inner="sdpa", blocks=False):
+def ringmaster(problem: Problem, mesh: DeviceMesh, finish: Finish, *, backend: str, inner: str = "sdpa") -> None:
+    """axolotl-ringmaster: Ulysses around a kernel, its ring, or its own choice among these and both (USP).
+
+    Ring and USP compute the blocks that its own tests use on a CPU.
+    """
     import ringmaster
     from ringmaster.config import RotateMethod
 
@@ -47,72 +51,35 @@ def _ringmaster(problem, mesh, finish, backend, *, inner="sdpa", blocks=False):
         config, num_kv_heads=heads,
         device_mesh=None if backend == "auto" else mesh, device_type="cpu", inner_attn=inner,
     )  # fmt: skip
+    name = runtime.attn_implementation
     if heads is not None:
-        problem.model.set_attn_implementation(runtime.attn_implementation)
-    if blocks and runtime.attn_implementation == "ringmaster_ring":
+        problem.model.set_attn_implementation(name)
+    if backend != "ulysses" and name in ("ringmaster_ring", "ringmaster_usp"):
         from ringmaster.strategies.ring import make_ring_attention
-        from transformers import AttentionInterface
-
-        attention = make_ring_attention("math", "math", RotateMethod.ALLGATHER)
-        AttentionInterface.register(runtime.attn_implementation, attention)
-    elif blocks and runtime.attn_implementation == "ringmaster_usp":
         from ringmaster.strategies.usp import make_usp_attention
         from transformers import AttentionInterface
 
-        attention = make_usp_attention("math", "math", RotateMethod.ALLGATHER)
-        AttentionInterface.register(runtime.attn_implementation, attention)
+        make = make_ring_attention if name == "ringmaster_ring" else make_usp_attention
+        AttentionInterface.register(name, make("math", "math", RotateMethod.ALLGATHER))
     ringmaster.wire_recurrent_layers(problem.model)
     with ringmaster.ContextParallelContextManager([problem.model], mesh["cp"].get_group()):
         rows = _call(problem.model, problem.input_ids.clone(), problem.position_ids.clone())[0]
         finish(rows, mesh.get_local_rank() * len(rows) + torch.arange(len(rows)))
 
 
-def ringmaster_ulysses(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """axolotl-ringmaster's Ulysses around SDPA."""
-    _ringmaster(problem, mesh, finish, "ulysses")
-
-
-def ringmaster_flex(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """axolotl-ringmaster's Ulysses around FlexAttention."""
-    _ringmaster(problem, mesh, finish, "ulysses", inner="flex_attention")
-
-
-def ringmaster_ring(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """axolotl-ringmaster's ring, with the blocks that its own tests use on a CPU."""
-    _ringmaster(problem, mesh, finish, "ring", blocks=True)
-
-
-def ringmaster_auto(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """axolotl-ringmaster's own choice: Ulysses, ring or both (USP), by heads and ranks."""
-    _ringmaster(problem, mesh, finish, "auto", blocks=True)
-
-
-@contextlib.contextmanager
-def _torch_region(problem, mesh):
-    """Yields the rank's tokens, positions and places, cut by torch's `context_parallel`."""
+def torch_own(problem: Problem, mesh: DeviceMesh, finish: Finish, *, prepare: bool = False) -> None:
+    """torch's `context_parallel` around a model that calls SDPA; `prepare` as accelerate's `_prepare_cp` does it."""
     from torch.distributed.tensor.experimental import context_parallel
 
+    problem.model.set_attn_implementation("sdpa")
+    if prepare:
+        from accelerate.big_modeling import _attach_context_parallel_hooks
+
+        _attach_context_parallel_hooks(problem.model)
     ids, positions = problem.input_ids.clone(), problem.position_ids.clone()
     places = torch.arange(ids.shape[1])[None]
     buffers = [ids, positions, places]
     with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
-        yield ids, positions, places
-
-
-def torch_own(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """torch's `context_parallel` around a model that calls SDPA."""
-    problem.model.set_attn_implementation("sdpa")
-    with _torch_region(problem, mesh) as (ids, positions, places):
-        finish(_call(problem.model, ids, positions)[0], places[0])
-
-
-def accelerate_own(problem: Problem, mesh: DeviceMesh, finish: Finish) -> None:
-    """accelerate's: torch's, with the model prepared as `Accelerator._prepare_cp` does it."""
-    from accelerate.big_modeling import _attach_context_parallel_hooks
-
-    problem.model.set_attn_implementation("sdpa")
-    _attach_context_parallel_hooks(problem.model)
-    with _torch_region(problem, mesh) as (ids, positions, places):
         finish(_call(problem.model, ids, positions)[0], places[0])
 
 
@@ -138,7 +105,8 @@ def diffusion_ours(model: torch.nn.Module, ranks: int) -> bool:
     return True
 
 
-def _diffusers(model, ranks, **options):
+def diffusers_own(model: torch.nn.Module, ranks: int, *, degree: str, **options: bool) -> bool:
+    """diffusers' `enable_parallelism`, with all ranks as one of its degrees. It is for outputs only."""
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
 
@@ -151,28 +119,8 @@ def _diffusers(model, ranks, **options):
         return parallel
 
     model._resolve_parallel_config = MethodType(resolve, model)
-    model.enable_parallelism(config=ContextParallelConfig(**options))
+    model.enable_parallelism(config=ContextParallelConfig(**{degree: ranks}, **options))
     return False
-
-
-def diffusers_ulysses(model: torch.nn.Module, ranks: int) -> bool:
-    """diffusers' `ulysses_degree`."""
-    return _diffusers(model, ranks, ulysses_degree=ranks)
-
-
-def diffusers_ulysses_anything(model: torch.nn.Module, ranks: int) -> bool:
-    """diffusers' `ulysses_anything`."""
-    return _diffusers(model, ranks, ulysses_degree=ranks, ulysses_anything=True)
-
-
-def diffusers_ring(model: torch.nn.Module, ranks: int) -> bool:
-    """diffusers' `ring_degree`."""
-    return _diffusers(model, ranks, ring_degree=ranks)
-
-
-def diffusers_ring_anything(model: torch.nn.Module, ranks: int) -> bool:
-    """diffusers' `ring_anything`."""
-    return _diffusers(model, ranks, ring_degree=ranks, ring_anything=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +131,8 @@ class Way:
         run: as this module says.
         package: the distribution whose version the page shows.
         module: what is imported beforehand, so that forked ranks have it.
-        ranks: sizes that it runs with.
         used: how it is used, for the page.
+        ranks: sizes that it runs with.
     """
 
     run: Callable
@@ -194,35 +142,41 @@ class Way:
     ranks: tuple[int, ...] = (2, 3)
 
 
-_RING = 'as above with `backend="ring"`; on a CPU no block of its public choices has gradients, so its own `math` block stands in, which its tests use on gloo'  # noqa: E501
-_TORCH = '`with context_parallel(mesh["cp"], buffers=[ids, positions], ...)` around an SDPA model, defaults'
-_DIFFUSERS = "`transformer.enable_parallelism(config=ContextParallelConfig({}))`; its method that makes the mesh divides by the number of accelerators, which is 0 on a CPU, and is replaced by the same without that; outputs only, as it is for inference"  # noqa: E501
+_ringmaster = partial(Way, package="axolotl-ringmaster", module="ringmaster")
+_diffusers = partial(Way, package="diffusers", module="diffusers")
 LANGUAGE_WAYS = {
     "ours": Way(
         ours, "megatron_cp", "megatron_cp.transformers",
         "`enable_context_parallel(model, mesh[\"cp\"])`, `parallel.shard`, `parallel.gather`",
     ),
-    "ringmaster ulysses": Way(
-        ringmaster_ulysses, "axolotl-ringmaster", "ringmaster",
-        "`setup(RingmasterConfig(size, backend=\"ulysses\"), inner_attn=\"sdpa\")`, `set_attn_implementation`, "
+    "ringmaster ulysses": _ringmaster(
+        partial(ringmaster, backend="ulysses"),
+        used="`setup(RingmasterConfig(size, backend=\"ulysses\"), inner_attn=\"sdpa\")`, `set_attn_implementation`, "
         "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`. Its page says that any "
         "kernel can be wrapped; transformers itself refuses SDPA for Gemma-2 and GptOss, and with a flash kernel that "
         "has soft caps and sinks one document may be right. Its Gated DeltaNet wants kernels that want a GPU",
     ),
-    "ringmaster ulysses, flex": Way(
-        ringmaster_flex, "axolotl-ringmaster", "ringmaster",
-        "as above with `inner_attn=\"flex_attention\"`, which transformers allows for Gemma-2 and GptOss",
+    "ringmaster ulysses, flex": _ringmaster(
+        partial(ringmaster, backend="ulysses", inner="flex_attention"),
+        used="as above with `inner_attn=\"flex_attention\"`, which transformers allows for Gemma-2 and GptOss",
     ),
-    "ringmaster ring": Way(ringmaster_ring, "axolotl-ringmaster", "ringmaster", _RING),
-    "ringmaster usp": Way(
-        ringmaster_auto, "axolotl-ringmaster", "ringmaster",
-        "as above with `backend=\"auto\"` on 4 ranks and no mesh, so that it makes its own: Ulysses of "
+    "ringmaster ring": _ringmaster(
+        partial(ringmaster, backend="ring"),
+        used="as above with `backend=\"ring\"`; on a CPU no block of its public choices has gradients, so its own "
+        "`math` block stands in, which its tests use on gloo",
+    ),
+    "ringmaster usp": _ringmaster(
+        partial(ringmaster, backend="auto"),
+        used="as above with `backend=\"auto\"` on 4 ranks and no mesh, so that it makes its own: Ulysses of "
         "2 times ring of 2 for 2 key heads",
-        (4,),
+        ranks=(4,),
     ),
-    "torch": Way(torch_own, "torch", "torch.distributed.tensor.experimental", _TORCH),
+    "torch": Way(
+        torch_own, "torch", "torch.distributed.tensor.experimental",
+        "`with context_parallel(mesh[\"cp\"], buffers=[ids, positions], ...)` around an SDPA model, defaults",
+    ),
     "accelerate": Way(
-        accelerate_own, "accelerate", "accelerate",
+        partial(torch_own, prepare=True), "accelerate", "accelerate",
         "torch's, with the hooks that `Accelerator._prepare_cp` puts on the model; the `Accelerator` itself refuses a "
         "`ParallelismConfig` without FSDP",
     ),
@@ -242,15 +196,21 @@ DIFFUSION_WAYS = {
         diffusion_ours, "megatron_cp", "megatron_cp.diffusers",
         "`enable_context_parallel(transformer, mesh[\"cp\"])`, gradients summed over ranks",
     ),
-    "diffusers ulysses": Way(
-        diffusers_ulysses, "diffusers", "diffusers", _DIFFUSERS.format("ulysses_degree=ranks")
+    "diffusers ulysses": _diffusers(
+        partial(diffusers_own, degree="ulysses_degree"),
+        used="`transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks))`; its method that "
+        "makes the mesh divides by the number of accelerators, which is 0 on a CPU, and is replaced by the same "
+        "without that; outputs only, as it is for inference",
     ),
-    "diffusers ulysses_anything": Way(
-        diffusers_ulysses_anything, "diffusers", "diffusers", "as above with `ulysses_anything=True`; gloo "
-        "gathers rows of equal counts only, NCCL also others"
+    "diffusers ulysses_anything": _diffusers(
+        partial(diffusers_own, degree="ulysses_degree", ulysses_anything=True),
+        used="as above with `ulysses_anything=True`; gloo gathers rows of equal counts only, NCCL also others",
     ),
-    "diffusers ring": Way(diffusers_ring, "diffusers", "diffusers", "as above with `ring_degree=ranks`"),
-    "diffusers ring_anything": Way(
-        diffusers_ring_anything, "diffusers", "diffusers", "as above with `ring_degree=ranks, ring_anything=True`"
+    "diffusers ring": _diffusers(
+        partial(diffusers_own, degree="ring_degree"), used="as above with `ring_degree=ranks`"
+    ),
+    "diffusers ring_anything": _diffusers(
+        partial(diffusers_own, degree="ring_degree", ring_anything=True),
+        used="as above with `ring_degree=ranks, ring_anything=True`",
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ miss what is not sent.
     classify.py   what came of it, from what was recorded
     job.py        one rank of a job: a small training loop, with the fault in it
     faulty.py     the fault itself: when it is due, and what it does
-    launches.py   the ways in which a job's ranks are started
+    launches.py   the ways in which a job's ranks are started, and one that is started as a script
     watch.py      one job from outside: signals, time limits, processes that are left, its checkpoint
     report.py     tables
 

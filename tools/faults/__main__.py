@@ -6,16 +6,15 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from tools.faults.cases import TRAIN_OPTIONS, Case, draw
+from tools.faults.cases import Case, draw
 from tools.faults.classify import Verdict
 from tools.faults.report import line, summary, table
 
@@ -23,22 +22,17 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIB
                 "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
 
 
-def main(args: argparse.Namespace, home: Path) -> Any:
-    """Runs a campaign and returns its exit code; in a fork, what the fork does."""
-    if args.tree:  # in front of this checkout's; the tools stay these
-        (home / "megatron_cp").symlink_to(Path(args.tree).resolve() / "megatron_cp")
-        sys.path.insert(0, str(home))
-    os.environ |= {**_ENVIRONMENT, TRAIN_OPTIONS: args.train_options}
+def main(args: argparse.Namespace, home: Path) -> int:
+    """Runs a campaign and returns its exit code."""
+    os.environ |= _ENVIRONMENT
     warnings.simplefilter("ignore")  # of what Megatron says about optional packages
     from tools.faults import campaign  # after the environment, which torch reads
 
     campaign.warm_up()
     print(f"seed {args.seed}", flush=True)
     began = time.monotonic()
-    made = campaign.Campaign(home, args.jobs, args.limit, _Teller(args.show))
-    found = made.run(_cases(args))
-    if found is not None:
-        return found
+    made = campaign.Campaign(home, args.jobs, args.limit, partial(_tell, args.show))
+    made.run(_cases(args))
     results = [(case, verdict) for case, verdict, _ in made.results]
     numbers = {**summary(results), "wall_seconds": round(time.monotonic() - began)}
     print(f"{table(results)}\n{json.dumps(numbers)}")
@@ -48,19 +42,14 @@ def main(args: argparse.Namespace, home: Path) -> Any:
     return 1 if numbers["failed"] else 0
 
 
-class _Teller:
+def _tell(show: bool, case: Case, verdict: Verdict) -> None:
     """Prints a case that failed, or every one."""
-
-    def __init__(self, show: bool) -> None:
-        self._show = show
-
-    def __call__(self, case: Case, verdict: Verdict, record: dict[str, Any]) -> None:
-        if verdict.failed:
-            print(line(case, verdict), flush=True)
-        elif self._show:
-            print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
-        for name, message in verdict.messages.items() if self._show else ():
-            print(f"    {name}: {message}", flush=True)
+    if verdict.failed:
+        print(line(case, verdict), flush=True)
+    elif show:
+        print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
+    for name, message in verdict.messages.items() if show else ():
+        print(f"    {name}: {message}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -71,8 +60,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=4, help="at a time, jobs that only wait apart (default: 4)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after a fault that are a hang (default: 60)")
     parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds (default: 8)")
-    parser.add_argument("--tree", help="a checkout whose megatron_cp is tested, in place of this one's")
-    parser.add_argument("--train-options", default="", help="more options for jobs that are `megatron-cp train`")
     parser.add_argument("--case", help="one case, as a failure prints it")
     parser.add_argument("--only", help="of the cases, those of these kinds of faults, with commas")
     parser.add_argument("--json", help="a file for verdicts and records")
@@ -95,14 +82,6 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 if __name__ == "__main__":
-    _FOLDER = Path(tempfile.mkdtemp(prefix="faults-"))
-    _OWNER = os.getpid()
-    try:
-        following = main(_arguments(), _FOLDER)
-        # A fork goes on from here, with nothing of its parent's below it on the stack.
-        while callable(following):
-            following = following()
-    finally:
-        if os.getpid() == _OWNER:
-            shutil.rmtree(_FOLDER, ignore_errors=True)
-    sys.exit(following)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        code = main(_arguments(), Path(folder))
+    sys.exit(code)

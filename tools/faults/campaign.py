@@ -26,7 +26,7 @@ from tools.faults.cases import Case, draw
 from tools.faults.classify import Verdict, classify
 from tools.faults.faulty import FAULT_FILE
 from tools.faults.job import Job
-from tools.faults.watch import RECORD, Next, watch
+from tools.faults.watch import RECORD, forked, watch
 
 _SETTLED = 1.5  # seconds after its fault from which on a job mostly waits
 _WAITING = 24  # jobs that do nothing else
@@ -49,8 +49,8 @@ class Campaign:
     tell: Any
     results: list[tuple[Case, Verdict, dict[str, Any]]] = field(default_factory=list)
 
-    def run(self, cases: Iterable[Case]) -> Next:
-        """Runs all. None when they have ended; in a fork, what the fork does."""
+    def run(self, cases: Iterable[Case]) -> None:
+        """Runs all, until they have ended."""
         running: dict[int, Case] = {}
         ahead: Iterator[Case] = iter(cases)
         try:
@@ -59,11 +59,7 @@ class Campaign:
                 if case is not None:
                     folder = self._folder(case)
                     folder.mkdir()
-                    pid = os.fork()
-                    if pid == 0:
-                        running = {}
-                        return partial(watch, case, folder, self.limit)
-                    running[pid] = case
+                    running[forked(partial(watch, case, folder, self.limit))] = case
                 elif not running:
                     break
                 else:
@@ -73,7 +69,6 @@ class Campaign:
             for pid in running:
                 os.kill(pid, signal.SIGTERM)  # which ends its job too
         self.results.sort(key=lambda result: result[0].number)
-        return None
 
     def _has_room(self, running: dict[int, Case]) -> bool:
         busy = sum(not self._is_waiting(case) for case in running.values())
@@ -99,7 +94,7 @@ class Campaign:
             record = json.loads((self._folder(case) / RECORD).read_text())
             shutil.rmtree(self._folder(case))
             self.results.append((case, classify(record), record))
-            self.tell(*self.results[-1])
+            self.tell(*self.results[-1][:2])
 
 
 def warm_up() -> None:

@@ -8,21 +8,20 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import megatron_cp
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup
 from tools.faults import training
@@ -30,7 +29,7 @@ from tools.faults.cases import TIMEOUT, Case
 from tools.faults.job import Job
 
 PORT, CALLER = "port", "caller.json"
-_HOME = str(Path(megatron_cp.__file__).parent)
+_ROOT = Path(__file__).parents[2]
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -72,13 +71,8 @@ def described(error: BaseException) -> dict[str, Any]:
     chain: list[BaseException] = [error]
     while before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         chain.append(before)
-    frames = traceback.extract_tb(error.__traceback__)
-    return {
-        "type": type(error).__name__,
-        "message": "\n".join(f"{type(link).__name__}: {link}" for link in chain),
-        "in_library": any(frame.filename.startswith(_HOME) for frame in frames),
-        "traceback": "".join(traceback.format_exception(error))[-6000:],
-    }
+    message = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
+    return {"message": message, "traceback": "".join(traceback.format_exception(error))[-6000:]}
 
 
 def _of_case(case: Case, group: Any, folder: Path) -> Any:
@@ -88,6 +82,12 @@ def _of_case(case: Case, group: Any, folder: Path) -> Any:
 
 
 # -- ranks that start by themselves, as those of torchrun -------------------------------------------------------------
+
+
+def become_fresh_rank(case: Case, rank: int, folder: Path) -> None:
+    """Makes this process a rank that is no fork: it imports what it needs, and it ends as a script does."""
+    arguments = ["-P", "-m", "tools.faults.launches", case.text(), str(rank), str(folder)]
+    os.execve(sys.executable, [sys.executable, *arguments], os.environ | {"PYTHONPATH": str(_ROOT)})
 
 
 def independent_rank(case: Case, rank: int, folder: Path) -> None:
@@ -189,10 +189,6 @@ def _forks(processes: list[Any]) -> Iterator[None]:
             super().__init__(*args, **options)
             processes.append(self)
 
-        @staticmethod
-        def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 - multiprocessing's name
-            return _Popen(process_obj)
-
     context.Process = Process  # type: ignore[misc, assignment]
     known = launch.multiprocessing
     launch.multiprocessing = SimpleNamespace(
@@ -204,27 +200,5 @@ def _forks(processes: list[Any]) -> Iterator[None]:
         launch.multiprocessing = known
 
 
-class _Popen(popen_fork.Popen):
-    """A fork that does not keep open what tells the forks before it that their parent has ended."""
-
-    _others: ClassVar[list[int]] = []  # of the whole process
-
-    def _launch(self, process_obj: Any) -> None:
-        parent_r, child_w = os.pipe()
-        child_r, parent_w = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                for number in (parent_r, parent_w, *self._others):
-                    os.close(number)
-                code = process_obj._bootstrap(parent_sentinel=child_r)
-            finally:
-                os._exit(code)
-        os.close(child_w)
-        os.close(child_r)
-        self._others += [parent_r, parent_w]  # until this process ends
-        self.finalizer, self.sentinel = None, parent_r
-
-    def close(self) -> None:
-        """Does nothing, so that the pipes stay as they are."""
+if __name__ == "__main__":
+    independent_rank(Case.of(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tools.faults import saves
-from tools.faults.cases import TRAIN_OPTIONS, Case
+from tools.faults.cases import Case
 from tools.faults.faulty import Faulty
 
 _SHAPE = [
@@ -54,8 +54,7 @@ def _run(case: Case, folder: Path) -> int:
     from megatron_cp.cli.main import main
 
     where = ["--data-path", str(folder / "documents"), "--run-dir", str(folder / "run"), "--seed", str(case.seed)]
-    more = os.environ.get(TRAIN_OPTIONS, "").split()
-    return main(["train", "--context-parallel-size", str(case.cp_size), *_SHAPE, *where, *more])
+    return main(["train", "--context-parallel-size", str(case.cp_size), *_SHAPE, *where])
 
 
 def _put_faults_in(case: Case, folder: Path) -> None:

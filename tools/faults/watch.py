@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_cp.executor.launch import run_ranks
@@ -23,14 +23,11 @@ from tools.faults import launches, saves, training
 from tools.faults.cases import PARENT, Case
 from tools.faults.faulty import FAULT_FILE
 from tools.faults.job import Job
-from tools.faults.rank import start
 
 RECORD, LOG = "record.json", "log"
 _START = 90.0  # seconds until the fault, on a machine that is busy
 _GRACE = 6.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-
-Next = Callable[[], Any] | None  # what a process does next: a fork does it with nothing below it on the stack
 
 
 class Watch:
@@ -50,32 +47,19 @@ class Watch:
         self.asked = False
         self.began = time.monotonic()
 
-    def start(self) -> Next:
-        """Forks the job's processes. What it returns is for the fork; None for the one that watches."""
+    def start(self) -> None:
+        """Forks the job's processes."""
         case, folder = self.case, self.folder
         if case.train:
             training.prepare(folder)
         if case.launch == "launcher":
-            return self._fork(-1, partial(_then_leave, partial(launches.call_launcher, case, folder)))
+            self.pids[-1] = forked(partial(launches.call_launcher, case, folder), folder / f"{LOG}.-1")
+            return
         if case.store == "agent" and not case.train:
-            pid = os.fork()
-            if pid == 0:
-                return partial(launches.agent, folder)
-            self.helpers.append(pid)
+            self.helpers.append(forked(partial(launches.agent, folder)))
+        begin = launches.become_fresh_rank if case.fresh else launches.independent_rank
         for rank in range(case.cp_size):
-            run: Callable[[], Any] = partial(launches.independent_rank, case, rank, folder)
-            found = self._fork(rank, partial(start, case, rank, folder) if case.fresh else partial(_then_leave, run))
-            if found is not None:
-                return found
-        return None
-
-    def _fork(self, number: int, run: Callable[[], Any]) -> Next:
-        pid = os.fork()
-        if pid == 0:
-            _write_to(self.folder / f"{LOG}.{number}")
-            return run
-        self.pids[number] = pid
-        return None
+            self.pids[rank] = forked(partial(begin, case, rank, folder), folder / f"{LOG}.{rank}")
 
     def follow(self) -> dict[str, Any]:
         """Watches until everything has ended or hangs, and returns what was seen."""
@@ -124,41 +108,44 @@ class Watch:
             return
         self.asked = True
         pid = self.pids[-1] if ask[1] == "caller" else self.fault["pid"]
-        _send(pid, getattr(signal, ask[0]))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, getattr(signal, ask[0]))
 
     def _orphans(self) -> tuple[list[str], float | None]:
         """Processes that are there some seconds after those that should have ended them; or since when none is."""
         for number, pid in self.pids.items():
             if number not in self.ended:
-                _send(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + self.grace
         while True:
             self._reap()
-            left = [pid for pid in descendants(os.getpid()) if pid not in self.helpers]
+            left = [process for process in descendants() if process.pid not in self.helpers]
             if not left:
                 return [], time.monotonic()
             if time.monotonic() > until:
-                return [_about(pid) for pid in left], None
+                return list(map(str, left)), None
             time.sleep(0.01)
 
     def _stacks(self) -> str:
-        for pid in descendants(os.getpid()):
-            if pid not in self.helpers:
-                _send(pid, signal.SIGUSR1)
+        for process in descendants():
+            if process.pid not in self.helpers:
+                process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("stacks.*")
                          if path.stat().st_size)  # fmt: skip
 
     def end_all(self) -> None:
-        while left := descendants(os.getpid()):
-            for pid in left:
-                _send(pid, signal.SIGKILL)
+        while left := descendants():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._reap()
             time.sleep(0.005)
 
 
-def watch(case: Case, folder: Path, limit: float) -> Next:
-    """Runs one case in this process, a fork, and leaves its record in the folder; or what a fork of it does."""
+def watch(case: Case, folder: Path, limit: float) -> None:
+    """Runs one case in this process, a fork, and leaves its record in the folder."""
     watched = Watch(case, folder, limit)
 
     def leave(*_: Any) -> None:
@@ -166,11 +153,7 @@ def watch(case: Case, folder: Path, limit: float) -> Next:
         os._exit(1)
 
     adopt(leave)
-    found = watched.start()
-    if found is not None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-        return found
+    watched.start()
     record = watched.follow()
     record["ranks"] = [_read(launches.result_file(folder, rank)) for rank in range(case.cp_size)]
     record["caller"] = _read(folder / launches.CALLER)
@@ -181,7 +164,6 @@ def watch(case: Case, folder: Path, limit: float) -> Next:
         record["reference"] = _in_fork(partial(_without_fault, case), folder)
     record["log"] = {path.suffix[1:]: path.read_text(errors="replace")[-40_000:] for path in folder.glob(f"{LOG}.*")}
     launches.write(folder / RECORD, record)
-    os._exit(0)
 
 
 def adopt(leave: Callable[..., None]) -> None:
@@ -210,25 +192,31 @@ def _in_fork(work: Callable[[], Any], folder: Path) -> Any:
     """Returns the result of `work`, which runs in a forked process."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            _write_to(folder / f"{LOG}.after")
-            launches.write(answer, work())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
+    _, status = os.waitpid(forked(lambda: launches.write(answer, work()), folder / f"{LOG}.after"), 0)
     return _read(answer) if answer.exists() else f"ended with {os.waitstatus_to_exitcode(status)}"
 
 
-def _then_leave(run: Callable[[], Any]) -> None:
-    """Ends at once after `run`, without the interpreter's end, which takes longer than the job."""
+def forked(run: Callable[[], Any], log: Path | None = None) -> int:
+    """Runs a function in a fork, which then ends without the interpreter's end, which takes longer than the job.
+
+    Args:
+        run: the function.
+        log: a file for the fork's standard output and error.
+
+    Returns:
+        The number of the fork's process.
+    """
+    pid = os.fork()
+    if pid:
+        return pid
     code = 1
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if log is not None:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
         run()
         code = 0
     except SystemExit as end:
@@ -236,51 +224,18 @@ def _then_leave(run: Callable[[], Any]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
-        sys.stderr.flush()
+        sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below this one that have not ended, those that were adopted too."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (found := _state(int(entry.name))) is not None:
-            children.setdefault(found[1], []).append(int(entry.name))
-    below, ahead = [], children.get(pid, [])
-    while ahead:
-        number = ahead.pop()
-        ahead += children.get(number, [])
-        below.append(number)
-    return [number for number in below if (found := _state(number)) is not None and found[0] != "Z"]
-
-
-def _state(pid: int) -> tuple[str, int] | None:
-    """Returns the state of a process, such as sleeping or stopped, and its parent."""
-    try:
-        text = (Path("/proc") / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return state, int(parent)
-
-
-def _about(pid: int) -> str:
-    state = _state(pid)
-    command = (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return f"{pid} {state[0] if state else '?'} {command[:200]}"
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _write_to(path: Path) -> None:
-    """Redirects standard output and error of this process to a file."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def descendants() -> list[psutil.Process]:
+    """Returns the processes below this one that have not ended, those that were adopted too."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _read(path: Path) -> Any:

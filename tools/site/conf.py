@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.domains.python import PyObject
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 import megatron_cp  # noqa: E402 - of this checkout, wherever Sphinx is started
-from tools.site import docstrings, source_pages  # noqa: E402
+from tools.site import docstrings  # noqa: E402
 
 # The navigation: captions, and pages by their short titles. A page that is in none fails the build, and so does one
 # that is named here and not there.
@@ -141,6 +143,14 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += toctree([f"/{name}" for name in names if name != docname])
 
 
+def name_folders(app: Sphinx, doctree: nodes.document) -> None:
+    """Leaves a link to a folder as its text, since the site has no page of it; a link to a file downloads that."""
+    here = (ROOT / app.env.docname).parent
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        if node.get("reftype") == "myst" and (here / node["reftarget"]).is_dir():
+            node.replace_self(node.children)
+
+
 def write_home(app: Sphinx, exception: Exception | None) -> None:
     """Copies the home page to where servers look for it."""
     if exception is None:
@@ -154,5 +164,5 @@ def setup(app: Sphinx) -> None:
             kind.label = "Attributes"  # as docstrings call them
     app.connect("source-read", add_navigation)
     app.connect("build-finished", write_home)
-    for part in (docstrings, source_pages):
-        part.setup(app)
+    app.connect("doctree-read", name_folders)
+    docstrings.setup(app)
