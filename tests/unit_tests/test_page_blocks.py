@@ -82,7 +82,6 @@ NOT_RUN = [
         "fully_shard",
         "FSDP2 needs processes; examples/fsdp2_hybrid.py has these lines",
     ),
-    ("docs/decisions/package.md", "torch.compile", "shows a fault of torch that a later torch need not have"),
 ]
 
 
