@@ -1,4 +1,4 @@
-"""CSA and HCA of DeepSeek-V4 as docs/more-layers.md has them, of operations of the library: exact over ranks."""
+"""CSA and HCA of DeepSeek-V4 as docs/compressed-attention.md has them, of operations of the library, over ranks."""
 
 import copy
 from functools import partial
@@ -286,6 +286,6 @@ def test_bytes_are_those_on_the_page(batch, layout):
     one = {"kv_heads": 1, "head_dim": 512}
     csa = sent(Blocks(layout, 4), head_dim=513, latent=(1, 512), topk=512, indexer=(64, 128))
     hca, window = sent(Blocks(layout, 128), **one), sent(None, mask="window:127,0", **one)
-    page = (Path(__file__).parents[2] / "docs" / "more-layers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "compressed-attention.md").read_text()
     row = "zigzag, balanced" if batch == "one document" and row != "contiguous" else row
     assert f"| {row} | {csa} | {hca} | {window} |" in page

@@ -50,8 +50,7 @@ def test_says_what_results_say_and_is_read_in_five_minutes():
     (program,) = re.findall(r"^```python\n(.*?)^```", "\n".join(lines), re.DOTALL | re.MULTILINE)
     assert len(program.splitlines()) <= 30
     *others, ours = (line.strip("| ").split(" | ") for line in lines if re.match(r"\| \w", line))
-    assert len(others) == 5
-    assert [row[-1] for row in others] == ["yes"] * 5
+    assert {row[-1] for row in others} == {"yes"}
     assert (ours[-1] == "**no**") == (devices == {"cpu"})
 
 
@@ -97,7 +96,7 @@ def test_pages_have_short_lines_and_the_package_as_cp():
     ]
     assert taken == []
     assert 'parallel = enable_context_parallel(model, mesh["cp"]' in (ROOT / "docs/transformers.md").read_text()
-    page = (ROOT / "docs/transformers.md").read_text()
+    page = (ROOT / "docs/transformers-classes.md").read_text()
     numbers = r"(\de-\d\d|0e\+00)"
     in_page = re.findall(rf"^\| (\w+) \| [\w, ]+ \| {numbers} \| {numbers} \| {numbers} \|", page, re.MULTILINE)
     names = [row[0] for row in in_page]
