@@ -1,4 +1,4 @@
-"""CSA and HCA of DeepSeek-V4 as docs/more-layers.md has them, of operations of the library: exact over ranks."""
+"""CSA and HCA of DeepSeek-V4 as docs/compressed-attention.md has them, of operations of the library, over ranks."""
 
 import copy
 from functools import partial

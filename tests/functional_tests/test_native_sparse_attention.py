@@ -1,4 +1,4 @@
-"""Native sparse attention (NSA) as docs/more-layers.md has it, of operations of the library: exact over ranks."""
+"""Native sparse attention as docs/compressed-attention.md has it, of operations of the library: exact over ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The script and the launch lines of docs/transformers.md, as they are printed, on CPUs."""
+"""The script and the launch lines of docs/trainers.md, as they are printed, on CPUs."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ if not all(importlib.util.find_spec(name) for name in ("accelerate", "transforme
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/transformers.md").read_text().partition("## Trainer and TRL")[2]
+PAGE = (ROOT / "docs/trainers.md").read_text()
 LINES = re.findall(r"^(?:torchrun|accelerate launch) .*$", PAGE, re.MULTILINE)
 LINES += re.findall(r"`(accelerate launch --config_file .*?)`", PAGE)
 SAID = re.compile(r"^ *parallelism_config=.*\n", re.MULTILINE)

@@ -46,10 +46,10 @@ ELSEWHERE = [
     ("docs/your-own-mask.md", "", "unit_tests/test_pages.py"),
     ("docs/your-own-kernel.md", "", "unit_tests/test_pages.py"),
     ("docs/troubleshooting.md", "def stop_at_nan", "unit_tests/test_pages.py"),
-    ("docs/transformers.md", "ContextParallelTrainer", "functional_tests/test_transformers_launch.py"),
-    ("docs/transformers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
-    ("docs/transformers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
-    ("docs/transformers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/trainers.md", "ContextParallelTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/trainers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/trainers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/trainers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/cache.md", "", "unit_tests/test_cache.py"),
     ("docs/trees.md", "are_labels=True", "functional_tests/test_examples.py"),
     ("docs/transformers-upstream.md", "CP_BACKENDS", "functional_tests/test_transformers_upstream.py"),
@@ -71,9 +71,8 @@ NOT_RUN = [
         "parse_and_validate_args",
         "a part of Megatron's main; examples/pretrain_hybrid.py has it",
     ),
-    ("docs/moving-a-megatron-job.md", "broadcast_pack", "needs Megatron's groups; examples/pretrain_hybrid.py has it"),
     (
-        "docs/moving-a-megatron-job.md",
+        "docs/packs.md",
         "group_batches",
         "needs Megatron's groups; test_megatron_batch.py has such groups",
     ),
@@ -82,7 +81,6 @@ NOT_RUN = [
         "fully_shard",
         "FSDP2 needs processes; examples/fsdp2_hybrid.py has these lines",
     ),
-    ("docs/decisions/package.md", "torch.compile", "shows a fault of torch that a later torch need not have"),
 ]
 
 
@@ -270,6 +268,7 @@ class Surroundings(NamedTuple):
 
 SURROUNDINGS = {
     "docs/training-in-plain-pytorch.md": Surroundings(plain_pytorch, equal=("loss", "num_tokens", "everything")),
+    "docs/nn.md": Surroundings(plain_pytorch),
     "docs/linear-layers.md": Surroundings(linear_layers),
     "docs/more-layers.md": Surroundings(more_layers),
     "docs/schemes.md": Surroundings(cross_attention),

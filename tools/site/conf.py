@@ -25,6 +25,8 @@ from tools.site import docstrings  # noqa: E402
 NAVIGATION = {
     "Start": {
         "All pages, by question": "docs/README",
+        "Install": "docs/install",
+        "Which one do I take": "docs/which",
         "The training command": "docs/training-command",
         "Tested versions": "docs/versions",
     },
@@ -38,17 +40,22 @@ NAVIGATION = {
     },
     "Tutorials": {
         "Plain PyTorch": "docs/training-in-plain-pytorch",
+        "Layers as torch modules": "docs/nn",
         "Megatron": "docs/moving-a-megatron-job",
+        "Packs of equal work": "docs/packs",
         "Hugging Face": "docs/transformers",
+        "Trainer and TRL": "docs/trainers",
         "diffusers": "docs/diffusers",
         "verl, axolotl and other hosts": "docs/hosts",
         "Megatron-Bridge": "docs/megatron-bridge",
         "CUDA graphs": "docs/cuda-graphs",
     },
     "Choose": {
-        "Schemes, masks, layouts": "docs/schemes",
+        "Schemes and masks": "docs/schemes",
         "Linear layers": "docs/linear-layers",
         "More layers": "docs/more-layers",
+        "Sparse attention": "docs/sparse-attention",
+        "Compressed attention": "docs/compressed-attention",
         "The wire": "docs/wire",
         "Planned tiles": "docs/tiles",
         "A mask of your own": "docs/your-own-mask",
@@ -66,6 +73,7 @@ NAVIGATION = {
     },
     "Reference": {
         "What is supported": "docs/support",
+        "Classes of transformers": "docs/transformers-classes",
         "Megatron's flags": "docs/megatron-features",
         "Modules": "docs/api/README",
         "Results": "benchmarks/README",

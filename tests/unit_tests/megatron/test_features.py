@@ -14,12 +14,7 @@ from tools import megatron_features
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def flags():
-    return megatron_features.flags()
-
-
-def test_every_flag_is_megatrons_and_is_in_one_row(flags):
+def test_every_flag_is_megatrons_and_is_in_one_row():
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
@@ -45,6 +40,5 @@ def test_proofs_are_tests_and_the_rest_has_a_reason(feature):
     assert not feature.depends or feature.verdict == REFUSED
 
 
-def test_the_page_is_what_the_table_says(flags, monkeypatch):
-    monkeypatch.setattr(megatron_features, "flags", lambda: flags)
+def test_the_page_is_what_the_table_says():
     assert megatron_features.PAGE.read_text() == megatron_features.page()
