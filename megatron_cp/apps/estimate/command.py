@@ -19,14 +19,13 @@ from megatron_cp.apps.estimate.mixers import LinearMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.report import bytes_of, labelled, report_of
+from megatron_cp.apps.estimate.report import bytes_of, labelled
 from megatron_cp.apps.estimate.search import Found, best_jobs
 from megatron_cp.apps.estimate.step import StepPrice, predict_step, scheme_of
 from megatron_cp.apps.estimate.step_memory import RUNTIME_BYTES
 from megatron_cp.cli import MAX_TOKENS, Progress, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
-from megatron_cp.page import check_page, save_page
 from megatron_cp.plan import AUTO, MODES
 from megatron_cp.planner import (
     CHOICES,
@@ -50,7 +49,7 @@ _DEGREES = {
     "packs": "times the pack is joined in a microbatch (default: 1)",
     "global-batch": "with --gpus: packs of a step (default: about 4M tokens)",
 }
-_CHOICES = "fit", "sharding", "recompute", "report", "precision", "gradients", "tp_comm_overlap"
+_CHOICES = "fit", "sharding", "recompute", "precision", "gradients", "tp_comm_overlap"
 WHOLE = (*_CHOICES, *(name.replace("-", "_") for name in _DEGREES))
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
@@ -91,7 +90,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=RECOMPUTATION,
         help="with --whole: recomputation (default: selective, or full if that does not fit; ops is torchtitan's)",
     )
-    group.add_argument("--report", metavar="FILE.html", help="with --whole: save a page that shows the step")
 
 
 def run_whole(args: argparse.Namespace) -> Report:
@@ -104,8 +102,6 @@ def run_whole(args: argparse.Namespace) -> Report:
         raise ArgumentError(
             "--dtype", args.dtype, "bfloat16 or float16 with --whole, which counts two bytes an element"
         )
-    if args.report is not None:
-        check_page("--report", args.report)
     started = time.perf_counter()
     model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
     if args.mask is not None:
@@ -149,10 +145,6 @@ def run_whole(args: argparse.Namespace) -> Report:
                           "bound_ms": searched.bound if np.isfinite(searched.bound) else None}  # fmt: skip
     verdict = data["verdict"] = verdict_lines(args, rows, best, limit, on.hardware.memory, data)
     text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]
-    if args.report is not None:
-        page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, verdict[0])
-        save_page(page, args.report)
-        text.append(f"report: {args.report}")
     return Report("\n".join(text), data, fits=best is not None)
 
 
