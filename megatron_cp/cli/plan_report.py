@@ -11,6 +11,7 @@ from megatron_cp import __version__
 from megatron_cp.cli.environment import command_line
 from megatron_cp.page import save_page, spans_of
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import scheme_named
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.price import described, timelines
 
@@ -61,10 +62,10 @@ def _candidates(plan: Plan, data: dict[str, Any], of: str) -> dict[str, Any]:
 
 
 def _spelled(name: str, scheme: dict[str, Any]) -> str:
-    more = [f"u = {scheme['ulysses_degree']}"] * ("+" in name) + [f"{scheme['head_chunks']} chunks"] * (
-        scheme["head_chunks"] > 1
-    )
-    return ", ".join([name, *more])
+    """Returns a scheme's name with its degree and chunks, so that no two candidates have one name."""
+    degree = f", u = {scheme['ulysses_degree']}" if scheme_named(name).is_product else ""
+    chunks = f", {scheme['head_chunks']} chunks" if scheme["head_chunks"] > 1 else ""
+    return f"{name}{degree}{chunks}"
 
 
 def _owners(plan: Plan, of: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: its metrics, and the page of its curves."""
+"""Tests of what a run leaves to look at: its metrics, and the page of its curves."""
 
 import json
 import math
