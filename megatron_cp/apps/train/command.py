@@ -129,13 +129,14 @@ def run(args: argparse.Namespace) -> Report:
         check_charts("report", args.report)
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
-    corpus = read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
-    is_new = not Path(args.run_dir or args.resume or "").is_dir() or not (args.run_dir or args.resume)
+    named = args.run_dir or args.resume
+    is_new = named is None or not Path(named).is_dir()
     patience = PATIENCE if "RANK" in os.environ else None
     with Terminations(patience) as terminations, contextlib.ExitStack() as held:
         is_first = os.environ.get("RANK", "0") == "0"  # others of a job would meet the lock of their own first rank
         folder = claimed(args.run_dir, args.resume, held) if is_first else None
         try:
+            corpus = read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
             return _started(args, options, corpus, folder, terminations)
         except KeyboardInterrupt as error:
             said = str(error) or f"{cause_of(error)} before the first step; nothing was saved"
@@ -168,9 +169,10 @@ def _started(
 
 
 def _run(
-    args: argparse.Namespace, options: TrainingOptions, corpus: Corpus, claimed: Path | None, world: TorchGroup | None,
+    args: argparse.Namespace, options: TrainingOptions, corpus: Corpus, own: Path | None, world: TorchGroup | None,
     terminations: Terminations,
 ) -> Report:  # fmt: skip
+    """Trains in a folder, which is `own` on the rank that has claimed it and None on the others."""
     import torch
 
     from megatron_cp.apps.train.checkpoint import check_checkpoint
@@ -186,10 +188,10 @@ def _run(
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
         check_checkpoint(checkpoint, options, corpus.vocab_size)
-    folder = Path(world.all_gather_object(str(claimed))[0]) if world is not None else claimed
+    folder = Path(world.all_gather_object(str(own))[0]) if world is not None else own
     assert folder is not None
     record = None
-    if claimed is not None:
+    if own is not None:
         write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
         record = RunRecord(folder, options, command_line(args), args.report)
         print(_about(corpus, options, folder), file=sys.stderr)

@@ -129,7 +129,7 @@ class TrainingOptions:
     def check(self) -> None:
         """Refuses options that are wrong, before anything starts; Megatron's and ours, and layers, refuse the rest."""
         if self.spec not in SPECS:
-            remedy = "Layers of your own train in a job of Megatron's: examples/pretrain_hybrid.py."
+            remedy = "Layers of your own train in a Megatron job of your own."
             raise ArgumentError("spec", " ".join(self.spec), " or ".join(map(" ".join, SPECS)), remedy)
         machine(self.cp_hardware, argument="cp_hardware")
         for scheme in self.cp_comm_type:
@@ -175,7 +175,6 @@ class TrainingOptions:
             raise ArgumentError("kv_channels", self.kv_channels, "an even number, of which rotary phases are pairs")
         if self.lr_warmup_iters and self.lr_warmup_iters >= self.train_iters:
             raise ArgumentError("lr_warmup_iters", self.lr_warmup_iters, f"less than the {self.train_iters} steps")
-
         for name, heads, kind in (
             ("num_query_groups", self.num_attention_heads, "query"),
             ("linear_num_key_heads", self.linear_num_value_heads, "value"),
