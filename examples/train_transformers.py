@@ -141,8 +141,12 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def draw(folder: Path, curves: dict[str, list[float]]) -> None:
-    """Draws losses over steps."""
-    from matplotlib.figure import Figure
+    """Draws losses over steps, where matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        print("loss.png is not drawn: matplotlib is not installed. Run: pip install '.[plot]'", file=sys.stderr)
+        return
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()

@@ -17,13 +17,16 @@ def install(extra: str) -> str:
     """Returns the command that installs what an extra of this package pins.
 
     It names the packages themselves, from the metadata of what is installed: `pip install 'megatron_cp[...]'` finds
-    nothing outside of a clone. Where the package is imported without having been installed, it installs from a clone.
+    nothing outside of a clone. Where the package is imported without having been installed, or was installed before it
+    had the extra, the command installs from a clone.
     """
     try:
         lines = requires("megatron_cp") or []
     except PackageNotFoundError:
-        return f"pip install '.[{extra}]' in a clone of megatron_cp"
+        lines = []
     pins = [line.partition(";")[0].strip() for line in lines if line.endswith(f'extra == "{extra}"')]
+    if not pins:
+        return f"pip install '.[{extra}]' in a clone of megatron_cp"
     options = "--no-build-isolation " if extra in _COMPILED else ""
     return f"pip install {options}{' '.join(map(quote, pins))}"
 

@@ -54,7 +54,8 @@ EXTRAS = {
         (
             ("--version",),
             ("doctor",),
-            (*PLAN, "--heads", "6", "--kv-heads", "2", "--head-dim", "128", "--plot", "owners.png"),
+            (*PLAN, "--heads", "6", "--kv-heads", "2", "--head-dim", "128"),
+            ("check", "--cp", "2", "--report", "check.html"),
             ("plan", "--whole", "--model", "tiny", "--cp", "2", "--gpu", "h100"),
             ("bench", "packs", "--cp", "2", "--batches", "2"),
         ),
@@ -79,6 +80,8 @@ EXTRAS = {
     "te": Extra("import transformer_engine.pytorch"),
     "flash": Extra("import flash_attn"),
     "flash4": Extra("import flash_attn.cute"),
+    "plot": Extra("import matplotlib", ((*PLAN, "--plot", "owners.png"),)),
+    "report": Extra("import plotly", ((*PLAN, "--report", "plan.html"),)),
     "solver": Extra(
         "import ortools.sat.python.cp_model, ortools.linear_solver.pywraplp",
         (("plan", "--cp", "3", "--lengths", "700,100,300", "--scheme", "tiled", "--search", "1"),),

@@ -21,7 +21,7 @@ def save_check(args: argparse.Namespace, results: Sequence[Parity], verdict: str
         "title": f"Check of {args.layer}, {counted(len(results), 'case')}",
         "verdict": {"text": verdict, "ok": passed},
         "command": command_line(args),
-        "environment": environment_facts(environment()),
+        "facts": environment_facts(environment()),
         "tables": [_by_scheme(results), _cases(results)],
     }
     save_page(report, args.report)

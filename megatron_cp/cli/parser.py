@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
-        if word == "--micro-batch-size" and "--seq-length" in known:
-            self.error(f"{word}: there is no such option. A microbatch is one pack of --seq-length tokens.")
+        if word in _NOT_OF_TRAIN and "--seq-length" in known:
+            self.error(f"{word}: there is no such option. {_NOT_OF_TRAIN[word]}")
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -77,6 +77,22 @@ class Parser(argparse.ArgumentParser):
             )
 
 
+_METRICS = "Each step's metrics are a line of metrics.jsonl in the run's folder."
+_OF_MEGATRON = "A Megatron job of your own has it, such as examples/pretrain_hybrid.py."
+# Flags that train does not have, or has no more, and what to take instead.
+_NOT_OF_TRAIN = {
+    "--micro-batch-size": "A microbatch is one pack of --seq-length tokens.",
+    "--tensorboard": _METRICS, "--wandb": _METRICS,
+    "--sample-tokens": "Load the checkpoint with Megatron's inference.",
+    "--validation": "A Megatron job of your own validates by --eval-iters, such as examples/pretrain_hybrid.py.",
+    **dict.fromkeys(
+        ("--cp-even-packs", "--eval-interval", "--eval-iters", "--tensor-model-parallel-size", "--sequence-parallel",
+         "--use-distributed-optimizer", "--vocab-size", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
+         "--experimental-attention-variant", "--linear-attention-freq", "--window-attn-skip-freq",
+         "--attention-dropout", "--position-embedding-type", "--norm-epsilon", "--make-vocab-size-divisible-by"),
+        _OF_MEGATRON,
+    ),
+}  # fmt: skip
 # Arguments of functions whose flags have other names.
 _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds": "search"}
 

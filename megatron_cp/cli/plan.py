@@ -23,11 +23,13 @@ from megatron_cp.cli.options import (
 )
 from megatron_cp.cli.parser import cp_sizes, flags
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.plan_report import save_plan
 from megatron_cp.cli.plan_table import BOTH, codec_of, head_chunks_of, not_as_asked, priced_as, schemes_of, table_of
 from megatron_cp.cli.report import Report
 from megatron_cp.cli.shapes import LayerShape, described_layer, layers_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask
+from megatron_cp.page import check_charts
 from megatron_cp.plan.describe import counted, describe_ties, size, tied
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles
@@ -50,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4)")
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
-    parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
+    parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what; needs matplotlib")
+    report = "save a page with candidates, owners, streams and traffic; needs plotly"
+    parser.add_argument("--report", metavar="FILE.html", help=report)
     group = parser.add_argument_group("prediction")
     group.add_argument(
         *flags("gpu"),
@@ -72,12 +76,14 @@ def run(args: argparse.Namespace) -> Report:
     _check_hosts(args)
     _announce_search(args)
     if args.whole:
-        _refuse(args, ("plot", "parents"), "without --whole")
+        _refuse(args, ("plot", "parents", "report"), "without --whole")
         report: Report = application("estimate").run_whole(args)
         return report
     _refuse(args, application("estimate").WHOLE, "with --whole")
     if len(args.cp) > 1:
-        _refuse(args, ("plot",), "with one --cp")
+        _refuse(args, ("plot", "report"), "with one --cp")
+    if args.report is not None:
+        check_charts("report", args.report)
     layers = layers_of(args)
     return _of_one_size(args, args.cp[0], layers) if len(args.cp) == 1 else _compared(args, layers)
 
@@ -135,6 +141,10 @@ def _of_one_size(args: argparse.Namespace, cp: int, layers: dict[LayerShape, int
     if args.plot is not None:
         save_picture(plans, args.plot)
         text.append(f"picture: {args.plot}")
+    if args.report is not None:
+        named = {", ".join(shape.softmax): (plan, report.data) for shape, (plan, report) in found.items()}
+        save_plan(args, named, text[0].partition("\n\n")[0].splitlines())
+        text.append(f"report: {args.report}")
     return Report("\n".join(text), _as_one(found, layers))
 
 

@@ -10,7 +10,6 @@ from .layers.base import LinearModule as LinearModule
 from .loss import forward_step as forward_step
 from .modules import layer_slots as layer_slots
 from .patches import checkpoint_results_in_this_process as checkpoint_results_in_this_process
-from .patches import checkpoints_unpickled_by as checkpoints_unpickled_by
 from .patches import exchanged as exchanged
 from .patches import gated_delta_net_without_fla as gated_delta_net_without_fla
 from .patches import gradients_reduced_one_by_one as gradients_reduced_one_by_one

@@ -13,13 +13,11 @@ A patch affects all threads of the process. This module imports Megatron only wh
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
 import queue
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
-from typing import IO, Any
+from types import ModuleType
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -134,9 +132,6 @@ def checkpoint_results_in_this_process() -> Iterator[None]:
         yield
 
 
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, which overrides the argument of a call
-
-
 @contextlib.contextmanager
 def gradients_reduced_one_by_one() -> Iterator[None]:
     """Lets ranks that share a CUDA device, over gloo, reduce their gradients.
@@ -158,30 +153,6 @@ def gradients_reduced_one_by_one() -> Iterator[None]:
 
     with exchanged(param_and_grad_buffer, _coalescing_manager=each_by_itself):
         yield
-
-
-@contextlib.contextmanager
-def checkpoints_unpickled_by(load: Callable[[IO[bytes]], Any]) -> Iterator[None]:
-    """Makes torch read the metadata of a checkpoint by `load`, and its other files with `weights_only=True`.
-
-    What: `pickle` of `torch.distributed.checkpoint.filesystem`, by which Megatron loads, and the environment variable
-    that torch reads in every `torch.load`.
-    Why: `FileSystemReader.read_metadata` calls `pickle.load`, and torch's planner calls `torch.load` with
-    `weights_only=False`. Neither accepts another loader, and both are called for every file.
-    Until: torch opens both with `weights_only=True`, or lets its caller choose.
-    """
-    from torch.distributed.checkpoint import filesystem
-
-    switch = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        with exchanged(filesystem, pickle=SimpleNamespace(load=load, dump=pickle.dump)):
-            yield
-    finally:
-        if switch is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = switch
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Results as one HTML page: `page` joins it, `fields` refuses bad reports, `columns` packs numbers.
+"""Results as one HTML page, whose charts plotly draws: `page.py` has the fields of a report.
 
-The page is one file that asks the network for nothing. `page.html`, `page.css` and the scripts are its parts. It knows
-names of quantities, and nothing of plans, runs or benchmarks: its callers hand it their numbers.
+The page is one file that asks the network for nothing. It knows names of quantities, and nothing of plans, runs or
+checks: its callers hand it their numbers.
 """
 
 from megatron_cp.lazy import attach_stub

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install
 from megatron_cp.files import whole_file
 from megatron_cp.layout import Layout
 from megatron_cp.layout.bands import canonical
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.page import DISTINCT, rank_colours
+from megatron_cp.page import DISTINCT
 from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -25,19 +27,33 @@ _LINES_OF_DOCUMENTS = 64  # lines of more documents would hide the bars behind t
 
 
 def check_picture(name: str, path: str) -> None:
-    """Refuses a path at which no picture can be saved, before anything is planned or drawn.
+    """Refuses a path at which no picture can be saved, or matplotlib that is not there, before anything is planned.
 
     Args:
         name: the name of the argument.
         path: the path of the picture.
 
     Raises:
-        ArgumentError: the folder does not exist, or the ending is not known.
+        ArgumentError: the folder does not exist, the ending is not known, or matplotlib is not installed.
     """
     target = Path(path)
     is_name = "\0" not in path and target.suffix in _FORMATS
     if not is_name or not target.parent.is_dir() or target.is_dir():
         raise ArgumentError(name, path, f"a file ending in {' or '.join(_FORMATS)}, in a folder that exists")
+    if find_spec("matplotlib") is None:
+        raise ArgumentError(name, path, "only where matplotlib is installed, which draws it", install("plot"))
+
+
+def rank_colours(count: int) -> Any:
+    """Returns `[count, 4]` a colour for each rank: distinct ones for few ranks, viridis for many.
+
+    Neighbours among many ranks look alike; a picture of them has a colour bar instead of a legend.
+    """
+    from matplotlib import colormaps, colors
+
+    if count <= len(DISTINCT):
+        return np.array(colors.to_rgba_array(DISTINCT[:count])).reshape(count, 4)
+    return colormaps["viridis"](np.linspace(0.06, 0.94, count))
 
 
 def save_picture(plan: Plan | Sequence[Plan], path: str | Path) -> None:

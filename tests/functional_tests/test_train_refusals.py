@@ -1,9 +1,7 @@
 """Tests of the refusals of `megatron-cp train`: options, data, folders and checkpoints, most before any rank starts."""
 
-import dataclasses
 import json
 import os
-import pickle
 import resource
 import shutil
 
@@ -12,16 +10,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest, verify_integrity_manifest
 
 from megatron_cp.apps.train import command as train
-from megatron_cp.apps.train.digests import check_digests
 from megatron_cp.apps.train.run_folder import latest_checkpoint, locked
 from megatron_cp.cli.main import main
 from tests.forked_commands import run_forked
 from tests.functional_tests.train_runs import (
     AS_COMMAND,
-    GPT,
     HYBRID,
     LIMIT,
     STEPS,
@@ -30,8 +26,6 @@ from tests.functional_tests.train_runs import (
     tokenized,
     write_documents,
 )
-from tests.unit_tests.apps.train.evil import Evil
-from tests.unit_tests.megatron.indexed_files import write_indexed
 
 pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
 
@@ -73,19 +67,15 @@ def refused(data, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--spec", "no.such.module", "name"], "--spec: got 'no.such.module name'"),
-        (["--spec", "megatron_cp.megatron.specs", "nothing"], "has no 'nothing'"),
-        (["--spec", ".specs", "name"], "Cannot import '.specs'"),
-        (["--spec", "json", "JSONDecoder"], "neither a ModuleSpec"),
-        (["--spec", "os", "system"], "neither a ModuleSpec"),
+        (["--spec", "no.such.module", "name"], "--spec: got 'no.such.module name'; allowed: megatron_cp.megatron"),
+        (["--spec", "megatron_cp.megatron.specs", "nothing"], "hybrid_stack_spec or megatron_cp.megatron.specs local"),
+        (["--cp-hardware", "no_such"], "--cp-hardware: got 'no_such'"),
         (["--seq-length", "9" * 25], "--seq-length: got"),
         (["--tokenizer-model", "a\0b"], "--tokenizer-model: got"),
         (["--hybrid-layer-pattern", "GX-"], "--hybrid-layer-pattern: got 'GX-'"),
         (["--hybrid-layer-pattern", ""], "--hybrid-layer-pattern: got ''"),
         (["--hybrid-layer-pattern", "G*|-"], "--hybrid-layer-pattern: got 'G*|-'"),
-        (["--experimental-attention-variant", "gated_delta_net"], "--experimental-attention-variant: got"),
         (["--num-layers", "2"], "--num-layers: got 2; allowed: only with GPTModel. --spec chooses"),
-        (["--linear-attention-freq", "2"], "--linear-attention-freq: got 2; allowed: only with GPTModel"),
         (
             ["--hybrid-layer-pattern", "G*-", "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"],
             "--hybrid-layer-pattern: got 'G*-'; allowed: only with HybridModel",
@@ -104,12 +94,12 @@ def refused(data, tmp_path, capsys, monkeypatch):
             ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
             "--mamba-num-groups: got 4",
         ),
-        (["--lr-decay-style", "steps"], "--lr-decay-style: got 'steps'; allowed: constant or linear or cosine."),
         (["--device", "tpu"], "--device: got 'tpu'; allowed: auto or cpu or cuda."),
         (["--seq-length", "4", "--context-parallel-size", "5"], "--seq-length: got 4"),
         (["--seq-length", "1"], "--seq-length: got 1; allowed: at least 2"),
         (["--num-attention-heads", "4", "--num-query-groups", "3"], "--num-query-groups: got 3"),
-        (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size: got 4"),
+        (["--tensor-model-parallel-size", "4"], "no such option. A Megatron job of your own has it, such as examples/"),
+        (["--wandb", "project"], "--wandb: there is no such option. Each step's metrics are a line of metrics.jsonl"),
         (["--context-parallel-size", "0"], "--context-parallel-size: got 0; allowed: at least 1"),
         (["--context-parallel-size", "-2"], "--context-parallel-size: got -2"),
         (["--context-parallel-size", "two"], "--context-parallel-size: got 'two'; allowed: integers"),
@@ -121,9 +111,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--lr", "nan"], "--lr: got nan; allowed: a finite number of at least 0"),
         (["--lr", "inf"], "--lr: got inf; allowed: a finite number of at least 0"),
         (["--lr", "fast"], "--lr: got 'fast'; allowed: numbers"),
-        (["--min-lr", "1"], "--min-lr: got 1.0; allowed: at most the learning rate"),
         (["--bf16"], "--bf16: got True; allowed: off on cpu"),
-        (["--use-distributed-optimizer"], "--use-distributed-optimizer: got True; allowed: off on cpu"),
         (["--no-such-flag"], "--no-such-flag: there is no such option."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -132,14 +120,9 @@ def test_rejects_options(arguments, says, refused):
     assert says in refused(*arguments)
 
 
-def test_rejects_a_default_by_its_flag_and_redistribution_with_sequence_parallelism(refused):
+def test_rejects_a_default_by_its_flag(refused):
     found = refused("--num-attention-heads", "3", also=())
     assert found == "--num-query-groups: got 2; allowed: a divisor of the 3 query heads."
-    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
-    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
-    assert (
-        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
-    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
@@ -166,18 +149,6 @@ def test_rejects_data_that_is_not_there_or_cannot_be_read(refused, tmp_path):
 def test_rejects_data_without_permission(refused, tmp_path):
     (tmp_path / "locked").mkdir(mode=0)
     assert "--data-path: got" in refused("--data-path", str(tmp_path / "locked" / "some.txt"))
-
-
-def test_rejects_indexed_data(refused, tmp_path):
-    prefix = tmp_path / "corpus"
-    write_indexed(prefix, [[[1, 2, 3]]])
-    assert refused("--data-path", str(prefix)).startswith("--vocab-size: got None; allowed: the vocabulary")
-    assert "only with a .bin/.idx pair as --data-path" in refused("--vocab-size", "300")
-    prefix.with_suffix(".idx").write_bytes(b"nothing")
-    found = refused("--data-path", str(prefix), "--vocab-size", "300")
-    assert found.startswith(f"--data-path: got '{prefix}'")
-    prefix.with_suffix(".idx").unlink()
-    assert f"There is no {prefix}.idx" in refused("--data-path", str(prefix), "--vocab-size", "300")
 
 
 def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
@@ -229,78 +200,21 @@ def test_rejects_resuming_from_a_damaged_checkpoint(name, refused, copied):
         assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
 
 
-def flipped(file, byte):
-    content = bytearray(file.read_bytes())
-    content[byte] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
 def test_rejects_resuming_from_a_checkpoint_in_which_a_bit_flipped(share, refused, copied):
     file = copied / "checkpoints" / "iter_0000008" / "__0_0.distcp"
-    flipped(file, int(share * file.stat().st_size))
+    content = bytearray(file.read_bytes())
+    content[int(share * len(content))] ^= 1
+    file.write_bytes(content)
     found = refused("--resume", str(copied), "--train-iters", "9", also=())
-    allowed = "a checkpoint of this model whose files are as they were saved"
-    assert found == f"--resume: got '{file.parent}'; allowed: {allowed}. __0_0.distcp is damaged."
-
-
-def evil_metadata(checkpoint, evil):
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
-
-
-def evil_spare_metadata(checkpoint, evil):
-    """torch's loader takes a rank's own where it cannot read that of all."""
-    with (checkpoint / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    metadata.storage_meta = 5  # on which it fails
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    (checkpoint / "__0.metadata").write_bytes(pickle.dumps(evil))
-
-
-def evil_object(checkpoint, evil, key="common_state"):
-    """Replaces an object that is no tensor by one that runs code when it is read."""
-    with (checkpoint / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    data = checkpoint / "__0_0.distcp"
-    end = data.stat().st_size
-    with data.open("ab") as file:
-        torch.save(evil, file)
-    index = next(index for index in metadata.storage_data if key in index.fqn)
-    info = metadata.storage_data[index]
-    metadata.storage_data[index] = dataclasses.replace(info, offset=end, length=data.stat().st_size - end)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def evil_common_file(checkpoint, evil):
-    """The file is in the place of older checkpoints."""
-    torch.save(evil, checkpoint / "common.pt")
-
-
-@pytest.mark.parametrize("damage", [evil_metadata, evil_spare_metadata, evil_object, evil_common_file])
-def test_rejects_resuming_from_a_checkpoint_that_names_a_command(damage, refused, copied, tmp_path):
-    """The author of the checkpoint has made valid digests, too."""
-    checkpoint = copied / "checkpoints" / "iter_0000008"
-    damage(checkpoint, Evil(tmp_path / "ran"))
-    save_integrity_manifest(str(checkpoint))
-    found = refused("--resume", str(copied), "--train-iters", "9", also=())
-    assert found.startswith(f"--resume: got '{checkpoint}'; allowed: a checkpoint of this model that megatron-cp train")
-    assert "posix.system, which no checkpoint needs" in found or damage is evil_spare_metadata
-    assert not (tmp_path / "ran").exists()
-
-
-def test_rejects_a_checkpoint_that_names_a_command_where_ranks_alone_read(copied, tmp_path, capsys):
-    checkpoint = copied / "checkpoints" / "iter_0000008"
-    evil_object(checkpoint, Evil(tmp_path / "ran"), "_extra_state")
-    save_integrity_manifest(str(checkpoint))
-    assert main(["train", "--resume", str(copied), "--train-iters", "9"]) == 2
-    assert "Cannot read it: it names posix.system, which no checkpoint needs." in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
+    assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
+    assert "__0_0.distcp: hash mismatch" in found
 
 
 def test_rejects_resuming_from_a_checkpoint_without_digests(refused, copied):
     (copied / "checkpoints" / "iter_0000008" / "integrity.json").unlink()
     found = refused("--resume", str(copied), "--train-iters", "9", also=())
-    assert "It has no integrity.json: damage would not be noticed." in found
+    assert "Integrity manifest not found at" in found
 
 
 def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, copied):
@@ -342,21 +256,13 @@ def test_rejects_a_disk_that_is_full(copied, tmp_path):
     folder = copied / "checkpoints"
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"megatron-cp train: --run-dir: got '{folder}'; allowed: a folder with room for what a run")
-    assert "Cannot write iter_0000009: [Errno 27] File too large. " in said
+    assert "Cannot write iter_0000009: a writer failed, and Megatron's log above says why. " in said
+    assert "[Errno 27] File too large" in done.stdout + done.stderr
     assert said.endswith(" MB are free there.")
     assert "Traceback" not in done.stderr
-    assert "encountered an error" not in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000008", "latest_checkpointed_iteration.txt"]
     assert latest_checkpoint(folder).name == "iter_0000008"
-    check_digests(latest_checkpoint(folder))
-
-
-def test_rejects_a_spec_that_makes_no_spec(data, tmp_path, capsys):
-    folder = tmp_path / "run"
-    arguments = [*GPT, *STEPS, "--train-iters", "3", "--data-path", str(data), "--run-dir", str(folder)]
-    assert main(["train", *arguments, "--spec", "json", "dumps"]) == 2
-    assert "--spec: got 'json dumps'" in capsys.readouterr().err
-    assert not folder.exists()
+    verify_integrity_manifest(str(latest_checkpoint(folder)))
 
 
 def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):

@@ -244,8 +244,8 @@ ROWS = [
     Row(
         "It has saved none: a run saves one every --save-interval steps, and one at its end. Start again without "
         "--resume, in another --run-dir.", "without --resume, in another --run-dir",
-        "refuse_early(None, run)", "refuse_early(another, None)  # without --resume, in another --run-dir",
-        "from megatron_cp.apps.train.run_folder import refuse_early\n"
+        "claimed(None, run, held)", "claimed(another, None, held)  # without --resume, in another --run-dir",
+        "from contextlib import ExitStack; from megatron_cp.apps.train.run_folder import claimed; held = ExitStack()\n"
         "run, another = str(folder), str(folder / 'another'); (folder / 'metrics.jsonl').write_text('{}')",
     ),
     Row(
@@ -293,17 +293,9 @@ ROWS = [
 ]  # fmt: skip
 OF_MEGATRON = [
     Row(
-        "No layer of this model sends heads or keys: --linear-cp-mode headwise does.", "--linear-cp-mode headwise",
-        "options(linear_cp_mode='chunkwise')", "options(linear_cp_mode='headwise')  # --linear-cp-mode headwise",
-        "from megatron_cp.apps.train.options import TrainingOptions\n"
-        "def options(**more): TrainingOptions(hybrid_layer_pattern='GG',"
-        " spec=('megatron_cp.megatron.specs', 'hybrid_stack_spec'), context_parallel_size=2, cp_codec='fp8',"
-        " **more).check()",
-    ),
-    Row(
         "--spec chooses the other model.", "--spec",
-        "config(experimental_attention_variant='gated_delta_net')",
-        "config(experimental_attention_variant='gated_delta_net',"
+        "config(num_layers=2)",
+        "config(num_layers=2,"
         " spec=('megatron_cp.megatron.specs', 'gpt_layer_spec'))  # --spec",
         "from megatron_cp.apps.train.options import TrainingOptions\n"
         "from megatron_cp.apps.train.setup import transformer_config\n"

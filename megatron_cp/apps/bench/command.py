@@ -90,7 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME-OR-FILE",
         help="for planner: machine for which to predict (default: measured beforehand)",
     )
-    parser.add_argument("--report", metavar="FILE.html", help="save a page that shows the results")
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
@@ -112,7 +111,6 @@ def run(args: argparse.Namespace) -> Report:
     import torch.distributed as dist
 
     from megatron_cp.apps.bench import attention, exchange, layer, linear, packs, planner, wire
-    from megatron_cp.apps.bench.bench_report import save_bench
     from megatron_cp.executor import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
@@ -133,6 +131,4 @@ def run(args: argparse.Namespace) -> Report:
     finally:
         if world is not None:
             dist.destroy_process_group()
-    if args.report is not None and not report.quiet:
-        save_bench(args, report)
     return report

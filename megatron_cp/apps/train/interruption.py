@@ -12,12 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_cp.apps.train.curves import LOSS_PICTURE, entries_of, loss_figure
-from megatron_cp.apps.train.options import METRICS, Run
-from megatron_cp.apps.train.record import RunRecord, write_report
-from megatron_cp.apps.train.run_folder import CHECKPOINTS, SAVES, TRACKER, writing
+from megatron_cp.apps.train.options import Run
+from megatron_cp.apps.train.record import RunRecord, entries_of
+from megatron_cp.apps.train.run_folder import CHECKPOINTS, SAVES, TRACKER
 from megatron_cp.errors import ArgumentError
-from megatron_cp.files import whole_file
 
 PATIENCE = 10.0  # seconds; torchrun kills its ranks 30 s after it has told them to end
 
@@ -82,22 +80,15 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def record_interruption(run: Run, record: RunRecord, command: str, error: BaseException) -> str:
-    """Writes how far a run came, in `run.json`, its log, its curve and its report; returns what was saved."""
-    folder = run.folder
-    entries = entries_of(folder) if (folder / METRICS).exists() else []
+def record_interruption(run: Run, record: RunRecord, error: BaseException) -> str:
+    """Writes how far a run came, in `run.json` and the report; returns what was saved."""
+    entries = entries_of(run.folder)
     said = f"{cause_of(error)} {_what_is_saved(run, entries)}"
-    result = None
-    if entries:
-        result = {
-            "steps": len(entries), "first_loss": entries[0]["loss"], "final_loss": entries[-1]["loss"],
-            "run_dir": str(folder),
-        }  # fmt: skip
-    record.ended(result, error=said)
-    record.say(said)
-    if entries:
-        with contextlib.suppress(ArgumentError):  # a full disk
-            _draw(run, record, command, entries, said)
+    losses = [entry["loss"] for entry in entries]
+    ends = {"first_loss": losses[0], "final_loss": losses[-1], "run_dir": str(run.folder)} if losses else {}
+    record.ended({"steps": len(entries), **ends} if losses else None, error=said)
+    with contextlib.suppress(ArgumentError):  # a full disk
+        record.report((said, False), entries)
     return said
 
 
@@ -115,11 +106,3 @@ def _what_is_saved(run: Run, entries: Sequence[dict[str, Any]]) -> str:
         f"after step {entries[-1]['step']} of {run.options.train_iters}; no checkpoint was saved: {SAVES}. "
         "To start again, take another --run-dir"
     )
-
-
-def _draw(run: Run, record: RunRecord, command: str, entries: list[dict[str, Any]], said: str) -> None:
-    folder = run.folder
-    data = {"steps": len(entries), "first_loss": entries[0]["loss"], "final_loss": entries[-1]["loss"], "layers": []}
-    write_report(folder, run.options, command, record.environment, run.name, entries, None, data, (said, False), {})
-    with writing(folder, LOSS_PICTURE), whole_file(folder / LOSS_PICTURE) as new:
-        loss_figure(entries, run.name, None).savefig(new, dpi=130)

@@ -11,15 +11,18 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_cp.apps.train.options import METRICS
 from megatron_cp.errors import ArgumentError
+from megatron_cp.files import whole_file
 
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it, among the checkpoints
+SAVES = "a run saves one every --save-interval steps, and one at its end"
 
 
 def checkpoint_folder(folder: Path, iteration: int) -> Path:
@@ -49,66 +52,35 @@ def latest_checkpoint(folder: Path) -> Path:
     return found
 
 
-SAVES = "a run saves one every --save-interval steps, and one at its end"
+def claimed(run_dir: str | None, resume: str | None, held: contextlib.ExitStack) -> Path:
+    """Makes the folder of a run, if it is not there, and keeps others out of it for as long as `held` is open.
 
-
-def refuse_locked(folder: Path, argument: str) -> None:
-    """Refuses a folder that a run uses, without keeping others out of it.
-
-    Raises:
-        ArgumentError: names `argument`.
-    """
-    try:
-        with (folder / LOCK).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise _under_way(folder, argument, file.read(200)) from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        # Nothing is there, or it is no path: making the folder fails then.
-
-
-def _under_way(folder: Path, argument: str, who: str) -> ArgumentError:
-    remedy = f"A run is under way there: {who.strip() or 'it has just started'}."
-    return ArgumentError(argument, str(folder), "a folder in which no run is under way", remedy)
-
-
-def refuse_early(run_dir: str | None, resume: str | None) -> None:
-    """Refuses folders before Megatron is imported; they are looked at again where the run locks its own.
+    Args:
+        run_dir: the folder that was named; None for a new one below `runs/`, or for that of the run that goes on.
+        resume: the folder of the run that goes on; None for none.
+        held: what holds the lock.
 
     Raises:
         ArgumentError: a run is under way there, has steps there, or has saved no checkpoint to go on from.
     """
     named = run_dir or resume
-    # Other ranks of a job would meet the lock of their own first rank.
-    if named is not None and os.environ.get("RANK", "0") == "0":
-        refuse_locked(Path(named), "resume" if is_resumed(Path(named), resume) else "run_dir")
+    folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    goes_on = resume is not None and folder.resolve() == Path(resume).resolve()
     if resume is not None:
         latest_checkpoint(Path(resume) / CHECKPOINTS)
-    if run_dir is not None:
-        refuse_steps(Path(run_dir), resume)
-
-
-def refuse_steps(folder: Path, resume: str | None) -> None:
-    """Refuses a folder with the steps of a run that is not the one to resume.
-
-    Raises:
-        ArgumentError: they are there.
-    """
+    try:
+        folder.mkdir(parents=True, exist_ok=named is not None)
+        held.enter_context(locked(folder, "resume" if goes_on else "run_dir"))
+    except OSError as error:
+        raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
     has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
-    if has_steps and not is_resumed(folder, resume):  # not one that ended before a step
+    if has_steps and not goes_on:  # not one that ended before a step
         remedy = f"The steps of a run are there; to go on with it: --resume {folder}"
         if not tracker.exists():
             remedy = f"The steps of a run are there, but no checkpoint: {SAVES}."
         raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
-
-
-def is_resumed(folder: Path, resume: str | None) -> bool:
-    """Returns True if the run in `folder` is the one that goes on."""
-    return resume is not None and folder.resolve() == Path(resume).resolve()
+    return folder
 
 
 @contextlib.contextmanager
@@ -123,7 +95,8 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise _under_way(folder, argument, file.read(200)) from None
+            remedy = f"A run is under way there: {file.read(200).strip() or 'it has just started'}."
+            raise ArgumentError(argument, str(folder), "a folder in which no run is under way", remedy) from None
         except OSError as error:  # a file system that has no locks
             print(f"Cannot lock {folder} ({error.strerror}): do not start another run in it.", file=sys.stderr)
         file.truncate(0)
@@ -146,16 +119,9 @@ def writing(folder: Path, what: str) -> Iterator[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file completely or not at all, even if the power fails."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as new:
+        new.write_text(text)
+        sync(new)
     sync(path.parent)
 
 

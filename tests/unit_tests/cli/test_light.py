@@ -13,7 +13,7 @@ from megatron_cp.executor import launch
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[3]
-HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
+HEAVY = ("torch", "megatron.core", "matplotlib", "plotly", "tokenizers", "triton")
 
 # Runs each command line in one process, and says after each which heavy modules are there.
 PROBE = """
@@ -73,7 +73,7 @@ def refused_lines(tmp_path):
             ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
             ("train", "--run-dir", nul): r"--run-dir: got 'a\x00b'",
             ("train", "--run-dir", str(taken)): "The steps of a run are there, but no checkpoint: a run saves one",
-            ("train", "--wandb", " "): "--wandb: got ' '; allowed: a project's name",
+            ("train", "--wandb", "x"): "--wandb: there is no such option. Each step's metrics are a line of metrics",
             ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
             ("train", "--resume", nul): r"--resume: got 'a\x00b'",
             ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
@@ -81,12 +81,11 @@ def refused_lines(tmp_path):
             ("check", "--documents", "3", "--corpus", nul): r"--corpus: got 'a\x00b'",
             ("bench", "layer", "--documents", "3", "--corpus", "no/such"): "--corpus: got 'no/such'",
             ("check", "--report", "page.txt"): "ending in .html",
-            ("bench", "linear", "--report", "no/such/page.html"): "--report: got 'no/such/page.html'",
+            ("train", "--report", "no/such/page.html"): "--report: got 'no/such/page.html'",
             ("plan", "--plot", "no/such/folder/plan.png"): "--plot: got 'no/such/folder/plan.png'",
             ("plan", "--plot", "a\0b.png"): r"--plot: got 'a\x00b.png'",
             ("plan", "--plot", "plan.txt"): "ending in .png",
             ("train", "--data-path", str(empty)): "Nothing is there.",
-            ("train", "--vocab-size", "300"): "--vocab-size: got 300; allowed: only with a .bin/.idx pair",
             (
                 "train",
                 "--run-dir",

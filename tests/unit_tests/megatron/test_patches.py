@@ -1,8 +1,5 @@
 """Tests that replaced functions of Megatron are in place within the block and restored after it, however it ends."""
 
-import contextlib
-import os
-import pickle
 import queue
 import subprocess
 import sys
@@ -91,21 +88,6 @@ def test_results_of_writers_need_no_other_process():
     with patches.checkpoint_results_in_this_process():
         assert isinstance(filesystem_async.get_write_results_queue(), queue.SimpleQueue)
     assert filesystem_async._results_queue is before
-
-
-@pytest.mark.parametrize("switch", [None, "0"])
-def test_checkpoints_are_unpickled_by_what_is_given(switch, monkeypatch):
-    from torch.distributed.checkpoint import filesystem
-
-    monkeypatch.delenv(SWITCH, raising=False)
-    if switch is not None:
-        monkeypatch.setenv(SWITCH, switch)
-    with contextlib.suppress(RuntimeError), patches.checkpoints_unpickled_by(lambda file: file):
-        assert filesystem.pickle.load("a file") == "a file"
-        assert os.environ[SWITCH] == "1"
-        raise RuntimeError
-    assert filesystem.pickle is pickle
-    assert os.environ.get(SWITCH) == switch
 
 
 class FailingAtTheEnd:

@@ -19,7 +19,7 @@ from megatron_cp.apps.train.run_folder import CHECKPOINTS, SAVES, TRACKER
 from tests.limits import limit
 
 ROOT = Path(__file__).parents[4]
-ENTRY = {"loss": 3.5, "grad_norm": 1.0, "tokens_per_second": 9.0, "tokens": 7, "seconds": 0.1}
+ENTRY = {"loss": 3.5, "grad_norm": 1.0, "tokens_per_second": 9.0, "context_parallel_size": 2}
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["before a step", "after steps"])
@@ -34,7 +34,7 @@ def test_an_interrupted_run_is_recorded(steps, saved, error, tmp_path):
     if saved:
         (tmp_path / CHECKPOINTS).mkdir()
         (tmp_path / CHECKPOINTS / TRACKER).write_text(f"{saved}")
-    said = record_interruption(run, RunRecord(tmp_path, run.options, "train"), "train", error)
+    said = record_interruption(run, RunRecord(tmp_path, run.options, "train"), error)
     name = "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
     progress = "after step 3 of 9" if steps else "before a step" if saved else "before the first step"
     assert said.startswith(f"interrupted by {name} {progress}; ")
@@ -49,11 +49,6 @@ def test_an_interrupted_run_is_recorded(steps, saved, error, tmp_path):
     assert found["ended"] is not None
     assert found["error"] == said
     assert (found["result"] or {}).get("steps") == (steps or None)
-    assert said in (tmp_path / "log.txt").read_text()
-    for name in ("report.html", "loss.png"):
-        assert (tmp_path / name).exists() == bool(steps)
-    if steps:
-        assert said in (tmp_path / "report.html").read_text()
 
 
 def terminated_twice(done):
