@@ -380,21 +380,14 @@ def _solver(plan: Plan) -> dict[str, Any]:
     """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
-        names = ("optimal", "bound", "found", "load_cap", "seconds", "rounds", "predicted_ms", "bound_ms")
-        return dict.fromkeys(names)
-    assert plan.attend is not None
-    assert plan.attend.tiled is not None
+        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
     both = dict(zip(BOTH, solutions, strict=True))
-    schedules = dict(zip(BOTH, plan.attend.tiled.schedules, strict=False))
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},
         "bound": {name: each.bound for name, each in both.items()},
         "found": {name: each.busiest_bytes for name, each in both.items()},
         "load_cap": {name: each.load_cap for name, each in both.items()},
         "seconds": {name: each.seconds for name, each in both.items()},
-        "rounds": dict(zip(BOTH, plan.attend.tiled.rounds, strict=True)),
-        "predicted_ms": {name: each.milliseconds for name, each in schedules.items()},
-        "bound_ms": {name: each.bound for name, each in schedules.items()},
     }
 
 

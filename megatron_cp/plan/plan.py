@@ -429,13 +429,6 @@ class Plan(Memo):
                 f"{name}: the busiest rank sends or receives {most} for tiles, {beside}, if no rank computes more than "
                 f"{found.load_cap} pairs; found in {found.seconds:.2f} s"
             )
-        for name, schedule, rounds in zip(
-            ("forward", "backward"), tiled.schedules if tiled else (), tiled.rounds if tiled else (), strict=False
-        ):
-            lines.append(
-                f"{name}: rows of tiles come in {counted(rounds, 'round')}, predicted "
-                f"{schedule.milliseconds:.3f} ms; in any order these tiles take at least {schedule.bound:.3f} ms"
-            )
         return lines
 
     def _explain_redistribution(self, item_size: int) -> list[str]:

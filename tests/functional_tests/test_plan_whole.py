@@ -61,12 +61,11 @@ def test_a_search_lets_auto_weigh_tiles_of_a_whole_model(tmp_path):
     shape += ["--mask", "global_local"]
     _, without = printed(*shape)
     assert "tiled" not in without["best"]["flags"]
-    page, cache = tmp_path / "step.html", tmp_path / "kept answers"
-    search = ["--search", "0.01", "--search-cache", str(cache), "--report", str(page)]
+    page = tmp_path / "step.html"
+    search = ["--search", "0.01", "--report", str(page)]
     _, found = printed(*shape, *search)
-    assert f"--cp-comm-type tiled --cp-search 0.01 --cp-search-cache '{cache}'" in found["take_this"]
+    assert "--cp-comm-type tiled --cp-search 0.01" in found["take_this"]
     assert found["best"]["milliseconds"]["step"] < without["best"]["milliseconds"]["step"]
-    assert len(list(cache.glob("*.json"))) >= 2  # forward and backward
     text = re.search(r'id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1]
     tiles = json.loads(text)["tiles"]
     assert [picture["name"] for picture in tiles] == ["attention forward", "attention backward"]
@@ -289,17 +288,8 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),
         (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: 0 with a2a. No layer here"),
-        (
-            ["--whole", "--search-cache", "kept", "--scheme", "p2p"],
-            "--search-cache: got 'kept'; allowed: None with p2p",
-        ),
         (["--search", "1", "--scheme", "p2p"], "--search: got 1.0; allowed: 0 with p2p. No layer here"),
         (["--search", "1", "--layer", "gdn"], "--search: got 1.0; allowed: 0 without attention. No layer here"),
-        (
-            ["--search-cache", "kept", "--layer", "gdn", "--layout", "auto"],
-            "--search-cache: got 'kept'; allowed: None w",
-        ),
-        (["--whole", "--search-cache", __file__], "--search-cache: got "),
         (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
         (["--fit", "80 apples"], "--fit: got '80 apples'; allowed: at least 1MiB, with its unit, such as 70GiB"),
         (["--fit", "70"], "--fit: got '70', which is 70 bytes; allowed: at least 1MiB"),

@@ -214,7 +214,7 @@ def _base(args: argparse.Namespace, cp: int, layout: str) -> Job:
     return Job(
         cp, layout, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
         args.transport, args.codec, args.sharding or "zero1", args.replicas or 1, args.gpu,
-        args.search, args.search_cache, precision=args.precision or "bf16",
+        args.search, precision=args.precision or "bf16",
         gradients=args.gradients or "fp32", tp_overlap=bool(args.tp_comm_overlap), **degrees,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ class Job:
             "zero1" (optimizer: Megatron's distributed optimizer); "zero3" (all of them: FSDP).
         replicas: data-parallel size.
         hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
-        search_seconds, search_cache: for tiles of attention; see `plan_attention`.
+        search_seconds: for tiles of attention; see `plan_attention`.
         tp: tensor-parallel size, with sequence parallelism.
         pp: number of pipeline stages.
         interleave: chunks of layers of a stage.
@@ -59,7 +59,6 @@ class Job:
     replicas: int = 1
     hardware: str | None = None
     search_seconds: float = 0.0
-    search_cache: str | None = None
     tp: int = 1
     pp: int = 1
     interleave: int = 1

@@ -6,7 +6,6 @@ and sums of gradients, gathers of weights and the optimizer come on top. `docs/p
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -140,7 +139,6 @@ class StepPrice:
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
             found += [f"--cp-search {self.job.search_seconds:g}"] * bool(self.job.search_seconds)
-            found += [f"--cp-search-cache {shlex.quote(str(self.job.search_cache))}"] * bool(self.job.search_cache)
         return found
 
 
@@ -195,7 +193,7 @@ def plan_layers(model: ModelSpec, layout: Layout, job: Job, on: Machine, topolog
         raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {job.cp} ranks of the job")
     slots = divided(model, job.tp).slots(
         scheme=job.scheme, ulysses_degree=job.ulysses_degree, mode=job.mode, head_chunks=job.head_chunks,
-        codec=job.codec, search_seconds=job.search_seconds, search_cache=job.search_cache,
+        codec=job.codec, search_seconds=job.search_seconds,
         transport=Transport.even_hosts(job.transport, job.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():

@@ -103,9 +103,6 @@ class TrainingOptions:
         "considers tiled too",
         metavar="SECONDS",
     )
-    cp_search_cache: str | None = _parallel(
-        None, "a folder in which found tiles are kept, the same on all ranks", metavar="FOLDER"
-    )
     cp_layout: str = _parallel(
         "balanced", "layout of tokens over ranks: balanced, contiguous, zigzag, or auto, the fastest for each pack"
     )
@@ -258,8 +255,7 @@ class TrainingOptions:
         layers = {**stacks, "gpt_layer_spec": "*"}.get(self.spec[-1])
         schemes = self.cp_comm_type if layers is None or "*" in layers else ()
         alone = self.context_parallel_size == 1  # then all attention is by auto
-        names = ("cp_search", "cp_search_cache")
-        checked_search(self.cp_search, self.cp_search_cache, [AUTO] if alone else schemes, names=names)
+        checked_search(self.cp_search, [AUTO] if alone else schemes, name="cp_search")
         if alone or layers is None:
             return  # a spec of the user's own, of any layers
         headwise = may_exchange_heads(self.linear_cp_mode) and (

@@ -125,7 +125,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
             "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
             "context_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "cp_layout", "linear_cp_mode",
-            "cp_head_chunks", "cp_transport", "cp_codec", "cp_hardware", "cp_search", "cp_search_cache", "bf16",
+            "cp_head_chunks", "cp_transport", "cp_codec", "cp_hardware", "cp_search", "bf16",
             "recompute_granularity", "window_size", "window_attn_skip_freq", "softmax_type", "attention_dropout",
         )
     }  # fmt: skip

@@ -122,11 +122,11 @@ def _tile_transfers(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload
     tiles = step.assigned_tiles(forward=forward)
 
     def make() -> tuple[Fetch, Fetch | None] | tuple[()]:
-        parts = tiles.parts(1)
-        if not parts:
+        part = tiles.far_part
+        if part is None:
             return ()
-        keys = Fetch(step.keys, parts[0].wanted_keys, "")
-        return keys, None if parts[0].remote is None else Fetch(step.queries, parts[0].wanted_queries, "")
+        keys = Fetch(step.keys, part.wanted_keys, "")
+        return keys, None if part.remote is None else Fetch(step.queries, part.wanted_queries, "")
 
     flows = tiles.memo(("rows of tiles",), make)
     if not flows:

@@ -14,7 +14,6 @@ from megatron_cp.planner import tiled
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.bound import _remote_tiles, bounds_of_directions, longest_path
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiled import bound_of_tiles
 from tests.random_tiles import TILED, assign_all_to, assign_at_random
 
@@ -102,12 +101,10 @@ def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
         plans = list(ways(layout, mask, 4, 2, schemes=TILED, transport=transport))
         assert plans
         for plan in plans:
-            for rounds in (1, 2):
-                made = plan_in_rounds(plan, (rounds, rounds))
-                price = priced(made, one, topology, item_size=item)
-                bounds = bounds_of_directions(made, one, topology, item)
-                assert bounds[0] <= price.forward * (1 + 1e-9)
-                assert bounds[1] <= price.backward * (1 + 1e-9)
+            price = priced(plan, one, topology, item_size=item)
+            bounds = bounds_of_directions(plan, one, topology, item)
+            assert bounds[0] <= price.forward * (1 + 1e-9)
+            assert bounds[1] <= price.backward * (1 + 1e-9)
 
 
 def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
