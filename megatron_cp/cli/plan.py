@@ -308,7 +308,7 @@ def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
     """Says which other candidate is fastest, in the numbers of the table, and why it was not taken."""
     price, times = plan.prices[0], _other_times(plan, schemes)
     if not times:
-        least = [f"; {each.scheme}{each.detail} takes at least {each.total:.3f} ms" for each in plan.prices[1:2]]
+        least = [f"; {each.describe('next is')}" for each in plan.prices[1:2]]
         return f"{name} is the only candidate that was priced{''.join(least)}"
     other = min(times, key=lambda scheme: times[scheme])
     if times[other] >= price.total:
@@ -339,7 +339,7 @@ def _other_times(plan: Plan, schemes: dict[str, Any]) -> dict[str, float]:
     """Returns the predicted milliseconds of the other candidates: the table's, or else those that were priced."""
     if schemes:
         return {scheme: sum(row["predicted_ms"].values()) for scheme, row in schemes.items() if scheme != plan.scheme}
-    return {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if not other.is_bound}
+    return {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if other.is_played}
 
 
 def _window(mask: Mask | None) -> str:
@@ -420,6 +420,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
                 "imbalance": price.imbalance,
                 "bytes_by_link": None if price.by_link is None else dict(zip(_LINKS, price.by_link, strict=True)),
                 "is_bound": price.is_bound,
+                "is_sum": price.is_sum,
             }
             for price in plan.prices
         ],

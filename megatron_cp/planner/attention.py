@@ -327,7 +327,9 @@ def _cheapest(
             request.layout, ulysses_degree, topology, tiles=False
         )  # fmt: skip
         untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
-        refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
+        # Heads of all schemes travel in one part at first; of a scheme that is given, in as many as it has by itself.
+        first = request if scheme is not None else replace(request, head_chunks=request.head_chunks or 1)
+        refused = [each for mode in modes for each in _add_candidates(first.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds and scheme is None and request.selection is None:
             request = request.in_mode(modes[0])
@@ -337,7 +339,7 @@ def _cheapest(
             skipped = hopeless_tiles(tiled, alike, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
-            not_tiled = _add_candidates(request, hopeful, candidates)
+            not_tiled = _add_candidates(first.in_mode(modes[0]), hopeful, candidates)
         if not candidates:
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]

@@ -21,7 +21,6 @@ from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
 from megatron_cp.planner.choose import describe_degree, milliseconds_for_tiles
-from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
 from megatron_cp.planner.predict.price import described
@@ -202,7 +201,7 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     """Returns lower bounds on the milliseconds of any assignment of tiles, forward and backward.
 
     It takes milliseconds where a search takes seconds, so hopeless searches can be skipped. The bound is for the tiles
-    of the mask under their load cap, in as many chunks of heads as `alike` has.
+    of the mask under their load cap, in as many chunks of heads as `alike` has, without its head exchange.
 
     Args:
         alike: a plan with the same heads whose keys are fetched.
@@ -215,20 +214,19 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     """
     step = alike.attend
     assert step is not None
-    exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
     heads = max(hi - lo for lo, hi in step.partition.heads)
     rates, found = list[float](), list[float]()
     for forward in (True, False):
         rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
-    if 1e3 * (sum(found) + 2 * exchanged) < enough:
+    if 1e3 * sum(found) < enough:
         # With two hops, a byte from another host may reach its rank by the links within its host.
         proxied = bool(alike.transport.hosts)
         for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
             for weights in head_rank_weights:
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, proxied=proxied)
                 found[number] = max(found[number], least)
-    return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+    return 1e3 * found[0], 1e3 * found[1]
 
 
 def hopeless_tiles(

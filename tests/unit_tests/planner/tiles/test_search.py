@@ -19,7 +19,7 @@ from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
 from tests.refusals import rejects
-from tools.tile_masks import MASKS, block_problem
+from tests.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
 FORWARD, BACKWARD = TileWeights(1, 1, 2, 0), TileWeights(2, 1, 2, 2)  # of attention whose heads are all of keys too
@@ -207,7 +207,7 @@ def test_a_pack_of_documents_on_many_hosts():
 PRINTS_HASHES = """
 import hashlib
 from megatron_cp.planner.tiles import TileWeights, solve
-from tools.tile_masks import block_problem
+from tests.tile_masks import block_problem
 problem = block_problem("star", TileWeights(2, 1, 2, 2))
 print(hashlib.sha256(solve(problem, steps=500).ranks.tobytes()).hexdigest())
 """
