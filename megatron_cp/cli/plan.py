@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.options import (
+    BALANCED,
     add_batch_arguments,
     add_layer_arguments,
     described_documents,
@@ -214,12 +215,14 @@ def _explained(
 ) -> dict[LayerShape, tuple[Plan, Report]]:
     """Returns the plan of each shape of layers with its explanation, all in one layout."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
-    given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
+    # Without --layout all layouts are compared, unless each would have a search for tiles of its own.
+    layout = args.layout or (BALANCED if args.search else AUTO)
+    given = argparse.Namespace(**{**vars(args), "hosts": of_wire, "layout": layout})
     cases = {
         shape: replace(layer_case_of(given, cp, shape), machine=machine(args.gpu), machine_hosts=args.hosts)
         for shape in layers
     }
-    if args.layout == AUTO and len(layers) > 1:
+    if layout == AUTO and len(layers) > 1:
         slots = [cases[shape].slot() for shape, count in layers.items() for _ in range(count)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

@@ -100,7 +100,7 @@ def test_check_runs_what_auto_may_take_in_the_layout_of_jobs(layer):
     assert {line[2] for line in lines} == MAY_BE_TAKEN[layer]
     assert {line[4] for line in lines} == {"balanced"}
     assert report["cases"] == len(lines)
-    planned = reported(["plan", *batch, "--dtype", "float64"])[1]
+    planned = reported(["plan", *batch, "--layout", "balanced", "--dtype", "float64"])[1]
     assert (planned["scheme"], planned["layout"]) == (lines[0][2], "balanced")
     text, report = reported(["check", *batch, "--scheme", "auto"])
     assert report["cases"] == 1
