@@ -13,20 +13,8 @@ _CUTS = 7  # of queries, and of keys
 
 
 def assign_at_random(monkeypatch, seed=0):
-    """Every plan has random tiles, others forward than backward, until the test ends.
-
-    In one round where there are several chunks of heads, in two where there is one; with an odd seed one direction has
-    two rounds, and the other has one.
-    """
+    """Every plan has random tiles, others forward than backward, until the test ends."""
     monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", partial(random_work, seed=seed))
-    monkeypatch.setattr("megatron_cp.planner.attention.best_rounds", partial(some_rounds, seed=seed))
-
-
-def some_rounds(plan, *_, seed=0):
-    """Rounds forward and backward, and nothing known of them, in place of `best_rounds`."""
-    if seed % 2:
-        return ((1, 2), (2, 1))[seed % 4 // 2], ()
-    return ((2, 2) if plan.attend.head_chunks == 1 else (1, 1)), ()
 
 
 def assign_all_to(monkeypatch, rank):

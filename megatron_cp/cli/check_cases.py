@@ -125,7 +125,7 @@ def _cases(args: argparse.Namespace, case: Case, given: list[str]) -> list[Case]
         return sweep(case, given)
     if args.scheme is not None:
         return [case]
-    checked_search(case.search_seconds, case.search_cache, [DEFAULT.name])  # a search is for schemes that are named
+    checked_search(case.search_seconds, [DEFAULT.name])  # a search is for schemes that are named
     width = case.heads * case.value_head_dim
     wide = case if case.layer == "attention" or case.hidden_size else replace(case, hidden_size=width)
     schemes = dict.fromkeys(price.scheme for price in wide.plan().prices)

@@ -119,9 +119,6 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "above 0, auto considers tiled too",
     )
     group.add_argument(
-        *flags("search-cache"), metavar="FOLDER", help="folder in which found tiles are kept (default: none)"
-    )
-    group.add_argument(
         *flags("transport"),
         type=of_kind("transport"),
         default="collective",
@@ -190,7 +187,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         *flags("layout"),
         type=of_kind("layout"),
         metavar="|".join(working("layout")),
-        help=f"default: {BALANCED}, that of every page; zigzag is Megatron's order",
+        help=f"default: {BALANCED}, and for plan the fastest of all; zigzag is Megatron's order",
     )
     group.add_argument("--align", type=rows, default=1, help="make every rank's rows a multiple of this (default: 1)")
 
@@ -243,7 +240,6 @@ def layer_case_of(args: argparse.Namespace, cp_size: int, shape: LayerShape | No
         dtype=DTYPES[args.dtype],
         seed=args.seed,
         search_seconds=args.search,
-        search_cache=args.search_cache,
     )
 
 

@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
+        if word in ("--search-cache", "--cp-search-cache"):
+            self.error(f"{word} has left: each rank finds the same tiles by itself. Take --search SECONDS alone.")
         if word in _NOT_OF_TRAIN and "--seq-length" in known:
             self.error(f"{word}: there is no such option. {_NOT_OF_TRAIN[word]}")
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
@@ -281,7 +283,7 @@ _MEGATRONS = {
     "cp": "context-parallel-size", "heads": "num-attention-heads", "kv-heads": "num-query-groups",
     "head-dim": "kv-channels", "layout": "cp-layout", "scheme": "cp-comm-type", "transport": "cp-transport",
     "codec": "cp-codec", "head-chunks": "cp-head-chunks", "gpu": "cp-hardware", "search": "cp-search",
-    "search-cache": "cp-search-cache", "latent-mode": "cp-latent-mode",
+    "latent-mode": "cp-latent-mode",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.options import (
+    BALANCED,
     add_batch_arguments,
     add_layer_arguments,
     described_documents,
@@ -222,12 +223,14 @@ def _explained(
 ) -> dict[LayerShape, tuple[Plan, Report]]:
     """Returns the plan of each shape of layers with its explanation, all in one layout."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
-    given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
+    # Without --layout all layouts are compared, unless each would have a search for tiles of its own.
+    layout = args.layout or (BALANCED if args.search else AUTO)
+    given = argparse.Namespace(**{**vars(args), "hosts": of_wire, "layout": layout})
     cases = {
         shape: replace(layer_case_of(given, cp, shape), machine=machine(args.gpu), machine_hosts=args.hosts)
         for shape in layers
     }
-    if args.layout == AUTO and len(layers) > 1:
+    if layout == AUTO and len(layers) > 1:
         slots = [cases[shape].slot() for shape, count in layers.items() for _ in range(count)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -316,7 +319,7 @@ def _reason(plan: Plan, schemes: dict[str, Any], name: str) -> str:
     """Says which other candidate is fastest, in the numbers of the table, and why it was not taken."""
     price, times = plan.prices[0], _other_times(plan, schemes)
     if not times:
-        least = [f"; {each.scheme}{each.detail} takes at least {each.total:.3f} ms" for each in plan.prices[1:2]]
+        least = [f"; {each.describe('next is')}" for each in plan.prices[1:2]]
         return f"{name} is the only candidate that was priced{''.join(least)}"
     other = min(times, key=lambda scheme: times[scheme])
     if times[other] >= price.total:
@@ -347,7 +350,7 @@ def _other_times(plan: Plan, schemes: dict[str, Any]) -> dict[str, float]:
     """Returns the predicted milliseconds of the other candidates: the table's, or else those that were priced."""
     if schemes:
         return {scheme: sum(row["predicted_ms"].values()) for scheme, row in schemes.items() if scheme != plan.scheme}
-    return {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if not other.is_bound}
+    return {f"{other.scheme}{other.detail}": other.total for other in plan.prices[1:] if other.is_played}
 
 
 def _window(mask: Mask | None) -> str:
@@ -388,21 +391,14 @@ def _solver(plan: Plan) -> dict[str, Any]:
     """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
-        names = ("optimal", "bound", "found", "load_cap", "seconds", "rounds", "predicted_ms", "bound_ms")
-        return dict.fromkeys(names)
-    assert plan.attend is not None
-    assert plan.attend.tiled is not None
+        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
     both = dict(zip(BOTH, solutions, strict=True))
-    schedules = dict(zip(BOTH, plan.attend.tiled.schedules, strict=False))
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},
         "bound": {name: each.bound for name, each in both.items()},
         "found": {name: each.busiest_bytes for name, each in both.items()},
         "load_cap": {name: each.load_cap for name, each in both.items()},
         "seconds": {name: each.seconds for name, each in both.items()},
-        "rounds": dict(zip(BOTH, plan.attend.tiled.rounds, strict=True)),
-        "predicted_ms": {name: each.milliseconds for name, each in schedules.items()},
-        "bound_ms": {name: each.bound for name, each in schedules.items()},
     }
 
 
@@ -435,6 +431,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
                 "imbalance": price.imbalance,
                 "bytes_by_link": None if price.by_link is None else dict(zip(_LINKS, price.by_link, strict=True)),
                 "is_bound": price.is_bound,
+                "is_sum": price.is_sum,
             }
             for price in plan.prices
         ],

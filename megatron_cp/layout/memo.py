@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -28,11 +28,6 @@ class Memo:
         memo = self.__dict__.setdefault("_memo", {})
         found = memo.get(key)
         return memo.setdefault(key, make()) if found is None else found
-
-    def copy_memo(self, other: Memo, keys: Iterable[Any]) -> None:
-        """Copies the stored values of `other` under the keys that it has."""
-        stored = other.__dict__.get("_memo", {})
-        self.__dict__.setdefault("_memo", {}).update((key, stored[key]) for key in keys if key in stored)
 
     def share_memo(self, other: Memo) -> None:
         """Shares the stored values of `other`, now and later; the keys must contain what differs between the two."""

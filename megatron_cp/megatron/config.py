@@ -38,7 +38,6 @@ class TransformerConfig(MegatronTransformerConfig):
             if None.
         cp_search: seconds for which OR-Tools may search for better tiles in `tiled` and `a2a+tiled`, for each pack and
             direction; above 0 `auto` considers these two as well. Refused if no layer has one of the three schemes.
-        cp_search_cache: a folder in which found tiles are kept, the same for all ranks; None for none.
         cp_packed_order: the order of packed batches that Megatron's own pipeline sharded: each "document" or the whole
             "pack" was cut into 2 * cp chunks. If None, it is derived from the next two; if neither is set, such batches
             are refused on several ranks. Batches of `shard_batch` need none of the three.
@@ -57,7 +56,6 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_latent_mode: str = "heads"
     cp_hardware: str | None = None
     cp_search: float = 0.0
-    cp_search_cache: str | None = None
     cp_packed_order: str | None = None
     sft: bool = False
     dataloader_inter_document_masking: bool = False
@@ -129,9 +127,7 @@ def check_options(config: Any) -> None:
         raise ArgumentError("--cp-latent-mode", config.cp_latent_mode, "heads without --multi-latent-attention", remedy)
     config.linear_cp_mode = require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
-    checked_search(
-        config.cp_search, config.cp_search_cache, schemes_of(config), names=("--cp-search", "--cp-search-cache")
-    )
+    checked_search(config.cp_search, schemes_of(config), name="--cp-search")
     if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
         allowed = "zigzag, contiguous or balanced with --pipeline-model-parallel-size above 1"
         remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
@@ -173,7 +169,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-hardware", help=hardware)
     search = "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0 auto"
     group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} considers tiled too")
-    group.add_argument("--cp-search-cache", metavar="FOLDER", help="folder of found tiles, the same on all ranks")
     return parser
 
 

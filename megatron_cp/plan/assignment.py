@@ -85,36 +85,17 @@ class AssignmentQuality:
 
 
 @dataclass(frozen=True)
-class ScheduleQuality:
-    """Distance of one direction of a plan, in time, from what its tiles take in any order.
-
-    Attributes:
-        bound: lower bound: the work of one rank, its transfers, or one tile with the transfers of its rows and results,
-            whichever takes longest.
-    """
-
-    milliseconds: float
-    bound: float
-    hardware: str = ""
-
-
-@dataclass(frozen=True)
 class TiledWork:
     """The tiles that each rank computes, forward and backward.
 
     Attributes:
         forward, backward: the assignments of the two directions.
-        rounds: rounds in which rows are fetched, forward and backward: 1, or 2 if keys that only own queries see are
-            fetched after remote queries and their keys, so that results are sent back meanwhile.
         solutions: bytes of each direction and their bound; not part of the value.
-        schedules: time of each direction and its bound; not part of the value.
     """
 
     forward: TileAssignment
     backward: TileAssignment
-    rounds: tuple[int, int] = (1, 1)
     solutions: tuple[AssignmentQuality, ...] = field(default=(), compare=False)
-    schedules: tuple[ScheduleQuality, ...] = field(default=(), compare=False)
 
 
 class AssignedTiles(Memo):
@@ -142,15 +123,6 @@ class AssignedTiles(Memo):
             lambda: _outside(self.assignment.rank_bands(rank), self.queries, rank, queries=True),
         )
 
-    def shared_key_tiles(self, rank: int) -> IntArray:
-        """The part of `remote_key_tiles` whose keys are also seen by remote queries."""
-        return cut(self.remote_key_tiles(rank), *self._shared_keys(rank), queries=False)[0]
-
-    def other_key_tiles(self, rank: int) -> IntArray:
-        """The part of `remote_key_tiles` whose keys only own queries see."""
-        gaps = _gaps(*self._shared_keys(rank), self.keys.packing.total)
-        return cut(self.remote_key_tiles(rank), *gaps, queries=False)[0]
-
     @cached_property
     def moves_queries(self) -> bool:
         """True if any rank computes queries of another rank."""
@@ -161,30 +133,19 @@ class AssignedTiles(Memo):
         """True if any rank computes own queries with keys of another rank."""
         return any(len(self.remote_key_tiles(rank)) for rank in range(self.assignment.size))
 
-    def parts(self, rounds: int) -> list[TilePart]:
-        """Returns the tiles to compute after each round of transfers; local tiles are not among them.
-
-        Args:
-            rounds: 1 to fetch all rows together, 2 to fetch remote queries and the keys that they see first.
-        """
-        if not self.moves_queries:
-            return [TilePart(self, self.remote_key_tiles, None)] * self.moves_keys
-        if rounds == 1 or not any(len(self.other_key_tiles(rank)) for rank in range(self.assignment.size)):
-            return [TilePart(self, self.remote_key_tiles, self.remote_query_tiles)]
-        return [
-            TilePart(self, self.shared_key_tiles, self.remote_query_tiles),
-            TilePart(self, self.other_key_tiles, None),
-        ]
-
-    def _shared_keys(self, rank: int) -> Ranges:
-        return self.memo(("keys of remote queries", rank), lambda: ranges_seen(self.remote_query_tiles(rank)))
+    @property
+    def far_part(self) -> TilePart | None:
+        """The tiles that are computed with rows of other ranks; None if no rank needs any."""
+        if self.moves_queries:
+            return TilePart(self, self.remote_key_tiles, self.remote_query_tiles)
+        return TilePart(self, self.remote_key_tiles, None) if self.moves_keys else None
 
     def _own_queries(self, rank: int) -> IntArray:
         return self.memo(("own", rank), lambda: bands_of_queries(self.assignment.rank_bands(rank), self.queries, rank))
 
 
 class TilePart(Memo):
-    """The tiles that each rank computes with the rows of one round.
+    """The tiles that each rank computes with rows of other ranks.
 
     Args:
         own: returns the tiles of a rank's own queries, numbered by local row, over the stream of keys.

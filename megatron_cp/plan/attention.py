@@ -18,8 +18,8 @@ A rank merges the partial results of stages, and never those of head chunks, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -140,13 +140,6 @@ class Attend(Memo):
         assert self.tiled is not None
         assignment = self.tiled.forward if forward else self.tiled.backward
         return self.memo(("assigned tiles", assignment), lambda: AssignedTiles(assignment, self.queries, self.keys))
-
-    def with_tiles(self, tiled: TiledWork) -> Attend:
-        """Returns this attention with tiles in other rounds, and keeps the parts that are already computed."""
-        found = replace(self, tiled=tiled)
-        pieces = [("assigned tiles", assignment) for assignment in (tiled.forward, tiled.backward)]
-        found.copy_memo(self, (*pieces, ("seen",), ("needed",)))
-        return found
 
     def moves_queries(self, *, forward: bool) -> bool:
         """True if queries are sent to other ranks in one direction."""
@@ -270,8 +263,7 @@ class Attend(Memo):
         tiles = list[str]()
         if self.tiled is not None:
             digests = f"{self.tiled.forward.digest} forward, {self.tiled.backward.digest} backward"
-            forward, backward = self.tiled.rounds
-            tiles.append(f"tiles assigned by {digests}, in {forward} and {backward} rounds")
+            tiles.append(f"tiles assigned by {digests}")
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         if self.latent is not None:
@@ -399,29 +391,22 @@ def _fetch_by_host(step: Attend, forward: bool) -> tuple[Stage, ...]:
 
 
 def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
-    """Computes local tiles first, which need no message, while the first rows are on their way."""
+    """Computes local tiles first, which need no message, while rows of other ranks are on their way."""
     work = step.tiled
     assert work is not None
-    alike = work.forward == work.backward and len(set(work.rounds)) == 1
-    directions = (True, True) if alike else (forward, not forward)
-    rounds = work.rounds[0 if forward else 1]
-    return step.memo(
-        ("assigned", rounds, directions),
-        lambda: tuple(_stages_of_tiles(step, step.assigned_tiles(forward=forward), rounds, directions)),
-    )
+    directions = (True, True) if work.forward == work.backward else (forward, not forward)
+    tiles = step.assigned_tiles(forward=forward)
+    return step.memo(("assigned", directions), lambda: _stages_of_tiles(step, tiles, directions))
 
 
-def _stages_of_tiles(
-    step: Attend, tiles: AssignedTiles, rounds: int, directions: tuple[bool, bool]
-) -> Iterator[Stage]:  # fmt: skip
-    yield Stage(0, None, None, local=tiles, directions=directions)
+def _stages_of_tiles(step: Attend, tiles: AssignedTiles, directions: tuple[bool, bool]) -> tuple[Stage, ...]:
+    local, part = Stage(0, None, None, local=tiles, directions=directions), tiles.far_part
+    if part is None:
+        return (local,)
     description = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, {_in_chunks(step.head_chunks)}"
-    for number, part in enumerate(tiles.parts(rounds), start=1):
-        keys = Fetch(step.keys, part.wanted_keys, description)
-        remote_queries = (
-            None if part.remote is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
-        )
-        yield Stage(number, keys, Return(keys), remote_queries, part, directions=directions)
+    keys = Fetch(step.keys, part.wanted_keys, description)
+    remote_queries = None if part.remote is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
+    return local, Stage(1, keys, Return(keys), remote_queries, part, directions=directions)
 
 
 SCHEDULES: dict[str, Callable[[Attend, bool], tuple[Stage, ...]]] = {

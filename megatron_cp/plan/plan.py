@@ -40,6 +40,7 @@ class Price:
         forward, backward: milliseconds of the slowest rank, its share of a redistribution included.
         bytes_sent: the most that a rank sends in forward, that share included.
         is_bound: True if the times are lower bounds, which were enough to rule the candidate out.
+        is_sum: True if the times are sums of work and transfers, which were enough to rule the candidate out.
         exposed: milliseconds of both directions by which transfers exceed the work of the busiest rank.
         detail: the candidate's options, printed after its scheme.
         reason: the reason why this candidate was chosen although another is predicted to be faster; else empty.
@@ -59,6 +60,12 @@ class Price:
     reason: str = ""
     imbalance: float = 0.0
     by_link: tuple[int, int] | None = None
+    is_sum: bool = False
+
+    @property
+    def is_played(self) -> bool:
+        """True if the simulator has played the candidate."""
+        return not self.is_bound and not self.is_sum
 
     @property
     def total(self) -> float:
@@ -81,9 +88,10 @@ class Price:
     def describe(self, which: str) -> str:
         """Returns a line of text."""
         name = f"{self.scheme}{self.detail}"
-        if self.is_bound:
-            times = f"predicted at least {self.forward:.3f} ms forward, {self.backward:.3f} ms backward"
-            sent = f"; ranks send at least {size(self.bytes_sent)} forward" if self.bytes_sent else ""
+        if not self.is_played:
+            roughly = "roughly" if self.is_sum else "at least"
+            times = f"predicted {roughly} {self.forward:.3f} ms forward, {self.backward:.3f} ms backward"
+            sent = f"; ranks send {roughly} {size(self.bytes_sent)} forward" if self.bytes_sent else ""
             return f"{which} {name:<20} {times}{sent}"
         return (
             f"{which} {name:<20} predicted {self.forward:.3f} ms forward, {self.backward:.3f} ms backward, "
@@ -392,12 +400,12 @@ class Plan(Memo):
 
     def _explain_prices(self) -> list[str]:
         """Lists the chosen candidate and the others from the fastest on, with the reason for choosing a slower one."""
-        others = sorted(self.prices[1:], key=lambda price: (price.is_bound, price.total))
+        others = sorted(self.prices[1:], key=lambda price: (not price.is_played, price.total))
         lines = [price.describe("chosen") for price in self.prices[:1]]
         lines += [price.describe("other ") for price in others[: _SHOWN - 1]]
         more = len(self.prices) - _SHOWN
         lines += [f"and {counted(more, 'candidate')} more"] * (more > 0)
-        if others and not others[0].is_bound and others[0].total < self.prices[0].total:
+        if others and others[0].is_played and others[0].total < self.prices[0].total:
             gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
             lines.append(
                 f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].reason}: see "
@@ -428,13 +436,6 @@ class Plan(Memo):
             lines.append(
                 f"{name}: the busiest rank sends or receives {most} for tiles, {beside}, if no rank computes more than "
                 f"{found.load_cap} pairs; found in {found.seconds:.2f} s"
-            )
-        for name, schedule, rounds in zip(
-            ("forward", "backward"), tiled.schedules if tiled else (), tiled.rounds if tiled else (), strict=False
-        ):
-            lines.append(
-                f"{name}: rows of tiles come in {counted(rounds, 'round')}, predicted "
-                f"{schedule.milliseconds:.3f} ms; in any order these tiles take at least {schedule.bound:.3f} ms"
             )
         return lines
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ from megatron_cp.planner.degrees import checked_degree, degrees_to_try
 from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine
-from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
 
 
@@ -75,7 +73,6 @@ def plan_attention(
     topology: Topology | None = None,
     item_size: int = 2,
     search_seconds: float = 0.0,
-    search_cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plans a softmax attention layer on a batch.
 
@@ -134,7 +131,6 @@ def plan_attention(
         search_seconds: the time limit, for each of forward and backward, of a further search for better tiles in tiled
             and a2a+tiled, with OR-Tools (the extra `solver`). All ranks find the same. "auto" compares these two
             schemes only if this is above 0, since they take seconds to plan; other schemes refuse a search.
-        search_cache: a folder with results of earlier searches, the same for all ranks; None for none.
 
     Raises:
         ArgumentError: an argument that does not fit the others or that no scheme can run.
@@ -157,7 +153,7 @@ def plan_attention(
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_item_size(item_size), machine(hardware)
     on, topology = checked_machine(transport, on, topology, layout.cp_size)
-    search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
+    search = checked_search(search_seconds, [scheme], item_size=item_size)
     latent_mode = checked_latent_mode(latent_mode, latent)
     latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
     selection = checked_blocks(mask, checked_selection(topk, indexer, block, kv_heads if latent is None else 1, scheme))
@@ -184,7 +180,6 @@ def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ul
     return replace(plan, prices=found.prices, notes=(*plan.notes, *found.notes))
 
 
-_SEARCH_ARGUMENTS = ("search_seconds", "search_cache")  # read by candidates with assigned tiles alone
 _FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
 
 
@@ -234,15 +229,6 @@ class _Request:
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         return found
 
-    def schedule_rounds(self, plan: Plan) -> Plan:
-        """Returns the plan with its tiles' rows in the number of rounds that is predicted to be fastest."""
-        if plan.attend is None or plan.attend.tiled is None or not plan.attend.tiled.solutions:
-            return plan  # no tiles, or those of keys that stay, whose queries all come in the first round
-        key = ("rounds", *self.key, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
-        prediction = (self.on, self.topology, self.search.item_size)
-        rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, *prediction))
-        return plan_in_rounds(plan, rounds, schedules)
-
     @property
     def key(self) -> tuple[Any, ...]:
         """The fields that identify a request to one layout."""
@@ -272,7 +258,7 @@ class _Request:
             "attention", scheme.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
             transport=self.transport,
         )  # fmt: skip
-        return self.schedule_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
+        return replace(plan, notes=(*notes, *notes_of_search(plan)))
 
     def _steps(self, scheme: Scheme, partition: HeadPartition, q: Section, k: Section, v: Section) -> tuple[Step, ...]:
         """Returns the steps: the attention, between two head exchanges if the scheme has them."""
@@ -341,7 +327,9 @@ def _cheapest(
             request.layout, ulysses_degree, topology, tiles=False
         )  # fmt: skip
         untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
-        refused = [each for mode in modes for each in _add_candidates(request.in_mode(mode), untiled, candidates)]
+        # Heads of all schemes travel in one part at first; of a scheme that is given, in as many as it has by itself.
+        first = request if scheme is not None else replace(request, head_chunks=request.head_chunks or 1)
+        refused = [each for mode in modes for each in _add_candidates(first.in_mode(mode), untiled, candidates)]
         others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds and scheme is None and request.selection is None:
             request = request.in_mode(modes[0])
@@ -351,7 +339,7 @@ def _cheapest(
             skipped = hopeless_tiles(tiled, alike, others, on, topology, item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
-            not_tiled = _add_candidates(request, hopeful, candidates)
+            not_tiled = _add_candidates(first.in_mode(modes[0]), hopeful, candidates)
         if not candidates:
             raise (not_tiled or refused)[0][1]
         new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
@@ -391,7 +379,7 @@ def _add_candidates(request: _Request, wanted: Sequence[tuple[Scheme, int | None
         try:
             into.append(request.plan(scheme, degree, into))
         except ArgumentError as error:
-            if error.argument in _SEARCH_ARGUMENTS:  # the search is impossible for all candidates
+            if error.argument == "search_seconds":  # the search is impossible for all candidates
                 raise
             refused.append((scheme.name + describe_degree(scheme, degree), error))
     return refused

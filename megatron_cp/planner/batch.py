@@ -65,7 +65,6 @@ class AttentionSpec:
     topology: Topology | None = None
     item_size: int = 2
     search_seconds: float = 0.0
-    search_cache: str | None = None
     latent: tuple[int, int] | None = None
     topk: int | None = None
     indexer: tuple[int, int] | None = None
@@ -88,7 +87,7 @@ class AttentionSpec:
         checked_codec(self.codec, self.scheme, "" if selection is None else UNCODED_CHOICE)
         if self.indexer is not None:
             object.__setattr__(self, "indexer", tuple(self.indexer))
-        checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
+        checked_search(self.search_seconds, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
         if isinstance(self.mask, str):  # unknown names are refused before there is a batch
             object.__setattr__(self, "mask", Mask.named(Packing([1]), self.mask).name)

@@ -28,7 +28,6 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
-from megatron_cp.planner.predict.bound import gathering_exposes_less
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced, state_bounds
@@ -219,25 +218,22 @@ def _priced_candidates(
             if bound is not None:
                 found.append((bound, None))  # a full prediction would take longer and not change the choice
                 continue
-        plan = _with_maps(plan, on, topology, item_size)
-        detail = ", maps gathered" if isinstance(plan.steps[-1], Scan) and plan.steps[-1].gathers else ""
-        price = replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name, detail=detail)
-        found.append((price, plan))
+        ways = [plan, *_with_maps(plan, on, topology)]
+        prices = [priced(each, on, topology, item_size=item_size) for each in ways]
+        price, plan = min(zip(prices, ways, strict=True), key=lambda pair: pair[0].total)
+        found.append((replace(price, scheme=mode.name, detail=", maps gathered" if plan is not ways[0] else ""), plan))
     return sorted(found, key=lambda pair: pair[0].total)
 
 
-def _with_maps(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Plan:
-    """Returns a chunkwise plan with its maps gathered, if less of their time is then exposed; else the same plan.
+def _with_maps(plan: Plan, on: Machine, topology: Topology) -> list[Plan]:
+    """Returns a chunkwise plan with its maps gathered, where that may be faster; nothing elsewhere.
 
     An all-gather sends a map to every rank, but over several hosts of devices only once to each host.
     """
     *before, scan = plan.steps
-    hosts = gathers_over_hosts(plan, on.hardware, topology.hosts)
-    if not isinstance(scan, Scan) or not scan.crosses or not hosts:
-        return plan
-    if not gathering_exposes_less(plan, scan, on, topology, item_size):
-        return plan
-    return replace(plan, steps=(*before, replace(scan, gathers=True)))
+    if not isinstance(scan, Scan) or not scan.crosses or not gathers_over_hosts(plan, on.hardware, topology.hosts):
+        return []
+    return [replace(plan, steps=(*before, replace(scan, gathers=True)))]
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:

@@ -21,13 +21,11 @@ from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
 from megatron_cp.planner.choose import describe_degree, milliseconds_for_tiles
-from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
 from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
-from megatron_cp.planner.tiles.cache import checked_directory
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.exact import beyond_solver
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
@@ -46,63 +44,46 @@ _FEW_QUERIES = 16
 _MOST_HOST_COST = 64  # the highest cost of a byte between hosts, in bytes within a host
 
 
-_NAMES = ("search_seconds", "search_cache")
-
-
 class TileSearch(NamedTuple):
     """The options of a search for tiles.
 
     Attributes:
         item_size: bytes of an element.
         seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
-        cache: a directory with results of earlier searches; None for none.
     """
 
     item_size: int = 2
     seconds: float = 0.0
-    cache: str | None = None
 
 
 def checked_search(
-    search_seconds: object, search_cache: object, schemes: Iterable[str], *, item_size: int = 2,
-    names: tuple[str, str] = _NAMES,
-) -> TileSearch:  # fmt: skip
+    search_seconds: object, schemes: Iterable[str], *, item_size: int = 2, name: str = "search_seconds"
+) -> TileSearch:
     """Checks and returns the options of a search for tiles.
 
     Args:
         search_seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
-        search_cache: the path of a folder; None for none.
         schemes: the schemes of all attention layers that are given this search; one of them must assign tiles.
         item_size: bytes of an element.
-        names: the user's names of the first two arguments.
+        name: the user's name of the first argument.
 
     Raises:
-        ArgumentError: an invalid time or path, a search that no layer uses, or one without OR-Tools and without a
-            folder of answers.
+        ArgumentError: an invalid time, a search that no layer uses, or one without OR-Tools.
     """
     seconds = as_number(search_seconds)
     if not 0 <= seconds <= _LONGEST_SEARCH:
-        raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
-    folder = checked_directory(search_cache, names[1])
-    if seconds or folder is not None:
-        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), schemes)
-    # Refused here, since "auto" would only leave out a scheme that cannot be planned.
-    if seconds and folder is None and find_spec("ortools") is None:
-        remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
-        raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
-    return TileSearch(item_size, seconds, None if folder is None else str(folder))
-
-
-def _refuse_unread(given: tuple[str, object, str], schemes: Iterable[str]) -> None:
-    """Refuses a search that no layer uses; `given` is its name, its value and the allowed value."""
+        raise ArgumentError(name, search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     schemes = list(dict.fromkeys(schemes))
-    if any(map(may_assign_tiles, schemes)):
-        return
-    name, value, none = given
-    takers = " or ".join([*(scheme.name for scheme in SCHEMES.values() if scheme.assigns_tiles), AUTO])
-    remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
-    where = f"with {' and '.join(schemes)}" if schemes else "without attention"
-    raise ArgumentError(name, value, f"{none} {where}", remedy)
+    if seconds and not any(map(may_assign_tiles, schemes)):
+        takers = " or ".join([*(scheme.name for scheme in SCHEMES.values() if scheme.assigns_tiles), AUTO])
+        remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
+        where = f"with {' and '.join(schemes)}" if schemes else "without attention"
+        raise ArgumentError(name, search_seconds, f"0 {where}", remedy)
+    # Refused here, since "auto" would only leave out a scheme that cannot be planned.
+    if seconds and find_spec("ortools") is None:
+        remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
+        raise ArgumentError(name, search_seconds, "0 without OR-Tools", remedy)
+    return TileSearch(item_size, seconds)
 
 
 def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
@@ -117,7 +98,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
 
     Raises:
         ArgumentError: a mask with too many pairs or runs of blocks, or that the layouts cut into too many tiles; a
-            search without OR-Tools; a cache that cannot be used.
+            search without OR-Tools.
     """
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
@@ -128,7 +109,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
     for direction in directions:
-        solution = _solved(direction.problem, search, steps)
+        solution = solve(direction.problem, search_seconds=search.seconds, steps=steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
         quality = _quality(direction, solution)
         # The plan has the note too: warnings are off while "auto" chooses.
@@ -193,16 +174,6 @@ def _directions(step: Attend, topology: Topology | None, item_size: int) -> tupl
     return [_Direction(tiles.with_weights(_largest(weights)), weights) for weights in both], most_steps
 
 
-def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
-    try:
-        return solve(problem, search_seconds=search.seconds, cache=search.cache, steps=steps)
-    except ArgumentError as error:
-        if error.argument != "cache":
-            raise
-        # The planning functions' name of the argument.
-        raise ArgumentError("search_cache", error.given, error.allowed, error.remedy) from None
-
-
 def _checked_runs(step: Attend) -> int:
     """Returns the number of runs of blocks to plan; refuses so many that a loader of batches would wait for long."""
     count = int(_is_spread(step.mask.bands, step.queries, step.keys).sum())
@@ -230,7 +201,7 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     """Returns lower bounds on the milliseconds of any assignment of tiles, forward and backward.
 
     It takes milliseconds where a search takes seconds, so hopeless searches can be skipped. The bound is for the tiles
-    of the mask under their load cap, in as many chunks of heads as `alike` has.
+    of the mask under their load cap, in as many chunks of heads as `alike` has, without its head exchange.
 
     Args:
         alike: a plan with the same heads whose keys are fetched.
@@ -243,20 +214,19 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     """
     step = alike.attend
     assert step is not None
-    exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
     heads = max(hi - lo for lo, hi in step.partition.heads)
     rates, found = list[float](), list[float]()
     for forward in (True, False):
         rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
-    if 1e3 * (sum(found) + 2 * exchanged) < enough:
+    if 1e3 * sum(found) < enough:
         # With two hops, a byte from another host may reach its rank by the links within its host.
         proxied = bool(alike.transport.hosts)
         for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
             for weights in head_rank_weights:
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, proxied=proxied)
                 found[number] = max(found[number], least)
-    return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+    return 1e3 * found[0], 1e3 * found[1]
 
 
 def hopeless_tiles(

@@ -78,7 +78,7 @@ class LayerCase:
         softcap, dropout, learned_sink: for attention; see `attention`.
         kernel: the backend, or "auto".
         seed: seed of the inputs and of a random layout.
-        search_seconds, search_cache: for tiles; see `plan_attention`.
+        search_seconds: for tiles; see `plan_attention`.
         machine: the machine for which "auto" predicts; a safe one if None.
         machine_hosts: the number of its hosts that the ranks occupy; as many as they fill if None.
     """
@@ -113,7 +113,6 @@ class LayerCase:
     kernel: str = "auto"
     seed: int = 0
     search_seconds: float = 0.0
-    search_cache: str | None = None
     machine: Machine | None = None
     machine_hosts: int | None = None
     parents: tuple[int, ...] | None = None
@@ -161,7 +160,7 @@ class LayerCase:
     def with_scheme(self, scheme: str, **changes: Any) -> Self:
         """Returns the case with another scheme or mode, without a search for tiles if that assigns none."""
         if not may_assign_tiles(scheme):
-            changes |= {"search_seconds": 0.0, "search_cache": None}
+            changes |= {"search_seconds": 0.0}
         return replace(self, scheme=scheme, **changes)
 
     def plan(self) -> Plan:
@@ -181,10 +180,10 @@ class LayerCase:
             return plan_attention(
                 self.packing, layout, heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim,
                 value_head_dim=self.value_head_dim, mask=mask, scheme=self.scheme,
-                ulysses_degree=self.ulysses_degree, search_seconds=self.search_seconds, search_cache=self.search_cache,
-                latent=self.latent, latent_mode=self.latent_mode, **wire, **cross,
+                ulysses_degree=self.ulysses_degree, search_seconds=self.search_seconds, latent=self.latent,
+                latent_mode=self.latent_mode, **wire, **cross,
             )  # fmt: skip
-        checked_search(self.search_seconds, self.search_cache, [])
+        checked_search(self.search_seconds, [])
         return plan_linear(
             self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
             hidden_size=self.hidden_size, **self._linear_sizes(), **wire,
@@ -213,7 +212,7 @@ class LayerCase:
         """Returns the layer without its batch."""
         sizes = (self.groups, self.head_dim, self.value_head_dim)
         if self.layer != "attention":
-            checked_search(self.search_seconds, self.search_cache, [])
+            checked_search(self.search_seconds, [])
             return LinearSpec(
                 self.layer, self._linear_heads, *sizes, conv_width=self.conv_width, mode=self.scheme,
                 hidden_size=self.hidden_size, **self._wire(),
@@ -223,8 +222,7 @@ class LayerCase:
             raise ArgumentError("layout", self.layout, allowed)
         return AttentionSpec(
             self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree,
-            search_seconds=self.search_seconds, search_cache=self.search_cache, latent=self.latent,
-            latent_mode=self.latent_mode, **self._wire(),
+            search_seconds=self.search_seconds, latent=self.latent, latent_mode=self.latent_mode, **self._wire(),
         )  # fmt: skip
 
     @property

@@ -38,7 +38,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     case = replace(case, scheme=require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme"))
     layouts = [case.layout] if "layout" in fixed else [name for name in working("layout") if name != AUTO]
     if case.layer != "attention":
-        checked_search(case.search_seconds, case.search_cache, [])
+        checked_search(case.search_seconds, [])
         modes = [case.scheme] if "scheme" in fixed else list(MODES)
         width = case.heads * case.value_head_dim
         cases = [
@@ -51,7 +51,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     schemes = [case.scheme] if "scheme" in fixed else list(SCHEMES)
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if not SCHEMES[scheme].is_product]
-    checked_search(case.search_seconds, case.search_cache, schemes)
+    checked_search(case.search_seconds, schemes)
     masks = [case.mask] if "mask" in fixed else [mask for mask in MASKS if case.parents is None or mask in ALONG_PATHS]
     heads = [{}] if "heads" in fixed else HEADS
     cases = [

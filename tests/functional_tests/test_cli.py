@@ -100,7 +100,7 @@ def test_check_runs_what_auto_may_take_in_the_layout_of_jobs(layer):
     assert {line[2] for line in lines} == MAY_BE_TAKEN[layer]
     assert {line[4] for line in lines} == {"balanced"}
     assert report["cases"] == len(lines)
-    planned = reported(["plan", *batch, "--dtype", "float64"])[1]
+    planned = reported(["plan", *batch, "--layout", "balanced", "--dtype", "float64"])[1]
     assert (planned["scheme"], planned["layout"]) == (lines[0][2], "balanced")
     text, report = reported(["check", *batch, "--scheme", "auto"])
     assert report["cases"] == 1
@@ -320,7 +320,8 @@ PLAN = ["plan", "--lengths", "9"]
         (["check", "--scheme", "p2p", "--head-chunks", "2"], "--head-chunks"),
         (["check", "--search", "1"], "--search: got 1.0; allowed: 0 with a2a. "),
         (["check", "--all", "--search", "1", "--scheme", "exact"], "--search: got 1.0; allowed: 0 with exact. "),
-        (["check", "--all", "--layer", "gdn", "--search-cache", "kept"], "--search-cache: got 'kept'; allowed: None w"),
+        (["check", "--all", "--layer", "gdn", "--search", "1"], "--search: got 1.0; allowed: 0 without attention"),
+        (["plan", "--search-cache", "kept"], "--search-cache has left: each rank finds the same tiles by itself."),
         (["bench", "attention", "--search", "1", "--scheme", "p2p"], "--search: got 1.0; allowed: 0 with p2p. "),
         (["check", "--softcap", "-1"], "--softcap"),
         (["check", "--dropout", "1"], "--dropout"),

@@ -67,7 +67,7 @@ NO_COLUMN = {
     "hidden_size", "layers", "run",  # the batch, and the sizes of a layer
     "mask",  # a row has the causal one: the fuzz draws the others
     "hardware", "topology", "item_size",  # prices, by which "auto" chooses: the fuzz draws them
-    "search_seconds", "search_cache",  # the seconds of a search and where it is kept, with the tests of tiles
+    "search_seconds",  # with the tests of tiles
     "ulysses_degree",  # of 4 ranks a product has one degree
     "kernel",  # the same plan by another kernel, with the tests of kernels
     "model", "group",

@@ -9,8 +9,6 @@ from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import _search_notes, plan_attention
-from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.testing.parity import Case, run_layer
 from tests.counting_group import CountingGroup
 from tests.scheme_cases import check
@@ -147,19 +145,6 @@ def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, sch
     assert of_others.endswith(texts[0])
 
 
-def test_rounds_are_those_that_are_predicted_to_be_fastest():
-    """A direction may have one round or two; `explain` prints the predicted time beside its lower bound."""
-    plan = plan_of("causal", scheme="tiled")
-    tried = [priced(plan_in_rounds(plan, (rounds, rounds)), machine_of()) for rounds in (1, 2)]
-    chosen = priced(plan, machine_of())
-    for name, schedule in zip(("forward", "backward"), plan.attend.tiled.schedules, strict=True):
-        assert getattr(chosen, name) == pytest.approx(schedule.milliseconds)
-        assert schedule.milliseconds <= min(getattr(price, name) for price in tried) * 1.006
-        assert 0.3 * schedule.milliseconds < schedule.bound <= schedule.milliseconds
-    said = plan.explain()
-    assert said.count("in any order these tiles take at least") == 2
-
-
 def test_tiles_are_not_assigned_where_they_cannot_win(monkeypatch):
     """A head exchange that is nearly as fast as the work alone; auto says what tiles take at least."""
 
@@ -174,9 +159,3 @@ def test_tiles_are_not_assigned_where_they_cannot_win(monkeypatch):
     of_tiles = [price for price in plan.prices if "tiled" in price.scheme]
     assert [price.scheme + price.detail for price in of_tiles] == ["tiled", "a2a+tiled (u = 2)"]
     assert all(price.is_bound and price.total * 1.05 + 0.1 >= plan.prices[0].total for price in of_tiles)
-
-
-def machine_of():
-    from megatron_cp.planner.predict.machine_files import machine
-
-    return machine("h100")

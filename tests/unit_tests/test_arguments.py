@@ -38,7 +38,6 @@ SPARSE = torch.eye(3).to_sparse()
 
 
 SLOT = cp.AttentionSpec(2, 1, 4, 4)
-NO_FOLDER = [5, b"here", ["here"], True, "", "a\0b", "a" * 5000, __file__]
 NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
               torch.tensor(1), torch.tensor([1]), BEYOND, -BEYOND, 10**400, NEGATIVE, timedelta(1), object(),
@@ -243,7 +242,7 @@ CALLS = {
            for name in ("kv_heads", "value_head_dim", "ulysses_degree", "head_chunks")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER, "latent": NO_LATENT,
+        "search_seconds": NO_SEARCH, "latent": NO_LATENT,
         "latent_mode": [*optional(NO_NAME), "expand"]}),
     "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, {
         "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}),
@@ -287,7 +286,7 @@ CALLS = {
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
-        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
+        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH}),
     "plan_held_attention": (cp.plan_held_attention, {"layout": LAYOUT, "held": KEYS, **SHAPES}, {
         "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},

@@ -84,7 +84,7 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
     hosts = hosts_of_job(args, world, args.cp)
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
-    checked_search(base.search_seconds, base.search_cache, asked)
+    checked_search(base.search_seconds, asked)
     cases, not_run = {}, {}
     for scheme in asked:
         case = base.with_scheme(scheme)

@@ -140,7 +140,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
             continue
         job = Job(
             cp, name, scheme, args.ulysses_degree, mode, head_chunks=args.head_chunks, transport=args.transport,
-            codec=args.codec, hardware=args.gpu, search_seconds=args.search, search_cache=args.search_cache,
+            codec=args.codec, hardware=args.gpu, search_seconds=args.search,
             **{name: value for name, value in given.items() if value is not None},
         )  # fmt: skip
         try:

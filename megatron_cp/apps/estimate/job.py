@@ -32,7 +32,7 @@ class Job:
             "zero1" (optimizer: Megatron's distributed optimizer); "zero3" (all of them: FSDP).
         replicas: data-parallel size.
         hardware: value of `--cp-hardware` if flags leave a mode to "auto"; None for its default.
-        search_seconds, search_cache: for tiles of attention; see `plan_attention`.
+        search_seconds: for tiles of attention; see `plan_attention`.
         tp: tensor-parallel size, with sequence parallelism.
         pp: number of pipeline stages. A stage holds as many microbatches as there are stages from it to the end.
         ep: expert-parallel size: ranks among tp * cp * replicas that share the experts.
@@ -52,7 +52,6 @@ class Job:
     replicas: int = 1
     hardware: str | None = None
     search_seconds: float = 0.0
-    search_cache: str | None = None
     tp: int = 1
     pp: int = 1
     ep: int = 1

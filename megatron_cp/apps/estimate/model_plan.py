@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -62,7 +61,6 @@ class ModelPlan:
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
             found += [f"--cp-search {job.search_seconds:g}"] * bool(job.search_seconds)
-            found += [f"--cp-search-cache {shlex.quote(str(job.search_cache))}"] * bool(job.search_cache)
         modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
         if len(modes) > 1:  # runs of different lengths can have different modes
             found += ["--linear-cp-mode auto", *([f"--cp-hardware {job.hardware}"] * bool(job.hardware))]
@@ -98,7 +96,7 @@ def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology
         raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {job.cp} ranks of the job")
     slots = _divided(model, job.tp).slots(
         scheme=job.scheme, ulysses_degree=job.ulysses_degree, mode=job.mode, head_chunks=job.head_chunks,
-        codec=job.codec, search_seconds=job.search_seconds, search_cache=job.search_cache,
+        codec=job.codec, search_seconds=job.search_seconds,
         transport=Transport.even_hosts(job.transport, job.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():

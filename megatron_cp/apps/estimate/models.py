@@ -96,7 +96,6 @@ class ModelSpec:
         codec: str = "none",
         item_size: int = 2,
         search_seconds: float = 0.0,
-        search_cache: str | None = None,
     ) -> tuple[Slot, ...]:
         """Returns the slot of every mixer, in order, as `BatchPlan` takes them.
 
@@ -108,18 +107,17 @@ class ModelSpec:
             mode: the mode of linear layers.
             head_chunks, transport, codec: for attention and linear layers.
             item_size: bytes of an activation's element, for predictions.
-            search_seconds, search_cache: attention's; see `plan_attention`.
+            search_seconds: attention's; see `plan_attention`.
 
         Raises:
             ArgumentError: a choice that does not exist, or a search in a model without attention.
         """
         both: dict[str, Any] = {"head_chunks": head_chunks, "transport": Transport.named(transport), "codec": codec}
-        search = {"search_seconds": search_seconds, "search_cache": search_cache}
-        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **search, **both}
+        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, "search_seconds": search_seconds, **both}
         of_linear = {"mode": mode, "item_size": item_size, **both}
         mixers = [block.mixer for block in self.blocks if block.mixer is not None]
         attends = any(isinstance(mixer, AttentionMixer) for mixer in mixers)
-        checked_search(search_seconds, search_cache, [scheme] * attends)
+        checked_search(search_seconds, [scheme] * attends)
         alone = {
             mixer: replace(mixer.slot(), **(of_linear if isinstance(mixer, LinearMixer) else of_attention))
             for mixer in dict.fromkeys(mixers)

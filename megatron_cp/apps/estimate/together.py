@@ -95,7 +95,7 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
             layout
         )
     scheme = SCHEMES[best.scheme]
-    search: dict[str, Any] = {} if scheme.assigns_tiles else {"search_seconds": 0.0, "search_cache": None}
+    search: dict[str, Any] = {} if scheme.assigns_tiles else {"search_seconds": 0.0}
     given = replace(
         slot, scheme=scheme.name, ulysses_degree=degree if scheme.is_product else None,
         head_chunks=parts if scheme.takes_chunks else None, **search,

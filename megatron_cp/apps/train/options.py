@@ -85,9 +85,6 @@ class TrainingOptions:
         "considers tiled too",
         metavar="SECONDS",
     )
-    cp_search_cache: str | None = _parallel(
-        None, "a folder in which found tiles are kept, the same on all ranks", metavar="FOLDER"
-    )
     cp_layout: str = _parallel(
         "balanced", "layout of tokens over ranks: balanced, contiguous, zigzag, or auto, the fastest for each pack"
     )

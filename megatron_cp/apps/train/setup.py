@@ -29,7 +29,7 @@ _SAME = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
     "context_parallel_size", "cp_layout", "linear_cp_mode", "cp_head_chunks",
-    "cp_transport", "cp_codec", "cp_hardware", "cp_search", "cp_search_cache", "bf16",
+    "cp_transport", "cp_codec", "cp_hardware", "cp_search", "bf16",
     "recompute_granularity", "window_size", "softmax_type",
 )  # fmt: skip
 _OF_OPTIMIZER = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "bf16")

@@ -290,8 +290,7 @@ def _search(config: Any, scheme: str) -> dict[str, Any]:
     """Returns the options of the search for tiles, or none for a scheme without tiles, since other layers may have."""
     if not may_assign_tiles(scheme):
         return {}
-    found = {"search_seconds": "cp_search", "search_cache": "cp_search_cache"}
-    return {name: getattr(config, option) for name, option in found.items() if hasattr(config, option)}
+    return {"search_seconds": config.cp_search} if hasattr(config, "cp_search") else {}
 
 
 def _latents(config: Any, k_channels: int | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
 
 _FLAGS = {
     "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
-    "search_seconds": "cp_search", "search_cache": "cp_search_cache",
+    "search_seconds": "cp_search",
     **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec", "latent_mode")},
 }  # fmt: skip
 

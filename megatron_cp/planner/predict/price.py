@@ -10,13 +10,59 @@ from megatron_cp.layout.route import pieces_between
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.recurrence import Scan
 from megatron_cp.planner.predict.hardware import Hardware, Machine, Topology
-from megatron_cp.planner.predict.program import Edges, Program
+from megatron_cp.planner.predict.program import Edges, Program, Start, Work
 from megatron_cp.planner.predict.simulate import Timeline, simulate
 from megatron_cp.planner.predict.walk import program_of
 
+Programs = tuple[Program, Program]  # forward and backward
+
+
+def program_on(plan: Plan, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> Program:
+    """Returns the program of one direction of a plan on a machine."""
+    return program_of(plan, on.hardware, item_size, forward=forward, hosts=topology.hosts)
+
+
+def summed(program: Program, on: Machine, topology: Topology, parts: float = 1) -> float:
+    """Returns the seconds of a program as a sum, without playing it.
+
+    They are the busiest rank's work and the exposed transfers of the busiest ports. Of transfers of one name, which are
+    parts of the same rows, all but one are hidden behind work, as far as the machine hides them; all of them
+    together take at least the time of the rank's busier port. With `parts`, the sum is that of the same rows in so
+    many times as many parts, without what these take to start.
+    """
+    hosts, ranks = np.array(topology.hosts), program.ranks
+    by_name: dict[tuple[str, bool], list[Start]] = {}
+    work, moved, exposed = np.zeros(ranks), np.zeros(ranks), 0.0
+    for operation in program.operations:
+        if isinstance(operation, Work):
+            work += operation.seconds
+        elif isinstance(operation, Start):
+            work += operation.handling
+            by_name.setdefault((operation.name, operation.is_second), []).append(operation)
+    for starts in by_name.values():
+        senders, receivers, nbytes = (
+            np.concatenate([getattr(start.edges, end) for start in starts])
+            for end in ("senders", "receivers", "nbytes")
+        )
+        far, count, taken = hosts[senders] != hosts[receivers], len(starts), np.zeros(ranks)
+        for link, port, chosen in ((topology.within, np.arange(ranks), ~far), (topology.between, topology.rail, far)):
+            if chosen.any():
+                for ends in (senders[chosen], receivers[chosen]):
+                    sizes = np.bincount(port[ends], nbytes[chosen], minlength=port.max() + 1)
+                    seconds = sizes / link.bandwidth + link.ramp * np.sqrt(sizes * count)
+                    seconds += np.bincount(port[ends], minlength=sizes.size) * link.message + (sizes > 0) * link.latency
+                    taken = np.maximum(taken, seconds[port])
+        moved += taken
+        hidden = 0.0 if starts[0].is_second else (1 - 1 / (count * parts)) * starts[0].overlap
+        exposed += float(taken.max()) * (1 - hidden)  # every rank waits for the busiest one, which sends to it
+    if on.hardware.cores:
+        computers = np.zeros(ranks, dtype=np.int64) if topology.shares_cores else hosts
+        work = np.maximum(work, (np.bincount(computers, work) / on.hardware.cores)[computers])
+    return max(float(work.max(initial=0.0)) + exposed, float(moved.max(initial=0.0)), program.host)
+
 
 def timelines(
-    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2
+    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, programs: Programs | None = None
 ) -> tuple[Timeline, Timeline]:
     """Simulates a plan, forward and backward.
 
@@ -25,6 +71,7 @@ def timelines(
         on: the machine.
         topology: the hosts of the ranks; the machine's own if None.
         item_size: bytes of an activation.
+        programs: those of the plan, if they are known.
 
     Raises:
         ArgumentError: a topology of another number of ranks.
@@ -32,20 +79,17 @@ def timelines(
     topology = on.topology(plan.cp_size) if topology is None else topology
     if plan.transport.name == "shared_memory":
         on, topology = on.sharing_memory(topology)
-    forward, backward = (
-        simulate(
-            program_of(plan, on.hardware, item_size, forward=is_forward, hosts=topology.hosts),
-            topology, cores=on.hardware.cores,
-        )
-        for is_forward in (True, False)
-    )  # fmt: skip
+    found = programs or [program_on(plan, on, topology, item_size, forward=forward) for forward in (True, False)]
+    forward, backward = (simulate(program, topology, cores=on.hardware.cores) for program in found)
     return forward, backward
 
 
-def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2) -> Price:
+def priced(
+    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, programs: Programs | None = None
+) -> Price:
     """Predicts the time of a plan by `simulate`, including its share of a redistribution; see `timelines`."""
     topology = on.topology(plan.cp_size) if topology is None else topology
-    forward, backward = timelines(plan, on, topology, item_size=item_size)
+    forward, backward = timelines(plan, on, topology, item_size=item_size, programs=programs)
     moved, seconds = 0, 0.0
     if plan.redistribution is not None:
         moved = max(plan.redistribution.bytes_sent(plan.layout, item_size)) // plan.redistribution.layers

@@ -72,6 +72,7 @@ class Start:
         starts: transfers that the backend starts one after another for this one, each with a latency.
         handling: `[ranks]` seconds of a rank's core to send and receive the bytes, while it computes or waits.
         overlap: the part of the transfer's time that work can hide.
+        is_second: True if it passes on what has just arrived, and is waited for at once.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Start:
     starts: int
     handling: Seconds
     overlap: float = 1.0
+    is_second: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,26 +115,28 @@ class Program:
 
     def work(self, name: str, kind: str, seconds: Seconds | float, *, host: float | None = None) -> None:
         """Adds local work, unless all its times are 0; its host takes `issue` for it, or the given seconds."""
-        times = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (self.ranks,))
+        times = seconds if isinstance(seconds, np.ndarray) else np.full(self.ranks, seconds, dtype=np.float64)
         if times.any():
             self.host += self.issue if host is None else host
             self.operations.append(Work(name, kind, times))
 
     def start(
-        self, name: str, edges: Edges, starts: int = 1, *, overlap: float = 1.0, host: float | None = None
-    ) -> int:
+        self, name: str, edges: Edges, starts: int = 1, *, overlap: float = 1.0, host: float | None = None,
+        is_second: bool = False,
+    ) -> int:  # fmt: skip
         """Adds the start of a transfer; returns the key to wait for it."""
         self._keys += 1
-        moved: Seconds = np.zeros(self.ranks)
-        for ends in (edges.senders, edges.receivers):
-            moved += np.bincount(ends, edges.nbytes, minlength=self.ranks)
         if edges.senders.size:
             self.host += self.issue if host is None else host
-        if self.collective:
-            blocked: Seconds = (moved > 0) * np.float64(self.collective)
-            self.work("start a transfer", "copy", blocked, host=0.0)
-        handling = moved / self.transfer if self.transfer else np.zeros(self.ranks)
-        self.operations.append(Start(name, self._keys, edges, starts, handling, overlap))
+        handling: Seconds = np.zeros(self.ranks)
+        if self.collective or self.transfer:  # where a device moves bytes by itself, its ranks do nothing for them
+            moved: Seconds = np.bincount(edges.senders, edges.nbytes, minlength=self.ranks)
+            moved = moved + np.bincount(edges.receivers, edges.nbytes, minlength=self.ranks)
+            if self.collective:
+                blocked: Seconds = (moved > 0) * np.float64(self.collective)
+                self.work("start a transfer", "copy", blocked, host=0.0)
+            handling = moved / self.transfer if self.transfer else handling
+        self.operations.append(Start(name, self._keys, edges, starts, handling, overlap, is_second))
         return self._keys
 
     def wait(self, key: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.by_host import ByHost
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.program import Compute, ComputeRemote, Instruction, Merge, Order, Pack, Start, Wait
@@ -112,7 +113,8 @@ class AttentionWalk(WalkBase):
         if shares:
             assert isinstance(flow, Fetch)
             counts = np.full_like(counts, flow.longest)
-        return self._start(name, self._row_edges(step, counts, widths), shares=shares)
+        is_second = isinstance(flow.fetch if isinstance(flow, Return) else flow, ByHost)
+        return self._start(name, self._row_edges(step, counts, widths), shares=shares, is_second=is_second)
 
     def _compute_assigned(self, step: Attend, do: Compute) -> None:
         stage = do.part.stage

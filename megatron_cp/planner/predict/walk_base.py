@@ -43,11 +43,12 @@ class WalkBase:
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
         self.next_ranks = (self.ranks + self.degree) % plan.cp_size  # the next rank of a ring
 
-    def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
+    def _start(self, name: str, edges: Edges, *, shares: bool = False, is_second: bool = False) -> int:
         """Starts a transfer by the plan's transport; returns the key to wait for it.
 
         Args:
             shares: every receiver gets the same bytes from a sender.
+            is_second: the plan itself sends in two hops, and this is the second one.
         """
         transport = self.plan.transport
         hosts = transport.hosts or (self.gathers_over if shares else ())
@@ -58,14 +59,15 @@ class WalkBase:
                 self.second_hops[key] = name, second
             return key
         rounds = num_rounds(self.degree if self.degree > 1 else self.plan.cp_size)
-        return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
+        starts = 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME)
+        return self.program.start(name, edges, starts, is_second=is_second)
 
     def _wait(self, key: int) -> None:
         """Waits for a transfer; a hierarchical transport starts its second hop after the first has arrived."""
         self.program.wait(key)
         if key in self.second_hops:
             name, edges = self.second_hops.pop(key)
-            self.program.wait(self.program.start(f"{name}, within hosts", edges))
+            self.program.wait(self.program.start(f"{name}, within hosts", edges, is_second=True))
 
     def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
         """Adds work that writes so many bytes; a codec reads and writes once more."""

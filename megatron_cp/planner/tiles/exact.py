@@ -23,7 +23,6 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.extras import install
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles import fast
-from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
 MOST_CHOICES = 1 << 16  # pairs of a tile and a rank; with more, the program takes minutes to build
@@ -68,12 +67,6 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         warnings.warn(f"{text}.", stacklevel=3)
         longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
         return Exact(longer if cost(problem, longer) < reached else start, False, bound)
-    budget = seconds * _UNITS_A_SECOND
-    # The bound gets at most half of the time; the search for answers gets the rest.
-    lagrangian, left = lagrangian_bound(problem, start, budget=budget / 2)
-    bound = max(bound, lagrangian)
-    if reached <= bound:
-        return Exact(start, True, reached)
     unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)  # divides all costs: small ones are quicker
     model = _Model(model_of, problem, unit, -(-bound // unit), reached // unit)
     model.hint(_ordered(problem, start))
@@ -81,12 +74,12 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     solver.parameters.num_workers = 8
     solver.parameters.interleave_search = True  # strategies take turns in one thread, in a fixed order
     solver.parameters.random_seed = _SEED
-    solver.parameters.max_deterministic_time = budget / 2 + left
+    solver.parameters.max_deterministic_time = seconds * _UNITS_A_SECOND
     solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
     if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:
         # The clock ended the search, which may give ranks different answers.
-        remedy = "Search for less time, or once alone into a cache that all ranks read."
+        remedy = "Search for less time, or on a machine that is less busy."
         raise ArgumentError("search_seconds", seconds, f"what ends within {60 * seconds + 60:g} s by the clock", remedy)
     if status not in (model_of.OPTIMAL, model_of.FEASIBLE):
         # The start is an answer, so the solver found none only because time was up.

@@ -11,7 +11,6 @@ computes tiles of a row that it does not own receives the row once and sends a r
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -236,17 +235,6 @@ class TileProblem:
     def _but(self, **changed: object) -> TileProblem:
         own = {name: getattr(self, name) for name in _FIELDS}
         return TileProblem(**own | changed)
-
-    @cached_property
-    def digest(self) -> str:
-        """The hash of all that an answer depends on, equal in every process."""
-        found = hashlib.sha256(b"tiles 1")
-        numbers = [self.num_ranks, self.load_cap, self.host_cost, *vars(self.weights).values()]
-        hosts = np.zeros(self.num_ranks, dtype=np.int64) if self.hosts is None else self.hosts
-        arrays = [self.rows.sizes, self.rows.owners, self.columns.sizes, self.columns.owners]
-        for array in (np.array(numbers), hosts, *arrays, self.tile_rows, self.tile_columns, self.work):
-            found.update(str(array.size).encode() + b":" + array.astype("<i8").tobytes())
-        return found.hexdigest()
 
     def _checked_cap(self, load_cap: int | None) -> int:
         if load_cap is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles import exact, fast
 from megatron_cp.planner.tiles.bounds import lower_bound
-from megatron_cp.planner.tiles.cache import Answer, checked_directory, read, write
 from megatron_cp.planner.tiles.problem import TileProblem, cost, volumes
 
 
@@ -39,53 +37,31 @@ class Solution:
     seconds: float
 
 
-def solve(
-    problem: TileProblem, *, search_seconds: float = 0.0, cache: str | os.PathLike[str] | None = None,
-    steps: int = fast.USUAL_STEPS,
-) -> Solution:  # fmt: skip
+def solve(problem: TileProblem, *, search_seconds: float = 0.0, steps: int = fast.USUAL_STEPS) -> Solution:
     """Assigns every tile to a rank so that the busiest rank sends and receives little.
 
-    Equal arguments give equal answers on every rank and in every process, as long as a cache has the same files.
+    Equal arguments give equal answers on every rank and in every process.
 
     Args:
         problem: the tiles.
         search_seconds: the approximate time of the exact stage, on a core of its own; 0 for the fast stage alone. It
             needs OR-Tools, the extra `solver`.
-        cache: a directory with answers to problems that were solved before; it is created if it does not exist. An
-            answer is taken from it if its search was allowed as many seconds and steps.
         steps: random moves of the fast stage; fewer for a problem that is not worth a second.
 
     Raises:
-        ArgumentError: no answer is found under the load cap, OR-Tools is not installed, or the cache has an answer that
-            does not fit the problem.
+        ArgumentError: no answer is found under the load cap, or OR-Tools is not installed.
     """
     began = time.perf_counter()
     if not isinstance(problem, TileProblem):
         raise ArgumentError("problem", problem, "a TileProblem, as from tiles_of(mask, layout, weights=...)")
     if not 0 <= as_number(search_seconds) < np.inf:
         raise ArgumentError("search_seconds", search_seconds, "a number of seconds of at least 0")
-    directory = checked_directory(cache)
-    answer = None if directory is None else read(directory, problem)
-    steps = checked_integer("steps", steps, 1)
-    if answer is not None and answer.steps < steps:
-        answer = None
-    if answer is None or (answer.search_seconds < search_seconds and answer.bound < cost(problem, answer.ranks)):
-        answer = _searched(problem, search_seconds, answer, steps)
-        if directory is not None:
-            write(directory, problem, answer)
-    ranks = frozen(answer.ranks)
+    bound = lower_bound(problem)
+    ranks = fast.search(problem, bound, checked_integer("steps", steps, 1))
+    if search_seconds:
+        found = exact.search(problem, ranks, seconds=search_seconds, bound=bound)
+        ranks, bound = found.ranks, found.bound
+    ranks = frozen(ranks)
     sent, received = volumes(problem, ranks)
-    reached = cost(problem, ranks)
-    return Solution(
-        ranks, sent, received, reached <= answer.bound, answer.bound, problem.load_cap, time.perf_counter() - began
-    )
-
-
-def _searched(problem: TileProblem, seconds: float, known: Answer | None, steps: int) -> Answer:
-    """Runs the fast stage, unless an answer is known, and the exact stage if it has time."""
-    bound = max(lower_bound(problem), 0 if known is None else known.bound)
-    start = fast.search(problem, bound, steps) if known is None else known.ranks
-    if seconds == 0:
-        return Answer(start, bound, seconds, steps)
-    found = exact.search(problem, start, seconds=seconds, bound=bound)
-    return Answer(found.ranks, found.bound, seconds, steps)
+    is_best = cost(problem, ranks) <= bound
+    return Solution(ranks, sent, received, is_best, bound, problem.load_cap, time.perf_counter() - began)

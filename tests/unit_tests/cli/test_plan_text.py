@@ -40,11 +40,9 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         chosen = next(name for name, (_, is_chosen) in table.items() if is_chosen)
         begins = "as asked: p2p" if options[:1] == ["--scheme"] else f"take this: {chosen}"
         assert lines[0].startswith(begins)
-        assert (
-            lines[0]
-            .partition(";")[0]
-            .endswith(f" in layout balanced, {table[chosen][0]} ms predicted on h100, the default --gpu")
-        )
+        time = re.escape(table[chosen][0])
+        said = rf" in layout (contiguous|zigzag|balanced), {time} ms predicted on h100, the default --gpu$"
+        assert re.search(said, lines[0].partition(";")[0])
         assert [line.partition(":")[0] for line in lines[1:6]] == ["time", "bytes", "memory", "work", "why"]
         others = {name: time for name, (time, is_chosen) in table.items() if not is_chosen}
         fewest = min(others.values(), key=float)  # of several candidates where their host takes longest
@@ -57,6 +55,22 @@ def test_the_verdict_comes_first_and_in_the_numbers_of_the_table():
         assert (
             "mask: window:19,0 is a token itself, 19 tokens before it and 0 tokens after it" in "\n".join(lines)
         ) == (options[:1] == ["--mask"])
+
+
+@pytest.mark.parametrize("lengths", [",".join(["130", "1000", "64", "300"] * 40), "65536"])
+def test_without_a_layout_the_fastest_of_all_layouts_and_schemes_is_taken(lengths):
+    """Of short documents the layout matters much; of one long one, whose heads are exchanged, it does not."""
+    shape = ["plan", "--cp", "8", "--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--lengths", lengths]
+    text, taken = reported(shape)
+    each = {name: reported([*shape, "--layout", name])[1] for name in ("contiguous", "zigzag", "balanced")}
+    times = {name: sum(data["predicted_ms"].values()) for name, data in each.items()}
+    assert times[taken["layout"]] == pytest.approx(sum(taken["predicted_ms"].values()))
+    assert times[taken["layout"]] <= min(times.values()) * 1.001
+    assert (max(times.values()) > 1.1 * min(times.values())) == (lengths != "65536")
+    first = text.splitlines()[0]
+    assert first.startswith(f"take this: {taken['scheme']}{taken['detail']} in layout {taken['layout']}, ")
+    assert "try --layout" not in text
+    assert sum(line.startswith(("chosen layout", "other  layout")) for line in text.splitlines()) == 3
 
 
 @pytest.fixture
@@ -146,6 +160,8 @@ def test_a_row_has_as_many_head_chunks_as_are_fastest():
         "128",
         "--lengths",
         "100k",
+        "--layout",
+        "balanced",
         "--gpu",
         "h100",
     ]

@@ -49,9 +49,7 @@ def test_results_return_in_the_order_of_ranks(monkeypatch):
     layout = cp.Layout.zigzag(packing, RANKS)
     plan = cp.plan_attention(packing, layout, heads=1, head_dim=1, scheme="tiled")
     found = run_ranks(senders_of_results, RANKS, plan)
-    rounds = plan.attend.tiled.rounds[0]
-    if rounds == 1:
-        assert all(senders == sorted(senders) for senders in found)
+    assert all(senders == sorted(senders) for senders in found)
     assert max(map(len, found)) >= 2
 
 

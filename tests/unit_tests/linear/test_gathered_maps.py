@@ -90,7 +90,7 @@ def test_a_long_chain_over_several_hosts_is_gathered(cp, lengths, taken):
 def test_transfers_of_both_directions_count(hidden, monkeypatch):
     """The rule hides all transfers of one direction; those of the other one still make a gather faster."""
     monkeypatch.setattr(
-        "megatron_cp.planner.predict.bound.rule_seconds",
-        lambda plan, *_, forward: np.full(plan.cp_size, 1e9 * (forward == hidden)),
+        "megatron_cp.planner.predict.walk.rule_seconds",
+        lambda plan, *_, forward, **__: np.full(plan.cp_size, 1.0 * (forward == hidden)),
     )
     assert plan_linear(LONG, Layout.contiguous(LONG, 64), **SIZES).recurrent_steps[-1].gathers

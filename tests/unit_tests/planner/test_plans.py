@@ -326,7 +326,7 @@ def test_a_ring_over_other_layouts_does_not_warn(name):
 
 
 @pytest.mark.parametrize(("layout", "ranks", "says"), [
-    ("zigzag", 4, "a2a counts as predicted and all_gather, 2 chunks counts as 1.01 times its prediction and 0.02 ms"),
+    ("zigzag", 4, "a2a counts as predicted and all_gather counts as 1.01 times its prediction and 0.07 ms"),
     ("contiguous", 16, "and a2a+p2p (u = 8) counts as 1.04 times its prediction and 0.1 ms, since a ring rounds once"),
 ])  # fmt: skip
 def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slower_one(layout, ranks, says):
@@ -335,8 +335,8 @@ def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slowe
     made = getattr(Layout, layout)(packing, ranks)
     plan = plan_attention(packing, made, heads=heads, kv_heads=8, head_dim=128, hardware=FIXED)
     lines = plan.explain().splitlines()
-    shown = [line.split()[1].rstrip(",") for line in lines if line.startswith("other ") and "at least" not in line]
-    played = sorted((price.total, price.scheme) for price in plan.prices[1:] if not price.is_bound)
+    shown = [line.split()[1].rstrip(",") for line in lines if line.startswith("other ") and "roughly" not in line]
+    played = sorted((price.total, price.scheme) for price in plan.prices[1:] if price.is_played)
     assert shown == [scheme for _, scheme in played][: len(shown)]
     assert played[0][0] < plan.prices[0].total
     (line,) = (line for line in lines if " is predicted to be " in line)

@@ -85,37 +85,28 @@ def refused(argument, given):
     return pytest.raises(ArgumentError, match=f"^--{argument}: got {given}; allowed: ")
 
 
-def test_a_layer_searches_for_tiles_as_its_flags_say(tmp_path):
-    slot = build(config=configure(OurConfig, cp_search=2.5, cp_search_cache=str(tmp_path))).slot
-    assert (slot.search_seconds, slot.search_cache) == (2.5, str(tmp_path))
-    assert (build().slot.search_seconds, build().slot.search_cache) == (0.0, None)
-    flags = add_arguments(argparse.ArgumentParser()).parse_args(["--cp-search", "3", "--cp-search-cache", "kept"])
+def test_a_layer_searches_for_tiles_as_its_flags_say():
+    assert build(config=configure(OurConfig, cp_search=2.5)).slot.search_seconds == 2.5
+    assert build().slot.search_seconds == 0.0
+    flags = add_arguments(argparse.ArgumentParser()).parse_args(["--cp-search", "3"])
     latent = with_options(configure(MLATransformerConfig), flags)
-    assert (latent.cp_search, latent.cp_search_cache) == (3.0, "kept")
+    assert latent.cp_search == 3.0
     config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
     found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
-    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
+    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0}}
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [*(("cp_search", value) for value in (-1.0, 1e9, math.nan, "1")), ("cp_search_cache", ""), ("cp_search_cache", 5)],
-)
-def test_rejects_searches_by_the_flags_of_this_package(option, value):
-    with refused(option.replace("_", "-"), re.escape(repr(value))):
-        configure(OurConfig, **{option: value})
+@pytest.mark.parametrize("value", [-1.0, 1e9, math.nan, "1"])
+def test_rejects_searches_by_the_flags_of_this_package(value):
+    with refused("cp-search", re.escape(repr(value))):
+        configure(OurConfig, cp_search=value)
 
 
-@pytest.mark.parametrize("option", [("cp_search", 1.0, "0"), ("cp_search_cache", "kept", "None")])
 @pytest.mark.parametrize("schemes", ["p2p", ["a2a", "allgather"]])
-def test_rejects_searches_that_no_layer_reads(option, schemes):
-    name, value, none = option
-    changes = {"cp_comm_type": schemes, "context_parallel_size": 2, name: value}
-    with pytest.raises(
-        ArgumentError,
-        match=f"^--{name.replace('_', '-')}: got {value!r}; allowed: {none} with (p2p|a2a and all_gather)\\.",
-    ):
-        configure(OurConfig, **changes)
+def test_rejects_searches_that_no_layer_reads(schemes):
+    says = r"^--cp-search: got 1\.0; allowed: 0 with (p2p|a2a and all_gather)\."
+    with pytest.raises(ArgumentError, match=says):
+        configure(OurConfig, cp_comm_type=schemes, context_parallel_size=2, cp_search=1.0)
 
 
 def test_windows_and_sinks_are_megatrons():

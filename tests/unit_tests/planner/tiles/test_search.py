@@ -4,13 +4,10 @@ import functools
 import hashlib
 import importlib.util
 import itertools
-import json
 import os
-import shutil
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +17,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.tiles import TileProblem, TileWeights, fast, solve, tiles_of
 from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
-from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
 from tests.refusals import rejects
-from tools.tile_masks import MASKS, block_problem
+from tests.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
 FORWARD, BACKWARD = TileWeights(1, 1, 2, 0), TileWeights(2, 1, 2, 2)  # of attention whose heads are all of keys too
@@ -127,61 +123,6 @@ def test_the_exact_stage_finds_the_best_answer(seed):
     assert found.bound == least(problem) == cost(problem, check(problem, found.ranks))
 
 
-@needs_solver
-def test_no_answer_is_below_the_lagrangian_bound():
-    """From poor starts, so that ranks may have dear patterns; with hosts in every third problem."""
-    tight = 0
-    for seed in range(16):
-        problem = drawn(seed)
-        start = longest_first(problem.work, problem.num_ranks)
-        if cost(problem, start) == 0:
-            continue
-        (bound, _), best = lagrangian_bound(problem, start, budget=2.0), least(problem)
-        assert bound <= best, seed
-        tight += bound == best
-    assert tight >= 8
-
-
-@needs_solver
-@pytest.mark.parametrize("weights", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
-    for bits in classes(3)[::16]:
-        problem = of_bits(bits, 3, 3, weights)
-        start = longest_first(problem.work, 3)
-        if cost(problem, start):
-            assert lagrangian_bound(problem, start, budget=1.0)[0] <= least(problem), bits
-
-
-@needs_solver
-def test_the_lagrangian_bound_sees_columns_that_all_need():
-    """A rank by itself may take the cheapest tiles of `star`, but all ranks may not take the same."""
-    problem = block_problem("star", BACKWARD)
-    start = longest_first(problem.work, 8)
-    bound, left = lagrangian_bound(problem, start, budget=10.0)
-    assert lower_bound(problem) == 7
-    assert bound == 8 == OPTIMA["star"][1]
-    assert 0 < left < 10.0  # time that is left for answers
-
-
-@needs_solver
-def test_the_lagrangian_bound_of_no_time_is_a_bound():
-    problem = block_problem("star", FORWARD)
-    start = longest_first(problem.work, 8)
-    assert lagrangian_bound(problem, start, budget=1e-9)[0] == 0  # not one rank's program was solved
-    found = [lagrangian_bound(problem, start, budget=budget) for budget in (0.1, 0.2, 0.2, 0.4)]
-    bounds = [bound for bound, _ in found]
-    assert bounds == sorted(bounds)
-    assert found[1] == found[2]
-    assert 0 < bounds[-1] <= OPTIMA["star"][0]
-
-
-@needs_solver
-def test_there_is_no_lagrangian_bound_of_numbers_that_doubles_do_not_hold():
-    table = np.array([[1, 1], [1, 1]])
-    large = TileProblem.from_table(table, [0, 1], [0, 1], 2, TileWeights(2**38 - 1, 2**38, 2**38, 0))
-    assert lagrangian_bound(large, longest_first(large.work, 2), budget=1.0) == (0, 1.0)
-
-
 def problem_grid(problem, width):
     rows, columns = problem.rows.owners[problem.tile_rows], problem.columns.owners[problem.tile_columns]
     return rows // width * width + columns % width
@@ -266,9 +207,9 @@ def test_a_pack_of_documents_on_many_hosts():
 PRINTS_HASHES = """
 import hashlib
 from megatron_cp.planner.tiles import TileWeights, solve
-from tools.tile_masks import block_problem
+from tests.tile_masks import block_problem
 problem = block_problem("star", TileWeights(2, 1, 2, 2))
-print(problem.digest, hashlib.sha256(solve(problem, steps=500).ranks.tobytes()).hexdigest())
+print(hashlib.sha256(solve(problem, steps=500).ranks.tobytes()).hexdigest())
 """
 
 
@@ -280,7 +221,7 @@ def test_processes_find_the_same():
     ).stdout  # fmt: skip
     problem = block_problem("star", BACKWARD)
     found = solve(problem, steps=500)
-    assert said.split() == [problem.digest, hashlib.sha256(found.ranks.tobytes()).hexdigest()]
+    assert said.split() == [hashlib.sha256(found.ranks.tobytes()).hexdigest()]
 
 
 @needs_solver
@@ -331,134 +272,16 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
     assert solve(problem, steps=10).bound > 0
 
 
-def test_rejects_load_caps_and_caches_that_cannot_be(tmp_path):
+def test_rejects_load_caps_that_cannot_be():
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
         solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
-    (tmp_path / "file").write_text("")
-    for cache in (5, True, b"cache", "", [], tmp_path / "file", tmp_path / "file" / "below"):
-        rejects(r"^cache:", solve, drawn(1), cache=cache)
 
 
-def kept(directory):
-    (path,) = directory.iterdir()
-    return path
-
-
-def test_an_answer_is_kept_and_taken(tmp_path):
-    problem, cache = drawn(1), tmp_path / "new" / "cache"
-    first = solve(problem, cache=cache, steps=100)
-    path = kept(cache)
-    assert path.stem == problem.digest
-    content = json.loads(path.read_text())
-    content["ranks"][:] = other(problem, first.ranks)
-    content["bound"] = 0
-    path.write_text(json.dumps(content))
-    assert solve(problem, cache=cache, steps=100).ranks.tolist() == content["ranks"]
-    solve(drawn(2), cache=str(cache), steps=100)
-    assert len(list(cache.iterdir())) == 2
-
-
-def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
-    """The process decides them, and ranks that are threads must not change them for each other."""
-    (tmp_path / "any").touch()
-
-    def refused(_):
-        raise AssertionError("the rights of all files of the process are changed")
-
-    monkeypatch.setattr(os, "umask", refused)
-    solve(drawn(1), cache=tmp_path / "cache", steps=100)
-    assert kept(tmp_path / "cache").stat().st_mode == (tmp_path / "any").stat().st_mode
-
-
-def other(problem, ranks):
-    """Returns another answer that fits."""
-    for tile, rank in itertools.product(range(problem.num_tiles), range(problem.num_ranks)):
-        changed = ranks.copy()
-        changed[tile] = rank
-        if rank != ranks[tile] and loads(problem, changed).max() <= problem.load_cap:
-            return changed.tolist()
-    raise AssertionError("no other answer fits")
-
-
-def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, tmp_path):
-    """With auto, a scheme that cannot be planned would silently be left out. Kept answers need no solver."""
+def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch):
+    """With auto, a scheme that cannot be planned would silently be left out."""
     monkeypatch.setitem(sys.modules, "ortools", None)
     for scheme in ("auto", "tiled"):
         with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):
             cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5)
-        cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5, search_cache=str(tmp_path))
         cp.AttentionSpec(2, 2, 8, 8, scheme=scheme)
-
-
-@needs_solver
-def test_a_longer_search_takes_a_kept_answer_further(tmp_path):
-    problem = drawn(4)
-    assert not solve(problem, cache=tmp_path, steps=100).optimal
-    assert solve(problem, cache=tmp_path, steps=100, search_seconds=60).optimal
-    assert solve(problem, cache=tmp_path, steps=100).optimal  # what was found at length serves those in a hurry
-
-
-@pytest.fixture(scope="module")
-def answer(tmp_path_factory):
-    """The file with the answer to one problem."""
-    folder = tmp_path_factory.mktemp("answer")
-    solve(drawn(4), cache=folder)
-    return kept(folder)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text, content: "", lambda text, content: text[:-5], lambda text, content: "[]",
-        lambda text, content: "[" * 100_000, lambda text, content: json.dumps(content | {"format": 0}),
-        lambda text, content: json.dumps(content | {"problem": "0"}),
-        lambda text, content: json.dumps(content | {"ranks": content["ranks"][:-1]}),
-        lambda text, content: json.dumps(content | {"ranks": [0] * len(content["ranks"])}),
-        lambda text, content: json.dumps(content | {"ranks": [99] * len(content["ranks"])}),
-        lambda text, content: json.dumps(content | {"ranks": [2**70] * len(content["ranks"])}),
-        lambda text, content: json.dumps(content | {"ranks": [True] * len(content["ranks"])}),
-        lambda text, content: json.dumps(content | {"ranks": "0"}),
-        lambda text, content: json.dumps(content | {"bound": 10**9}),
-        lambda text, content: json.dumps(content | {"bound": -1}),
-        lambda text, content: json.dumps(content | {"bound": None}),
-        lambda text, content: json.dumps(content | {"search_seconds": "5"}),
-        lambda text, content: json.dumps({key: content[key] for key in content if key != "ranks"}),
-        lambda text, content: " " * (1 << 23) + text,
-    ],
-)  # fmt: skip
-def test_rejects_a_kept_answer_that_does_not_fit(tmp_path, answer, spoil):
-    problem = drawn(4)
-    path = tmp_path / answer.name
-    shutil.copy(answer, path)
-    path.write_text(spoil(path.read_text(), json.loads(path.read_text())))
-    rejects(rf"^cache: .*{problem.digest}.json: .* Delete ", solve, problem, cache=tmp_path)
-
-
-def test_problems_that_differ_have_other_names():
-    problem = drawn(4)
-    moved = replace(problem.rows, owners=problem.rows.owners * 0)
-    others = [
-        problem._but(load_cap=problem.total), problem._but(load_cap=problem.load_cap, rows=moved), drawn(5), drawn(7),
-        TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, FORWARD),
-        TileProblem.from_table(np.ones((2, 2), dtype=int), [0, 1], [0, 1], 2, BACKWARD),
-    ]  # fmt: skip
-    assert len({each.digest for each in (problem, *others)}) == 1 + len(others)
-    assert problem.digest == drawn(4).digest == problem._but(load_cap=problem.load_cap).digest
-
-
-def test_a_problem_that_differs_in_one_thing_alone_has_another_name():
-    chunks = Chunks.equal_sized(np.array([0, 1]))
-    given = {
-        "num_ranks": 2, "rows": chunks, "columns": chunks, "tile_rows": [0, 0, 1], "tile_columns": [0, 1, 1],
-        "work": [1, 1, 1], "weights": FORWARD, "load_cap": 8, "hosts": [0, 1], "host_cost": 3,
-    }  # fmt: skip
-    changes = [
-        {"num_ranks": 3, "hosts": [0, 1, 0]}, {"rows": Chunks.equal_sized(chunks.owners, 2)},
-        {"columns": Chunks.equal_sized(chunks.owners, 2)}, {"columns": Chunks.equal_sized(np.array([1, 1]))},
-        {"rows": Chunks.equal_sized(np.array([1, 1]))}, {"tile_rows": [0, 0, 1], "tile_columns": [0, 1, 0]},
-        {"tile_rows": [0, 1, 1], "tile_columns": [1, 0, 1]}, {"work": [1, 1, 2]}, {"weights": BACKWARD},
-        {"load_cap": 9}, {"hosts": [0, 0]}, {"host_cost": 4},
-    ]  # fmt: skip
-    names = {TileProblem(**given | change).digest for change in ({}, *changes)}
-    assert len(names) == 1 + len(changes)
