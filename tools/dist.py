@@ -65,7 +65,6 @@ EXTRAS = {
             ("doctor",),
             (*PLAN, "--heads", "6", "--kv-heads", "2", "--head-dim", "128", "--plot", "owners.png"),
             ("plan", "--whole", "--model", "tiny", "--cp", "2", "--gpu", "h100", "--report", "report.html"),
-            ("bench", "packs", "--cp", "2", "--batches", "2"),
         ),
     ),
     "megatron": Extra(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 import megatron_cp as cp
-from megatron_cp.apps.bench.calibrate import calibrated
+from benchmarks.calibrate import calibrated
 from megatron_cp.executor import RankGroup, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import SCHEMES

@@ -18,7 +18,7 @@ from tests.remedies import remedies
 
 ROOT = Path(__file__).parents[2]
 # The adapter of transformers has a table of its own; the others leave the package.
-ELSEWHERE = ("transformers/", "apps/estimate/", "apps/bench/", "page/")
+ELSEWHERE = ("transformers/", "apps/estimate/", "page/")
 
 
 class Row(NamedTuple):
@@ -390,7 +390,7 @@ ELSEWHERE_RUN = {
     "set cp_packed_order, or shard the batch": "unit_tests/megatron/layers/test_refusals.py",
     "or call arrange_runs": "unit_tests/megatron/layers/test_redistribution.py",
     "GraphTables of align_documents=1": "unit_tests/batch/test_filled_documents.py",
-    "`megatron-cp bench planner --calibrate`": "functional_tests/test_bench.py",
+    "`python -m benchmarks planner --calibrate FILE`": "functional_tests/test_benchmarks.py",
     "Without it search_seconds=0": "unit_tests/planner/test_assigned_tiles.py",
     "Say --packing true, or --padding_free true": "unit_tests/test_swift_mixin.py",
 }  # fmt: skip

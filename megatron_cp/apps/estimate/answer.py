@@ -89,7 +89,7 @@ def verdict_lines(
     ]
 
 
-_TOO_LOW = 0.11  # share of a published job's memory by which its prediction was too low: benchmarks/results/jobs.md
+_TOO_LOW = 0.11  # share of a published job's memory by which its prediction was too low
 
 
 def _close(predicted: float, memory: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""The pages of `check --report` and `bench --report`, and the environment that they name."""
+"""The page of `check --report`, and the environment that it names."""
 
 import argparse
 import json
@@ -7,13 +7,9 @@ import re
 import subprocess
 from dataclasses import replace
 
-import pytest
-
-from megatron_cp.apps.bench.bench_report import compared, save_bench
 from megatron_cp.cli.check_report import save_check
 from megatron_cp.cli.environment import environment, environment_facts, git_state
 from megatron_cp.cli.main import main
-from megatron_cp.cli.report import Report
 from megatron_cp.testing.parity import Case, Parity
 
 
@@ -52,45 +48,8 @@ def test_a_check_that_fails_shows_the_worst_case_first(tmp_path):
     assert report["tables"][0]["rows"][0][:4] == ["auto", 2, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("columns", "row", "found"),
-    [
-        # Peer over ours: below 1 the peer is ahead.
-        (["", "loop / this", "megatron-core / this"], ["a", "1.20 [1.1, 1.3]", "0.97 [0.9, 1.1]"],
-         [(1, False), (2, True)]),
-        (["", "megatron-core / ours, wall", "rest", "ours, ms: wall", "rest"], ["a", "0.90", "1.50", "0.5", "0.5"],
-         [(1, True), (2, False)]),
-        (["", "chunks", "speed-up"], ["fp8", "1", "0.80 [0.7, 0.9]"], [(2, True)]),
-        # Ours over a peer.
-        (["", "even over megatron-core"], ["DP 2", "0.50 / 1.20"], [(1, True)]),
-        # A row of the peer.
-        (["tokens", "forward", "forward ms"], ["one document, megatron-core", "0.80 [0.7, 0.9]", "0.3"], [(1, True)]),
-        # Over a limit, or nothing to compare.
-        (["", "forward / copy", "forward ms"], ["first", "0.90", "0.3"], []),
-        (["", "collective / this"], ["naive loop", "0.50"], []),
-        (["", "loop / this"], ["a", ""], []),
-    ],
-)  # fmt: skip
-def test_ratios_in_which_a_peer_is_ahead_are_seen(columns, row, found):
-    assert compared(columns, row) == found
-
-
-def test_a_page_of_a_benchmark_counts_targets_and_losses(tmp_path):
-    text = "\n".join([
-        "about", "a: 1.30, at least 1.25 is the target: met.", "b: 1.10, at least 1.25 is the target: NOT met.", "",
-        "| | loop / this |", "|---|--:|", "| a | 1.20 |", "| b | 0.80 |", "", "legend",
-    ])  # fmt: skip
-    save_bench(argparse.Namespace(what="layer", words=["bench"], report=tmp_path / "a.html"), Report(text))
-    report = shown(tmp_path / "a.html")
-    said = "1 of 2 targets met; a peer is ahead in 1 of 2 ratios, marked ✗"
-    assert report["verdict"] == {"text": said, "ok": False}
-    assert report["tables"][0]["bad"] == [[1, 1]]
-    assert [table["text"] for table in report["tables"]][1] == "legend"
-
-
-@pytest.mark.parametrize("command", [["check"], ["bench", "linear"]])
-def test_rejects_a_page_that_cannot_be_written_before_anything_runs(command, capsys):
-    assert main([*command, "--report", "no/such/folder/page.html"]) == 2
+def test_rejects_a_page_that_cannot_be_written_before_anything_runs(capsys):
+    assert main(["check", "--report", "no/such/folder/page.html"]) == 2
     assert "--report: got 'no/such/folder/page.html'; allowed: a file ending in .html" in capsys.readouterr().err
 
 
