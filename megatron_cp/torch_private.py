@@ -250,16 +250,6 @@ def leaves(values: Any) -> list[Any]:
     return [leaf for value in (values.values() if isinstance(values, dict) else values) for leaf in leaves(value)]
 
 
-def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Returns nested values in which each leaf is replaced by the function's result for it."""
-    if isinstance(values, dict):
-        return {key: map_leaves(function, value) for key, value in values.items()}
-    if not isinstance(values, tuple | list):
-        return function(values)
-    mapped = [map_leaves(function, value) for value in values]
-    return type(values)(*mapped) if hasattr(values, "_fields") else type(values)(mapped)
-
-
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which operators are dispatched as under autograd's own; without it, one with no effect."""
     return _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)()

@@ -57,7 +57,6 @@ EXTRAS = {
             (*PLAN, "--heads", "6", "--kv-heads", "2", "--head-dim", "128"),
             ("check", "--cp", "2", "--report", "check.html"),
             ("plan", "--whole", "--model", "tiny", "--cp", "2", "--gpu", "h100"),
-            ("bench", "packs", "--cp", "2", "--batches", "2"),
         ),
     ),
     "megatron": Extra(

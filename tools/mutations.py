@@ -43,7 +43,7 @@ ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.
 # Their ranks or commands run in other processes, where no line is noted.
 STARTS_PROCESSES = (
     *(f"tests/functional_tests/test_{name}.py" for name in (
-        "bench", "bench_exchange", "bench_layer", "bench_linear", "bench_wire", "cluster", "disagreement", "examples",
+        "benchmarks", "cluster", "disagreement", "examples",
         "faults", "fla_kernels", "megatron_batch", "megatron_mamba", "megatron_models", "megatron_oracle",
         "megatron_stock", "pretrain_example", "train",
     )),

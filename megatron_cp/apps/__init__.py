@@ -1,5 +1,5 @@
 """Applications of the library, which use its public names alone.
 
-`train` is the demonstration trainer, `estimate` plans all layers of a model, and `bench` has the benchmarks with the
-peers that they compare with. `megatron-cp train`, `plan --whole` and `bench` start them.
+`train` is the demonstration trainer, and `estimate` plans all layers of a model. `megatron-cp train` and
+`plan --whole` start them.
 """

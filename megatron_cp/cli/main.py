@@ -22,10 +22,10 @@ COMMANDS = {
     "train": "train a Megatron model with context parallelism on packed documents",
     "check": "compare one layer at CP=N with CP=1: outputs and every gradient",
     "plan": "explain a plan: who owns what, transfers and balance",
-    "bench": "measure a layer: local work, waits, memory and bytes, each over its limit",
     "doctor": "versions, kernels found, devices, and what works here",
 }
 
+_BENCH = "in a clone of the repository, `python -m benchmarks --help` lists what is measured."
 INTERRUPTED = 130  # the exit status
 _JSON = "print one JSON object on standard output instead of the text"
 
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of a command line, with its command as `run`."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["bench"]:
+        raise UsageError(f"megatron-cp: bench is not in the package: {_BENCH}")
     parser, commands = _parsers(next((word for word in words if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(words)
     if unknown:
@@ -67,7 +69,7 @@ def _parsers(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
     """Returns the command line's parser and those of all commands, of which the chosen one alone has its options."""
     parser = Parser(
         prog="megatron-cp",
-        description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
+        description="Context parallelism for packed batches: check it, plan it, train with it, see what works here.",
         epilog=f"{_examples('plan --cp 8 --model llama3-8b --lengths 100k,20k', 'doctor')}\n\n{_NUMBERS}\n{_STATUS}",
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")

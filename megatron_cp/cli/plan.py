@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         *flags("gpu"),
         metavar="NAME-OR-FILE",
-        help=f"the machine: {', '.join(presets())}, or a file of bench planner --calibrate (default: {SAFE})",
+        help=f"the machine: {', '.join(presets())}, or a machine file (default: {SAFE})",
     )
     application("estimate").add_arguments(group)
     for action in parser._actions:

@@ -1,11 +1,3 @@
-from .buffers import Buffers as Buffers
 from .exchange import Exchange as Exchange
-from .geometry import Geometry as Geometry
-from .head_side import pack_heads as pack_heads
-from .head_side import unpack_heads as unpack_heads
-from .messages import like_rows as like_rows
 from .sections import Section as Section
 from .sections import Sections as Sections
-from .split_counts import SplitCounts as SplitCounts
-from .token_side import pack_tokens as pack_tokens
-from .token_side import unpack_tokens as unpack_tokens

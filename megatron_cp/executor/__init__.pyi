@@ -16,6 +16,3 @@ from .kernels import choose_kernel as choose_kernel
 from .launch import in_torchrun as in_torchrun
 from .launch import run_ranks as run_ranks
 from .launch import start_torchrun_rank as start_torchrun_rank
-from .run import LocalWork as LocalWork
-from .transports.pairwise import ROUNDS_IN_FLIGHT as ROUNDS_IN_FLIGHT
-from .transports.pairwise import Pairwise as Pairwise

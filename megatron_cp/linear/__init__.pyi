@@ -1,10 +1,7 @@
-from .activations import softplus as softplus
-from .gated_delta_net import mixer_stages as mixer_stages
 from .kernels import Delta as Delta
 from .kernels import Inputs as Inputs
 from .kernels import LinearCall as LinearCall
 from .kernels import LinearKernel as LinearKernel
-from .kernels import ScanWork as ScanWork
 from .kernels import StateSpace as StateSpace
 from .kernels import choose_conv as choose_conv
 from .kernels import choose_rule as choose_rule

@@ -13,4 +13,3 @@ from .patches import checkpoint_results_in_this_process as checkpoint_results_in
 from .patches import exchanged as exchanged
 from .patches import gated_delta_net_without_fla as gated_delta_net_without_fla
 from .patches import gradients_reduced_one_by_one as gradients_reduced_one_by_one
-from .patches import mamba_mixer_without_its_kernels as mamba_mixer_without_its_kernels

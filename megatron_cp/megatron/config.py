@@ -34,7 +34,7 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_codec: the codec of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8.
         cp_latent_mode: what is done with the latents of multi-latent attention: "heads", they are expanded to keys and
             values, which travel; expand, absorb or auto; see `plan_attention`.
-        cp_hardware: the hardware for which `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100"
+        cp_hardware: the hardware for which `auto` predicts: a preset, or a machine file; "h100"
             if None.
         cp_search: seconds for which OR-Tools may search for better tiles in `tiled` and `a2a+tiled`, for each pack and
             direction; above 0 `auto` considers these two as well. Refused if no layer has one of the three schemes.

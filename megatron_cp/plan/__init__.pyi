@@ -19,10 +19,8 @@ from .schemes import REDISTRIBUTE as REDISTRIBUTE
 from .schemes import SCHEMES as SCHEMES
 from .schemes import may_exchange_heads as may_exchange_heads
 from .schemes import scheme_named as scheme_named
-from .steps import Compute as Compute
 from .steps import ToHeads as ToHeads
 from .transport import COLLECTIVE as COLLECTIVE
 from .transport import TRANSPORTS as TRANSPORTS
 from .transport import Transport as Transport
 from .transport import knows_hosts as knows_hosts
-from .transport import num_rounds as num_rounds

@@ -1,8 +1,8 @@
 """`Scheme` and `LinearMode`: strategies for spreading a layer over ranks, a record each. No torch in here.
 
 A new scheme is a row here; if its keys travel in a new way, also a schedule in `attention.SCHEDULES`. Planning,
-refusals, `check --all`, `bench`, Megatron's flags and the capability table read what they need to know of a scheme from
-its record.
+refusals, `check --all`, Megatron's flags and the capability table read what they need to know of a scheme from its
+record.
 """
 
 from __future__ import annotations

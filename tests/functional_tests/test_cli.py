@@ -322,7 +322,6 @@ PLAN = ["plan", "--lengths", "9"]
         (["check", "--all", "--search", "1", "--scheme", "exact"], "--search: got 1.0; allowed: 0 with exact. "),
         (["check", "--all", "--layer", "gdn", "--search", "1"], "--search: got 1.0; allowed: 0 without attention"),
         (["plan", "--search-cache", "kept"], "--search-cache has left: each rank finds the same tiles by itself."),
-        (["bench", "attention", "--search", "1", "--scheme", "p2p"], "--search: got 1.0; allowed: 0 with p2p. "),
         (["check", "--softcap", "-1"], "--softcap"),
         (["check", "--dropout", "1"], "--dropout"),
         (["plan", "--documents", "3", "--corpus", "no/such/folder"], "--corpus"),
@@ -398,7 +397,8 @@ HUGE = "9" * 25
     ("arguments", "says"),
     [
         ([], "megatron-cp: the following arguments are required: command. See megatron-cp --help."),
-        (["chekc"], "got 'chekc'; allowed: train or check or plan or bench or doctor. Did you mean check? See"),
+        (["chekc"], "got 'chekc'; allowed: train or check or plan or doctor. Did you mean check? See"),
+        (["bench", "layer", "--cp", "2"], "bench is not in the package: in a clone of the repository, `python -m ben"),
         (["check", "--cp", "0"], "--cp: got '0'; allowed: integers from 1"),
         (["check", "--cp"], "megatron-cp check: --cp: expected one argument. See megatron-cp check --help."),
         (["check", "--lengths", "3,x"], "--lengths: got 'x'; allowed: integers from 0"),

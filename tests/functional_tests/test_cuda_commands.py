@@ -13,6 +13,7 @@ import pytest
 import torch
 from _pytest.mark.expression import Expression
 
+from benchmarks.__main__ import main as benchmarks
 from megatron_cp.cli.main import main
 from tools.gpu_check.plan import BY_NAME, NEVER, STEPS, TESTS, expression
 
@@ -23,13 +24,13 @@ TINY = "--device cuda --model tiny --repeats 1"
 BENCHMARKS = {
     "attention": f"{TINY} --cp 2 --tokens-per-rank 64 --documents 3",
     "linear": f"{TINY} --cp 2 --tokens-per-rank 32 --documents 3 --kernel chunked",
-    "exchange": "--device cuda --repeats 1 --cells 2x64/4 --tokens-per-rank 64 --documents 4 --heads 8 --key-heads 4",
+    "exchange": "--device cuda --repeats 1 --cp 2 --tokens-per-rank 32 --documents 4 --heads 8 --key-heads 4",
     "wire": f"{TINY} --cp 2 --tokens-per-rank 64 --documents 3",
     "layer": f"{TINY} --tokens-per-rank 32 --documents 3",
 }
 
 
-def report_of(capsys, *command):
+def report_of(capsys, *command, main=main):
     assert main([*command, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -38,9 +39,9 @@ def report_of(capsys, *command):
 def test_a_benchmark_reports(name, capsys, tmp_path):
     pytest.importorskip("megatron.core", reason="pip install '.[megatron]'")
     more = ["--profile", str(tmp_path / "trace.json")] if name == "layer" else []
-    report = report_of(capsys, "bench", name, *BENCHMARKS[name].split(), *more)
+    report = report_of(capsys, name, *BENCHMARKS[name].split(), *more, main=benchmarks)
     assert report.get("device", "cuda") == "cuda"
-    for trace in report.get("traces", {}).values():
+    for trace in more[1:]:
         names = {event.get("name", "") for event in json.loads(Path(trace).read_text())["traceEvents"]}
         assert any(found.startswith("cp headwise to_heads") for found in names)
 

@@ -91,7 +91,7 @@ def test_a_graph_replays_collectives(told):
 
 
 def test_commands_choose_the_device(told, capsys):
-    """`check` and `bench` of such a job run on its devices, doctor looks at the kernels for them."""
+    """`check` of such a job runs on its devices, doctor looks at the kernels for them."""
     tiny = ["--lengths", "7,3", "--heads", "2", "--head-dim", "16"]
     assert main(["check", "--layer", "attention", "--cp", "1", *tiny]) == 0
     assert main(["doctor", "--all"]) == 0

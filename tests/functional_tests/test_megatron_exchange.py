@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("megatron.core")
 import torch
 
-from megatron_cp.apps.bench.peers.head_exchange import StockExchange
+from benchmarks.peers.head_exchange import StockExchange
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.groups import Pending, RankGroup

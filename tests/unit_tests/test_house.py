@@ -216,9 +216,9 @@ def test_only_its_adapter_imports_it(package):
     assert [path for path in importing if not path.is_relative_to(package)] == []
 
 
-def test_only_the_adapter_the_trainer_and_the_peers_of_benchmarks_import_megatron():
+def test_only_the_adapter_and_the_trainer_import_megatron():
     importing = importers_of("megatron")
-    rooms = (Path("megatron"), Path("apps/bench/peers"), Path("apps/train"))
+    rooms = (Path("megatron"), Path("apps/train"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []
 

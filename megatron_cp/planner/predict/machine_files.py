@@ -52,7 +52,8 @@ def machine(name: Machine | str | Path | None = None, *, argument: str = "hardwa
         return _preset(str(name).lower())
     if not path.is_file():
         near = difflib.get_close_matches(str(name).lower(), presets(), 1)
-        remedy = f"Did you mean {near[0]}?" if near else "`megatron-cp bench planner --calibrate` writes such a file."
+        written = "In a clone, `python -m benchmarks planner --calibrate FILE` writes such a file."
+        remedy = f"Did you mean {near[0]}?" if near else written
         raise ArgumentError(argument, str(name), f"{', '.join(presets())} or a file", remedy)
     return _read(path, argument)
 

@@ -11,10 +11,10 @@ from megatron_cp.planner.predict.machine_files import machine
     [
         (["plan", "--lengths", "256k,1M,1.5k,7"], "lengths", [262144, 1048576, 1536, 7]),
         (["train", "--seq-length", "128K"], "seq_length", 131072),
-        (["check", "--dtype", "bf16"], "dtype", "bfloat16"), (["bench", "wire", "--dtype", "FP32"], "dtype", "float32"),
+        (["check", "--dtype", "bf16"], "dtype", "bfloat16"), (["check", "--dtype", "FP32"], "dtype", "float32"),
         (["check", "--dtype", "half"], "dtype", "float16"), (["check", "--dtype", "fp64"], "dtype", "float64"),
         (["plan", "--scheme", "ring"], "scheme", "p2p"), (["check", "--scheme", "Ulysses"], "scheme", "a2a"),
-        (["bench", "attention", "--scheme", "all-gather"], "scheme", "all_gather"),
+        (["check", "--scheme", "all-gather"], "scheme", "all_gather"),
         (["plan", "--scheme", "Head-wise"], "scheme", "headwise"),
         (["plan", "--layout", "zig-zag"], "layout", "zigzag"), (["check", "--layer", "Mamba2"], "layer", "mamba"),
         (["plan", "--mask", "window:1.5k"], "mask", "window:1536"), (["check", "--mask", "Causal"], "mask", "causal"),
@@ -27,7 +27,7 @@ def test_values_have_several_spellings(words, name, value):
     assert getattr(parsed(words), name) == value
 
 
-@pytest.mark.parametrize("command", [["plan"], ["check"], ["bench", "layer"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["plan"], ["check"]], ids=" ".join)
 def test_commands_take_the_names_of_megatrons_flags(command):
     own = ["--cp", "4", "--heads", "8", "--kv-heads", "2", "--layout", "zigzag", "--scheme", "p2p", "--transport"]
     megatrons = [
@@ -72,7 +72,6 @@ def test_machines_have_names_in_any_case():
         (["plan", "--layer", "gdn", "--scheme", "ring"], "plan: --scheme: got 'ring'; allowed: headwise or"),
         (["plan", "--scheme=a2a", "--layer=mamba", "--cp-comm-type=Ring"], "got 'Ring'; allowed: headwise or"),
         (["check", "--layer", "kda", "--scheme", "usp", "--cp", "2"], "check: --scheme: got 'usp'; allowed: headwise"),
-        (["bench", "linear", "--scheme", "All-Gather"], "bench: --scheme: got 'All-Gather'; allowed: nothing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -84,7 +83,7 @@ def test_rejects_what_is_no_spelling_by_the_name_that_was_typed(words, says, cap
 
 
 def test_examples_of_help_are_parsed(capsys):
-    for command in ("train", "check", "plan", "bench", "doctor"):
+    for command in ("train", "check", "plan", "doctor"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = capsys.readouterr().out

@@ -37,7 +37,7 @@ def answers(lines, cwd=ROOT):
 
 
 def test_help_imports_neither_torch_nor_megatron():
-    commands = ("train", "check", "plan", "bench", "doctor")
+    commands = ("train", "check", "plan", "doctor")
     for line, status, said, heavy in answers([["--help"], *([name, "--help"] for name in commands)]):
         assert status == 0, line
         assert "usage: megatron-cp" in said
@@ -79,7 +79,6 @@ def refused_lines(tmp_path):
             ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
             ("plan", "--documents", "3", "--corpus", "no/such/folder"): "--corpus: got 'no/such/folder'",
             ("check", "--documents", "3", "--corpus", nul): r"--corpus: got 'a\x00b'",
-            ("bench", "layer", "--documents", "3", "--corpus", "no/such"): "--corpus: got 'no/such'",
             ("check", "--report", "page.txt"): "ending in .html",
             ("train", "--report", "no/such/page.html"): "--report: got 'no/such/page.html'",
             ("plan", "--plot", "no/such/folder/plan.png"): "--plot: got 'no/such/folder/plan.png'",

@@ -37,7 +37,7 @@ def test_rejects_odd_values_of_every_option_in_one_line(name, parsed, capsys):
         for option in action.option_strings:
             for words in ([f"{option}={odd}"] for odd in ODD):
                 parsed.clear()
-                status = command_line.main([name, *(["attention"] if name == "bench" else []), *words])
+                status = command_line.main([name, *words])
                 said = capsys.readouterr().err
                 one_line = (status, said.count("\n")) == (2, 1) if not parsed else status == 0
                 # What is accepted is a value: argparse would leave an empty list where it drops "--".

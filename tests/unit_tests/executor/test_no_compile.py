@@ -26,7 +26,7 @@ def test_the_backward_of_every_autograd_function_is_not_compiled():
     found = {
         f"{path.relative_to(HOUSE)}: {function.name}": {ast.unparse(mark) for mark in backward.decorator_list}
         for path in HOUSE.rglob("*.py")
-        if path.relative_to(HOUSE).parts[0] != "apps"  # benchmarks, which nobody compiles
+        if path.relative_to(HOUSE).parts[0] != "apps"  # which nobody compiles
         if "torch.autograd.Function" in (source := path.read_text())
         for function in ast.walk(ast.parse(source))
         if isinstance(function, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, function.bases)

@@ -7,18 +7,14 @@ for every document and section.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net import common
-from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from megatron_cp.apps.bench.peers.distributed import Ranks
 from megatron_cp.layout import Packing
-from megatron_cp.megatron import exchanged
 
 
 class StockExchange:
@@ -29,20 +25,20 @@ class StockExchange:
     Args:
         packing: documents whose lengths are multiples of `2 * cp`, all at least that long.
         widths: features of each section, in Megatron's order.
-        group: the ranks; None for the local passes alone.
     """
 
     def __init__(
-        self, packing: Packing, widths: Sequence[int], size: int, group: dist.ProcessGroup | None, device: torch.device
+        self, packing: Packing, widths: Sequence[int], size: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self.packing, self.widths, self.size = packing, tuple(widths), size
-        self.group: Any = Ranks(size) if group is None else group
+        self.packing, self.widths, self.size, self.group = packing, tuple(widths), size, group
         self.cu_seqlens = torch.from_numpy(packing.cu_seqlens.astype(np.int32)).to(device)
-        self._to_stream, self._from_stream = self._orders()
+        _, self._from_stream = self._orders()
 
     def to_heads(self, local: Tensor) -> Tensor:
         """Returns `[T, 1, f / cp]` of `[t, 1, f]`, as the layer does: it computes the order of tokens each time."""
-        arrived = self._sent_to_heads(local)
+        heads = common._build_head_perm_for_split_sections(self.widths, self.size, local.device)
+        by_rank = local.index_select(-1, heads)
+        arrived = common.tensor_a2a_cp2hp(by_rank, 0, -1, self.group, undo_attention_load_balancing=False)
         to_stream, _ = self._orders()
         return arrived.index_select(0, to_stream)
 
@@ -50,16 +46,6 @@ class StockExchange:
         """Returns `[t, 1, f]` of `[T, 1, f / cp]` of one section, in the order that `to_heads` has computed."""
         rows = own.index_select(0, self._from_stream)
         return common.tensor_a2a_hp2cp(rows, 0, -1, self.group, redo_attention_load_balancing=False)
-
-    def pack(self, local: Tensor) -> Tensor:
-        """Does the local work of `to_heads` before the collective; returns `[T, 1, f / cp]` to send."""
-        here = {"all_to_all": lambda _, tensor: tensor, "get_tensor_model_parallel_group_if_none": lambda group: group}
-        with exchanged(mappings, **here):
-            return self._sent_to_heads(local)
-
-    def unpack(self, arrived: Tensor) -> Tensor:
-        """Does the local work of `to_heads` after the collective, once the order of tokens is known."""
-        return arrived.index_select(0, self._to_stream)
 
     def to_heads_in_loops(self, local: Tensor) -> Tensor:
         """Does the same as `to_heads`, document by document and section by section."""
@@ -75,21 +61,6 @@ class StockExchange:
             common.tensor_a2a_hp2cp(rows, 0, -1, self.group) for rows in own.split(self.packing.lengths.tolist())
         ])  # fmt: skip
 
-    def check_offsets(self) -> None:
-        """Makes the checks of the documents that `GatedDeltaNet.forward` makes before its exchange."""
-        total = self.packing.total
-        queries, keys = (
-            common._GDNBase._resolve_cu_seqlens(None, None, self.cu_seqlens, total, name, self.size)
-            for name in ("cu_seqlens_q", "cu_seqlens_kv")
-        )
-        torch.equal(queries, keys)
-
     def _orders(self) -> tuple[Tensor, Tensor]:
         orders: tuple[Tensor, Tensor] = common._build_thd_cp_a2a_perm(self.cu_seqlens, self.size, self.packing.total)
         return orders
-
-    def _sent_to_heads(self, local: Tensor) -> Tensor:
-        heads = common._build_head_perm_for_split_sections(self.widths, self.size, local.device)
-        by_rank = local.index_select(-1, heads)
-        arrived: Tensor = common.tensor_a2a_cp2hp(by_rank, 0, -1, self.group, undo_attention_load_balancing=False)
-        return arrived

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_cp import attention, relayout
-from megatron_cp.apps.bench.work import own_tensors
 from megatron_cp.executor import RankGroup
 from megatron_cp.testing import Case, draw, run_mixer
 
@@ -22,10 +21,15 @@ class LayerStep:
     """
 
     def __init__(self, case: Case, group: RankGroup) -> None:
-        self.case, self.group, self.plan = case, group, case.plan()
+        self.case, self.group, self.plan, self.kernel = case, group, case.plan(), case.kernel
         problem, plan, rank = draw(case), self.plan, group.rank
-        self.inputs, self.parameters, gradient = own_tensors(plan, problem, rank)
-        self.gradients, self.hidden = [gradient], list[Tensor]()
+
+        def own(stream: Tensor) -> Tensor:
+            return plan.layout.shard(stream, rank).detach().clone()
+
+        self.inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
+        self.parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
+        self.gradients, self.hidden = [own(problem.output_gradient)], list[Tensor]()
         if plan.hidden_layout is not None:
             self.gradients = [plan.hidden_layout.shard(problem.output_gradient, rank).detach().clone()]
             width = case.hidden_size or 0
@@ -41,12 +45,12 @@ class LayerStep:
             q, k, v = self.inputs.values()
             options = self.case.softmax_options
             sink = self.parameters.get("sink")
-            return [attention(q, k, v, plan, group, sink=sink, kernel=self.case.kernel, **options)]
+            return [attention(q, k, v, plan, group, sink=sink, kernel=self.kernel, **options)]
         outer = plan.hidden_layout
         arrived = [relayout(x, outer, plan.layout, group, transport=plan.transport) for x in self.hidden if outer]
         out = run_mixer(
             self.case.layer, list(self.inputs.values()), self.parameters, plan.inside, group, self.case.softmax_scale,
-            self.case.kernel,
+            self.kernel,
         )  # fmt: skip
         if outer is not None:
             out = relayout(out, plan.layout, outer, group, transport=plan.transport)

@@ -1,4 +1,4 @@
-"""Measures the rates that predictions take from a preset, on these ranks: `bench planner --calibrate`.
+"""`python -m benchmarks planner`: measures the rates that predictions take from a machine file, on these ranks.
 
 All ranks measure at the same time, so that shared cores, memory and links are shared as in a step. Rates of local work
 are those of a rank's own thread by its own clock, which stands still while another thread has its core: predictions
@@ -7,6 +7,7 @@ account for how ranks take turns.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import platform
@@ -20,10 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_cp.apps.bench.layer_step import LayerStep
-from megatron_cp.executor import Message, RankGroup, ThreadGroup, hosts_of
+from benchmarks.layer_step import LayerStep
+from benchmarks.ranks import measured_on_ranks, with_defaults
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor import Message, RankGroup, ThreadGroup, TorchGroup, hosts_of
 from megatron_cp.plan import CONV1D, GDN, KINDS, MODES
-from megatron_cp.planner import Hardware, Link, Machine, machine, priced, rule_products, stage_shapes, timelines
+from megatron_cp.planner import (
+    Hardware,
+    Link,
+    Machine,
+    machine,
+    priced,
+    rule_products,
+    stage_shapes,
+    timelines,
+    written,
+)
 from megatron_cp.testing import Case
 
 HEAD_DIMS = (64, 128)
@@ -35,6 +48,21 @@ _IN_A_ROW = 20, 4  # small and large messages that follow one another
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds
+
+
+def report(args: argparse.Namespace, world: TorchGroup | None) -> tuple[str, dict[str, Any]]:
+    """Measures the machine, and writes its file if that is asked for."""
+    if args.calibrate is not None and not Path(args.calibrate).resolve().parent.is_dir():
+        raise ArgumentError("--calibrate", args.calibrate, "a file in a folder that exists")
+    args = with_defaults(args, world, ("attention",), {"attention": {}})
+    if args.cp == 1:
+        raise ArgumentError("--cp", 1, "at least 2 ranks, between which there are links to measure")
+    dtype, repeats = getattr(torch, args.dtype), args.repeats
+    found: Machine = measured_on_ranks(calibrated, dtype, repeats, plans=(), cp=args.cp, args=args, world=world)[0]
+    if args.calibrate is not None and (world is None or world.rank == 0):
+        Path(args.calibrate).write_text(written(found))
+    saved = f"machine written to {args.calibrate}" if args.calibrate else written(found)
+    return f"{found.describe()}\n{saved}", {"machine": found.describe(), "cp": args.cp}
 
 
 @dataclass(frozen=True)
@@ -72,14 +100,15 @@ class Bench:
 
     def slowest(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
         """Returns the median over repeats of the slowest rank's time, for each of the things timed."""
-        everyone = np.array(self.group.all_gather_object(taken))  # [ranks, repeats, n]
-        found: list[float] = np.median(everyone.max(axis=0), axis=0).tolist()
-        return found
+        return self._median(taken, np.max)
 
     def _mean(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
         """Returns the median over repeats of the ranks' mean time, for each of the things timed."""
-        everyone = np.array(self.group.all_gather_object(taken))
-        found: list[float] = np.median(everyone.mean(axis=0), axis=0).tolist()
+        return self._median(taken, np.mean)
+
+    def _median(self, taken: Sequence[tuple[float, ...]], of_ranks: Callable[..., Any]) -> list[float]:
+        everyone = np.array(self.group.all_gather_object(taken))  # [ranks, repeats, n]
+        found: list[float] = np.median(of_ranks(everyone, axis=0), axis=0).tolist()
         return found
 
     def layer(self, case: Case) -> tuple[float, float]:
@@ -127,7 +156,9 @@ def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
     found = Machine(rates, max(map(hosts.count, hosts)), within, between, 1, shares_cores)
     found = replace(found, hardware=_with_linear(found, bench))
     found = replace(found, hardware=replace(found.hardware, launch=_fitted_launch(found, bench, hosts)))
-    words = f"measured by `megatron-cp bench planner --calibrate`, {torch.__version__}, {dtype}".replace("torch.", "")
+    words = f"measured by `python -m benchmarks planner --calibrate`, {torch.__version__}, {dtype}".replace(
+        "torch.", ""
+    )
     given = "not measured: as of the preset cpu, or what leaves predictions as they are"
     names = [each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources")]
     sources = {name: given if name in _UNMEASURED else words for name in (*names, "within", "between")}

@@ -1,4 +1,4 @@
-"""Watches a rank: the time of its kernels, its transfers and the rest."""
+"""Watches a rank: the time of its transfers and the rest; prints medians and tables."""
 
 from __future__ import annotations
 
@@ -30,19 +30,16 @@ class Timing:
     """The times and bytes of one direction on one rank.
 
     Attributes:
-        kernel, wire, total: seconds of its thread or stream: in kernels, starting and awaiting transfers, and in all.
+        wire, total: seconds of its thread or stream: starting and awaiting transfers, and in all.
         wall_wire, wall: seconds by the clock, of transfers and in all.
         sent: bytes to other ranks.
-        host: seconds by the clock until the call returned; on CUDA that is before the device is done.
     """
 
-    kernel: float
     wire: float
     total: float
     wall_wire: float
     wall: float
     sent: int
-    host: float = 0.0
 
     @property
     def busy(self) -> float:
@@ -71,17 +68,13 @@ class Watch:
         if self.device != "cpu":
             # The host queues the call meanwhile. An idle device would wait for it, and the host's time be the device's.
             occupy_device(_HEAD_START)
-        began = time.perf_counter()
         with self.span("total"):
             result = call()
-        return result, self._taken(time.perf_counter() - began)
-
-    def _taken(self, host: float) -> Timing:
-        sums = {name: np.zeros(2) for name in ("kernel", "wire", "total")}
+        sums = {name: np.zeros(2) for name in ("wire", "total")}
         for name, start, end in self.spans:
             sums[name] += self._between(start, end)
-        (kernel, _), (wire, wall_wire), (total, wall) = (sums[name].tolist() for name in ("kernel", "wire", "total"))
-        return Timing(kernel, wire, total, wall_wire, wall, self.sent, host)
+        (wire, wall_wire), (total, wall) = (sums[name].tolist() for name in ("wire", "total"))
+        return result, Timing(wire, total, wall_wire, wall, self.sent)
 
     def _now(self) -> Any:
         if self.device == "cpu":
@@ -98,24 +91,29 @@ class Watch:
 
 
 class WatchedGroup(RankGroup):
-    """A group that records when it starts and awaits transfers, and the bytes that it sends."""
+    """A group that records when it starts and awaits transfers, and the bytes that it sends.
 
-    def __init__(self, group: RankGroup, watch: Watch) -> None:
+    With `hosts`, those of the ranks, it counts what goes to other hosts only.
+    """
+
+    def __init__(self, group: RankGroup, watch: Watch, hosts: Sequence[int] | None = None) -> None:
         self._group, self._watch = group, watch
         self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
+        hosts = range(group.size) if hosts is None else hosts
+        self._is_away = np.array([host != hosts[group.rank] for host in hosts])
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
     ) -> Pending:
-        self._watch.sent += (sum(sent_splits) - sent_splits[self.rank]) * sent.element_size()
+        self._watch.sent += sent.element_size() * int(np.array(sent_splits)[self._is_away].sum())
         return self._started(self._group.start_all_to_all, received, sent, received_splits, sent_splits)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        self._watch.sent += sent.nbytes * (self.size - 1)
+        self._watch.sent += sent.nbytes * int(self._is_away.sum())
         return self._started(self._group.start_all_gather, received, sent)
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        self._watch.sent += sum(message.tensor.nbytes for message in sends)
+        self._watch.sent += sum(message.tensor.nbytes for message in sends if self._is_away[message.peer])
         return self._started(self._group.start_messages, sends, receives)
 
     def barrier(self) -> None:
@@ -158,16 +156,46 @@ def interleaved(
 ) -> dict[tuple[str, str], list[Timing]]:
     """Times every step in both directions, one after the other within every repeat; all ranks begin together.
 
-    A step calls `measure(direction, call)` for both directions. Timings are by name and direction.
+    A step calls `measure(direction, call)` for each of its directions. Timings are by name and direction.
     """
-    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in steps for way in DIRECTIONS}
+    spent: dict[tuple[str, str], list[Timing]] = {}
     for name in with_progress(interleaved_order(list(steps), repeats), "timings", group.rank):
 
         def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
             group.barrier()
             result, taken = watch.timed(call)
-            spent[name, way].append(taken)
+            spent.setdefault((name, way), []).append(taken)
             return result
 
         steps[name](timed)
     return spent
+
+
+def once(call: Callable[[], Any], measure: Measure) -> None:
+    """Times a call that has no backward."""
+    measure("", call)
+
+
+def slowest(ranks: Iterable[Mapping[Any, Sequence[Timing]]], key: Any, value: Callable[[Timing], float]) -> Any:
+    """Returns, for each repeat, the most of a value that any rank has of what is timed under a key."""
+    return np.max([[value(timing) for timing in rank[key]] for rank in ranks], axis=0)
+
+
+def spread(values: Any) -> dict[str, float]:
+    """Returns the median and the quartiles on either side."""
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+def formatted(value: Mapping[str, float], *, percent: bool = False) -> str:
+    """Returns a spread as text."""
+    low, median, high = (value[name] * (100 if percent else 1) for name in ("low", "median", "high"))
+    digits, unit = (1, " %") if percent else (2, "")
+    return f"{median:.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def table(left: Sequence[str], right: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the lines of a Markdown table, whose last columns, `right`, are aligned to the right."""
+    rule = f"|{'---|' * len(left)}{'--:|' * len(right)}"
+    head, *lines = (f"| {' | '.join(row)} |" for row in ((*left, *right), *rows))
+    return [head, rule, *lines]
