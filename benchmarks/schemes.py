@@ -83,7 +83,7 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
     if args.name == "linear":
         base = replace(base, hidden_size=base.heads * base.value_head_dim)
-    checked_search(base.search_seconds, base.search_cache, asked)
+    checked_search(base.search_seconds, asked)
     cases, not_run = {}, {}
     for way in asked:
         case = base.with_scheme(way)
