@@ -4,7 +4,7 @@ RUN := $(VENV)/bin
 # More than there are cores, since tests wait for other processes: 4 keep 2 cores busy.
 PROCESSES ?= 4
 
-.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check docs fuzz faults versions dist clean
+.PHONY: help setup lint test test-all test-fast test-cpus test-cuda train train-hf check docs fuzz faults versions dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -27,7 +27,7 @@ lint: setup ## ruff and mypy
 	$(RUN)/mypy --scripts-are-modules tools/cluster
 
 # Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
-test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
+test test-all test-fast test-cpus test-cuda: export PYTHONDONTWRITEBYTECODE =
 
 test: setup ## the tests that guard each feature: 8 to 15 minutes on 2 cores
 	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
@@ -44,13 +44,6 @@ test-cpus: setup ## the tests that compare what a CPU rounds, as CPUs with fewer
 test-cuda: setup ## the tests of the CUDA path, on a GPU or else on an emulated one, and how much of its code they run
 	$(RUN)/python -m tools.nullgpu --or-gpu --note $(RUN)/python -m pytest -n 2 --dist worksteal -rs \
 	  tests/functional_tests/test_cuda*.py; status=$$?; $(RUN)/python -m tools.nullgpu.coverage; exit $$status
-
-cuda-table: test-cuda ## the same, and keeps the table of it that doctor prints
-	$(RUN)/python -m tools.nullgpu --on-cpu --note $(RUN)/python -m pytest -n 2 --dist worksteal \
-	  tests/functional_tests/test_fla_kernels.py tests/functional_tests/test_mamba_ssm_kernels.py \
-	  tests/unit_tests/softmax/test_kernels.py tests/unit_tests/softmax/test_flex.py \
-	  tests/unit_tests/linear/test_fla_refusals.py tests/unit_tests/linear/test_cuda_refusals.py
-	$(RUN)/python -m tools.nullgpu.coverage --write
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)

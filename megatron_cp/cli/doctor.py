@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import warnings
 from dataclasses import asdict, dataclass
-from importlib.resources import files
-from typing import Any
 
 from megatron_cp import __version__
 from megatron_cp.cli import megatron_job
@@ -41,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="list every kernel and feature, the tested versions, and the CUDA code that tests have run",
+        help="list every kernel and feature, and the tested versions",
     )
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="FLAGS", help=megatron_job.HELP)
 
@@ -67,13 +64,10 @@ def _machine(args: argparse.Namespace) -> Report:
     findings = [*_kernels(), *_backends(), *_plans()]
     adapters = {name: version_of(name) for name in ADAPTERS}
     lines = _here(versions, devices, findings, adapters)
-    # The table, kept by the tests, that says how each function that runs only with CUDA was tested.
-    proofs: dict[str, Any] = json.loads(files("megatron_cp.cli").joinpath("cuda_code.json").read_text())
     if args.all:
         width = max(len(finding.feature) for finding in findings)
         lines += ["", *_tested(versions), ""]
         lines += [f"{'yes' if f.works else 'no ':<4}{f.feature:<{width + 2}}{f.remark}" for f in findings]
-        lines += ["", *_proofs(proofs)]
     data = {
         "version": __version__,
         "python": platform.python_version(),
@@ -84,7 +78,6 @@ def _machine(args: argparse.Namespace) -> Report:
         "untested": outside(_of_table(versions)),
         "private_names_lacking": lacking(),
         "capabilities": [asdict(finding) for finding in findings],
-        "cuda_code": proofs,
     }
     return Report("\n".join(lines), data)
 
@@ -185,26 +178,3 @@ def _plans() -> list[Finding]:
         else Finding(f"{entry.argument} {entry.value}", False, f"megatron-core is not installed: {INSTALL_MEGATRON}")
         for entry in CAPABILITIES
     ]
-
-
-def _proofs(table: dict[str, Any]) -> list[str]:
-    """Returns that table as text: a row for each file, each kernel, and the code that has never run."""
-    of_files: dict[str, list[dict[str, Any]]] = {}
-    for row in table["functions"]:
-        of_files.setdefault(row["file"], []).append(row)
-    ways = {"emulated": "emulated", "cpu": "on the CPU", "gpu": "on a GPU"}
-    width = max(len(name) for name in (*of_files, *(kernel["name"] for kernel in table["kernels"])))
-    lines = [
-        "Statements of this version that only CUDA reaches, and where its tests have run them:",
-        f"{'':<{width}}{'pieces':>8}{''.join(f'{word:>13}' for word in ways.values())}{'nowhere':>13}",
-    ]
-    for name, rows in of_files.items():
-        counts = [sum(row[way] for row in rows) for way in ways]
-        total, ran = (sum(row[key] for row in rows) for key in ("pieces", "run"))
-        lines.append(f"{name:<{width}}{total:>8}{''.join(f'{count:>13}' for count in counts)}{total - ran:>13}")
-    for kernel in table["kernels"]:
-        compiled = ", ".join(f"sm_{number}" for number in kernel["compiled_for"])
-        on_gpu = "run on a GPU" if kernel["gpu"] else "not run on a GPU"
-        lines.append(f"{kernel['name']:<{width}}  interpreted; compiled for {compiled}; {on_gpu}")
-    lines.append(f"Never run: {'; '.join(table['never'])}")
-    return lines

@@ -1,7 +1,6 @@
 """`python -m tools.nullgpu [OPTIONS] COMMAND...`: runs a command on the emulated device, or ends with 2 without one.
 
 --or-gpu  on a GPU where there is one
---on-cpu  on the CPU alone, for --note
 --note    notes which CUDA-only code runs: see `python -m tools.nullgpu.coverage`
 """
 
@@ -18,7 +17,7 @@ from tools.nullgpu.device import UnavailableError, environment, noting
 def main() -> int:
     """Becomes the command."""
     command, options = sys.argv[1:], set()
-    while command and command[0] in ("--or-gpu", "--on-cpu", "--note"):
+    while command and command[0] in ("--or-gpu", "--note"):
         options.add(command.pop(0))
     if command[:1] in (["--help"], ["-h"]):
         print(__doc__)
@@ -27,7 +26,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        how = "cpu" if "--on-cpu" in options else "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
+        how = "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
         given = environment() if how == "emulated" else dict(os.environ)
         os.execvpe(command[0], command, noting(given, how) if "--note" in options else given)
     except UnavailableError as reason:
