@@ -56,7 +56,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of a command line, with its command as `run`."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["bench"]:
-        raise UsageError(f"megatron-cp: bench is not in the package: {_BENCH}")
+        raise UsageError(f"megatron-cp bench: it is not in the package: {_BENCH}")
     parser, commands = _parsers(next((word for word in words if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(words)
     if unknown:

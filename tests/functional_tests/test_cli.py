@@ -398,7 +398,7 @@ HUGE = "9" * 25
     [
         ([], "megatron-cp: the following arguments are required: command. See megatron-cp --help."),
         (["chekc"], "got 'chekc'; allowed: train or check or plan or doctor. Did you mean check? See"),
-        (["bench", "layer", "--cp", "2"], "bench is not in the package: in a clone of the repository, `python -m ben"),
+        (["bench", "layer", "--cp", "2"], "bench: it is not in the package: in a clone of the repository, `python -m"),
         (["check", "--cp", "0"], "--cp: got '0'; allowed: integers from 1"),
         (["check", "--cp"], "megatron-cp check: --cp: expected one argument. See megatron-cp check --help."),
         (["check", "--lengths", "3,x"], "--lengths: got 'x'; allowed: integers from 0"),

@@ -132,11 +132,17 @@ if host == 0:
     for other in range(2):  # from two hosts at once, whose links are together faster than this one's
         listeners[other].settimeout(20)
     readers = [listener.accept()[0] for listener in listeners[:2]]
-    began = time.monotonic()
-    for reader in readers:
-        while reader.recv(2**20):
-            pass
-    print(round(2 * 8e-6 * size / (time.monotonic() - began)))
+    rates = []
+    for _ in range(5):  # the fastest shows the link, however busy the machine is
+        began = time.monotonic()
+        for reader in readers:
+            reader.sendall(b"!")
+        for reader in readers:
+            left = size
+            while left:
+                left -= len(reader.recv(min(left, 2**20)))
+        rates.append(2 * 8e-6 * size / (time.monotonic() - began))
+    print(round(max(rates)))
     sender = socket.create_connection(("127.0.0.1", port + 2))
     reader, began = listeners[2].accept()[0], time.monotonic()
     for _ in range(100):
@@ -152,7 +158,9 @@ else:
             break
         except OSError:
             time.sleep(0.1)
-    sender.sendall(bytes(size))
+    for _ in range(5):
+        sender.recv(1)
+        sender.sendall(bytes(size))
 """
 
 

@@ -75,7 +75,7 @@ def test_layers_of_several_masks_are_planned_each_in_one_layout(model):
     total = sum(kind["layers"] * sum(kind["predicted_ms"].values()) for kind in data["kinds"])
     first = text.splitlines()[0]
     assert f"in 3 layers (window:7,0, learned sink), {causal['scheme']} in 2 layers (causal, learned sink)" in first
-    assert f"in layout balanced, {total:.3f} ms predicted for all 5 on h100" in first
+    assert f"in layout {windowed['layout']}, {total:.3f} ms predicted for all 5 on h100" in first
     assert text.count("layer: attention, heads 4") == 2
 
 

@@ -66,7 +66,7 @@ def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("h1000", r"Did you mean h100\?"), ("nothing like it", "--calibrate` writes such a file"), (5, "a100, b200, cpu")],
+    [("h1000", r"Did you mean h100\?"), ("nothing like it", "FILE` writes such a file"), (5, "a100, b200, cpu")],
 )
 def test_rejects_unknown_machines(name, says):
     with pytest.raises(ArgumentError, match=says) as caught:
