@@ -1,15 +1,15 @@
 """Runs unit tests with other versions of Python, torch and other packages, and keeps the table that doctor prints.
 
-    python -m tools.versions [NAME ...] [--short] [--write] [--if-there] [-n PROCESSES]
+    python -m tools.versions [NAME ...] [--short] [--write] [--keep] [--if-there] [--folder FOLDER] [-n PROCESSES]
 
-Without names the tests run in all environments, one after another. `uv run --isolated` makes each anew and removes it,
-which takes half a minute to two for torch and its CUDA libraries. `--short` runs the few files that CI has time for,
-and prints their counts; `--write` puts the counts of the full set into `megatron_cp/versions.json` and into
-`docs/versions.md`. Exit code 1 if a test failed that the table does not have.
+Without names all environments are made, one after another; each is removed again, unless `--keep` is given. `--short`
+runs the few files that CI has time for, and prints their counts; `--write` puts the counts of the full set into
+`megatron_cp/versions.json` and into `docs/versions.md`. Exit code 1 if a test failed that the table does not have.
 
 A Python is looked for on PATH as `python3.10` and so on. An environment whose Python is not there is left out, with a
 line that says so, and exit code 1 if it was named, unless `--if-there` is given, which also goes on where packages
-cannot be had.
+cannot be had. Packages are installed by `uv` of the
+extra `dev`, which takes half a minute to two for torch and its CUDA libraries; without it by pip, which takes longer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ def main() -> None:
             print(f"{environment.name}: no python{environment.python} on PATH that starts, left out", flush=True)
             failed |= bool(args.names) and not args.if_there
             continue
-        row = _measured(environment, python, args)
-        if row is None:
-            print(f"{environment.name}: not installed", flush=True)
+        try:
+            row = _measured(environment, python, args)
+        except subprocess.CalledProcessError as error:  # of an installation
+            print(f"{environment.name}: not installed, exit code {error.returncode}", flush=True)
             failed |= not args.if_there
             continue
         print(json.dumps(row), flush=True)
@@ -121,9 +123,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(each.name for each in ENVIRONMENTS))
     parser.add_argument("--short", action="store_true", help="the few files that CI runs")
     parser.add_argument("--write", action="store_true", help="keep the counts in the table")
+    parser.add_argument("--keep", action="store_true", help="leave the environments in the folder, and use those there")
     parser.add_argument(
         "--if-there", action="store_true", help="no error where a Python that is named, or a package, is missing"
     )
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where they are made")
     parser.add_argument("-n", type=int, default=2, metavar="PROCESSES", help="processes of pytest")
     args = parser.parse_args()
     unknown = set(args.names) - {each.name for each in ENVIRONMENTS}
@@ -139,45 +143,52 @@ def _python(version: str) -> str | None:
     return command if starts else None
 
 
-def _measured(environment: Environment, python: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Runs the tests in an environment, and returns its row of the table; None if it could not be made."""
-    wanted = [*environment.requirements, *(() if environment.name == "pinned" else OF_TESTS)]
-    own = f"{ROOT}[dev]" if "megatron_cp[dev]" in wanted else str(ROOT)
-    others = [f"--with={each}" for each in wanted if each != "megatron_cp[dev]"]
-    with tempfile.TemporaryDirectory() as folder:
-        report, found = Path(folder, "report.xml"), Path(folder, "versions.json")
-        command = [
-            # Without its cache, which would keep 5 GB of each environment.
-            find_uv() or "uv", "run", "--quiet", "--isolated", "--no-project", "--no-cache", "--no-python-downloads",
-            "--python", python, "--with-editable", own, *others,
-            "python", "-c", _RUN, found, json.dumps(versions.PACKAGES),
-            "-q", "-n", str(args.n), "--dist", "worksteal", "-m", "not thorough", "-p", "no:cacheprovider",
-            f"--junitxml={report}", *(SHORT if args.short else TESTS),
-            *(f"--ignore=tests/unit_tests/{name}" for name in PINNED_TRITON),
-        ]  # fmt: skip
-        subprocess.run(list(map(str, command)), cwd=ROOT, env=clean_variables(), check=False)
-        if not found.exists():
-            return None
-        of_packages = json.loads(found.read_text())
-        date = datetime.date.today().isoformat()
-        return {"environment": environment.name, **of_packages, **_counts(report), "date": date}
-
-
-# Notes the versions of the table's columns, and runs pytest.
-_RUN = """
-import json, platform, sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-def of(name):
+def _measured(environment: Environment, python: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Makes an environment, runs the tests in it, and returns its row of the table."""
+    folder = args.folder / f"versions-{environment.name}"
+    inner = folder / "bin" / "python"
+    began = time.monotonic()
+    if not inner.exists():
+        try:
+            _install(environment, python, folder)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    installed = time.monotonic()
     try:
-        return platform.python_version() if name == "python" else version(name)
-    except PackageNotFoundError:
-        return None
-found, names, *arguments = sys.argv[1:]
-Path(found).write_text(json.dumps({name: of(name) for name in json.loads(names)}))
-import pytest
-sys.exit(pytest.main(arguments))
-"""
+        with tempfile.TemporaryDirectory() as reports:
+            report = Path(reports, "report.xml")
+            command = [
+                inner, "-m", "pytest", "-q", "-n", str(args.n), "--dist", "worksteal", "-m", "not thorough",
+                "-p", "no:cacheprovider", f"--junitxml={report}", *(SHORT if args.short else TESTS),
+                *(f"--ignore=tests/unit_tests/{name}" for name in PINNED_TRITON),
+            ]  # fmt: skip
+            subprocess.run(list(map(str, command)), cwd=ROOT, env=clean_variables(), check=False)
+            counts = _counts(report)
+        found = _versions(inner)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder)
+    return {
+        "environment": environment.name, **found, **counts,
+        "date": datetime.date.today().isoformat(),
+        "install_seconds": round(installed - began), "test_seconds": round(time.monotonic() - installed),
+    }  # fmt: skip
+
+
+def _install(environment: Environment, python: str, folder: Path) -> None:
+    wanted = [*environment.requirements, *(() if environment.name == "pinned" else OF_TESTS)]
+    own = [f"{ROOT}[dev]"] if "megatron_cp[dev]" in wanted else [str(ROOT)]
+    others = [each for each in wanted if each != "megatron_cp[dev]"]
+    uv = find_uv()
+    if uv is not None:
+        subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
+        # Without its cache, which would keep 5 GB of each environment.
+        install = [uv, "pip", "install", "--quiet", "--no-cache", "--python", folder / "bin" / "python"]
+    else:
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*map(str, install), "--editable", *own, *others], cwd=ROOT, env=clean_variables(), check=True)
 
 
 def find_uv() -> str | None:
@@ -210,6 +221,23 @@ def _counts(report: Path) -> dict[str, Any]:
     return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": sorted(failures)}
 
 
+def _versions(python: Path) -> dict[str, str | None]:
+    """Asks an environment for the versions of the table's columns."""
+    code = f"""
+import json, platform
+from importlib.metadata import PackageNotFoundError, version
+def of(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+print(json.dumps({{name: platform.python_version() if name == "python" else of(name) for name in {versions.PACKAGES}}}))
+"""
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    found: dict[str, str | None] = json.loads(said)
+    return found
+
+
 def _known_failures(name: str) -> set[str]:
     rows = json.loads(TABLE.read_text())["rows"]
     return {test for row in rows if row["environment"] == name for test in row["failures"]}
@@ -218,6 +246,7 @@ def _known_failures(name: str) -> set[str]:
 def _keep(row: dict[str, Any]) -> None:
     """Replaces the row of this environment in the table, and the table on the page."""
     kept = json.loads(TABLE.read_text())
+    row = {name: value for name, value in row.items() if not name.endswith("_seconds")}
     order = [each.name for each in ENVIRONMENTS]
     rows = [each for each in kept["rows"] if each["environment"] != row["environment"]] + [row]
     kept["rows"] = sorted(rows, key=lambda each: order.index(each["environment"]))
