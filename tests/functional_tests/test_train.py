@@ -79,6 +79,8 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     assert "skipped 1 empty, 1 not UTF-8" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+    for name in ("loss.png", "plan.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert (folder / "checkpoints" / "iter_0000003").is_dir()
     assert not list(folder.rglob("first_gradients*"))
@@ -98,7 +100,7 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
 
 def assert_left(folder):
     """Checks that the folder has nothing that no one asked for, and how both parts of the run came to be."""
-    names = {"checkpoints", "metrics.jsonl", "one_rank", "options.json", "run.json", ".lock"}
+    names = {"checkpoints", "metrics.jsonl", "one_rank", "options.json", "run.json", ".lock", "loss.png", "plan.png"}
     assert {path.name for path in folder.iterdir()} == names
     assert {path.name for path in (folder / "one_rank").iterdir()} == {"metrics.jsonl"}
     record = json.loads((folder / "run.json").read_text())

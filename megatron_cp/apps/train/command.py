@@ -28,7 +28,7 @@ from megatron_cp.apps.train.comparison import (
 )
 from megatron_cp.apps.train.interruption import PATIENCE, Terminated, Terminations, cause_of, record_interruption
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
-from megatron_cp.apps.train.record import RunRecord, entries_of
+from megatron_cp.apps.train.record import RunRecord, draws_pictures, entries_of
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, claimed, latest_checkpoint, write_whole
 from megatron_cp.cli import (
     INSTALL_MEGATRON,
@@ -47,6 +47,7 @@ from megatron_cp.cli import (
 )
 from megatron_cp.data import read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install, installed_version
 from megatron_cp.page import check_charts
 from megatron_cp.plan import plural
 from megatron_cp.testing import CODEC_TOLERANCES
@@ -59,6 +60,23 @@ EXAMPLES = (
     "train --cp 2 --train-iters 20 --run-dir runs/first",
     "train --resume runs/first --cp 3 --train-iters 40",
 )
+_METRICS = "Each step's metrics are a line of metrics.jsonl in the run's folder."
+_OF_MEGATRON = "A Megatron job of your own has it, such as examples/pretrain_hybrid.py."
+# Flags that left or are not there, and what to take instead.
+LEFT = {
+    "--cp-search-cache": "Each rank finds the same tiles by itself: take --cp-search alone.",
+    "--micro-batch-size": "A microbatch is one pack of --seq-length tokens.",
+    "--tensorboard": _METRICS, "--wandb": _METRICS,
+    "--sample-tokens": "Load the checkpoint with Megatron's inference.",
+    "--validation": "A Megatron job of your own validates by --eval-iters, such as examples/pretrain_hybrid.py.",
+    **dict.fromkeys(
+        ("--cp-even-packs", "--eval-interval", "--eval-iters", "--tensor-model-parallel-size", "--sequence-parallel",
+         "--use-distributed-optimizer", "--vocab-size", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
+         "--experimental-attention-variant", "--linear-attention-freq", "--window-attn-skip-freq",
+         "--attention-dropout", "--position-embedding-type", "--norm-epsilon", "--make-vocab-size-divisible-by"),
+        _OF_MEGATRON,
+    ),
+}  # fmt: skip
 OPTIONS_FILE = "options.json"
 
 
@@ -183,7 +201,7 @@ def _run(
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with data parallelism"
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
-    transformer_config(options, torch.device(device))  # refuses a wrong shape before ranks start
+    config = transformer_config(options, torch.device(device))  # refuses a wrong shape before ranks start
     checkpoint = None
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
@@ -195,6 +213,11 @@ def _run(
         write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
         record = RunRecord(folder, options, command_line(args), args.report)
         print(_about(corpus, options, folder), file=sys.stderr)
+        if config.transformer_impl == "local" and installed_version("transformer-engine") is not None:
+            remark = "Layers are Megatron's own, without Transformer Engine, whose layers need CUDA."
+            print(remark, file=sys.stderr)
+        if not draws_pictures():
+            print(f"No loss.png, no plan.png: matplotlib is not installed; {install('plot')}", file=sys.stderr)
     label = f"CP={options.context_parallel_size}"
     run = Run(options, folder, checkpoint, label, first_gradients=folder / GRADIENTS if args.compare else None)
     if record is not None:

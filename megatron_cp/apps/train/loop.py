@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 import torch
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megatron_cp.apps.train import checkpoint
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
-from megatron_cp.apps.train.record import entries_of
+from megatron_cp.apps.train.record import draws_pictures, entries_of
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, write_whole, writing
 from megatron_cp.apps.train.setup import Training, build_training, start_model_parallel
 from megatron_cp.data import PackedStream, read_corpus, read_tokenizer
@@ -33,10 +33,10 @@ from megatron_cp.megatron import (
     run_megatron_on_cpu,
     shard_batch,
 )
-from megatron_cp.plan import AUTO
-from megatron_cp.planner import choose_layout, layout_by_name
+from megatron_cp.plan import AUTO, Plan
+from megatron_cp.planner import choose_layout, layout_by_name, save_picture
 
-FIRST_GRADIENTS = "first_gradients.pt"
+FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients.pt", "plan.png"
 
 
 def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
@@ -90,6 +90,9 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             if step == start + 1 and run.first_gradients and world.rank == 0:
                 run.first_gradients.mkdir(parents=True, exist_ok=True)
                 checkpoint.save_gradients(run.first_gradients / FIRST_GRADIENTS, training)
+            if step == start + 1 and run.save and world.rank == 0 and draws_pictures():
+                with writing(run.folder, PLAN_PICTURE):
+                    save_picture(batches.first_plans, run.folder / PLAN_PICTURE)
             _, grad_norm, _ = training.optimizer.step()
             lr = training.optimizer.param_groups[0]["lr"]
             training.scheduler.step(increment=options.global_batch_size)
@@ -123,6 +126,7 @@ class _Batches:
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
+        self.first_plans: Sequence[Plan] = ()  # one of each kind of layer, for the first pack
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         return self
@@ -141,6 +145,8 @@ class _Batches:
         self._next += self._replicas
         self._tokens += packing.total
         self._pad_rows += batch.pad_rows
+        if not self.first_plans and (plans := batch.packed_seq_params.plans) is not None:
+            self.first_plans = plans.plans
         return batch
 
     def _layout(self, packing: Packing) -> Layout:

@@ -8,16 +8,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.apps.train.options import METRICS, TrainingOptions
 from megatron_cp.apps.train.run_folder import write_whole, writing
 from megatron_cp.cli import environment, environment_facts
-from megatron_cp.page import save_page
+from megatron_cp.files import whole_file
+from megatron_cp.page import distinct_colours, save_page
 
 Entry = dict[str, Any]
-RUN_FILE = "run.json"
+RUN_FILE, LOSS_PICTURE = "run.json", "loss.png"
 
 
 def entries_of(folder: Path) -> list[Entry]:
@@ -75,7 +77,15 @@ class RunRecord:
         self, verdict: tuple[str, bool], entries: Sequence[Entry], reference: Sequence[Entry] = (),
         numbers: Sequence[list[Any]] = (),
     ) -> None:  # fmt: skip
-        """Writes the run's page, if one was asked for; the verdict is its text, and True if it is good news."""
+        """Draws the losses, and writes the run's page if one was asked for.
+
+        Args:
+            verdict: the text of the page's first line, and True if it is good news.
+            entries, reference: the metrics of the run, and of that on one rank.
+            numbers: rows of a name, a value and its limit.
+        """
+        if entries and draws_pictures():
+            self._draw_losses(curves_of(entries, reference)[0])
         if self._report is not None:
             options = [[f"--{name.replace('_', '-')}", _word(value)] for name, value in self._data["options"].items()]
             tables = [
@@ -89,6 +99,24 @@ class RunRecord:
             }  # fmt: skip
             with writing(self._folder, "the report"):
                 save_page(page, self._report)
+
+    def _draw_losses(self, chart: dict[str, Any]) -> None:
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        for line, colour in zip(chart["lines"], distinct_colours(len(chart["lines"])), strict=True):
+            width, shade = (5.0, "0.8") if line.get("beside") else (1.2, colour)
+            axes.plot(line["x"], line["y"], label=line["name"], linewidth=width, color=shade)
+        axes.set(xlabel=chart["x"], ylabel=chart["y"])
+        axes.legend(frameon=False)
+        with writing(self._folder, LOSS_PICTURE), whole_file(self._folder / LOSS_PICTURE) as new:
+            figure.savefig(new, dpi=130)
+
+
+def draws_pictures() -> bool:
+    """Returns True if matplotlib is installed, with which a run draws its losses and its plan."""
+    return find_spec("matplotlib") is not None
 
 
 def _now() -> str:
@@ -112,10 +140,15 @@ def curves_of(entries: Sequence[Entry], reference: Sequence[Entry]) -> list[dict
     charts, titles = [], {"loss": "loss, nats per token", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
     for key, title in titles.items():
         steps = [entry["step"] for entry in entries]
-        lines = [{"name": "CP=1, to compare", "x": [entry["step"] for entry in reference],
-                  "y": [entry[key] for entry in reference], "beside": True}] * bool(reference)  # fmt: skip
-        for size in dict.fromkeys(entry["context_parallel_size"] for entry in entries):
-            values = [entry[key] if entry["context_parallel_size"] == size else math.nan for entry in entries]
+        lines = []
+        if reference:
+            at, values = [entry["step"] for entry in reference], [entry.get(key, math.nan) for entry in reference]
+            lines.append({"name": "CP=1, to compare", "x": at, "y": values, "beside": True})
+        sizes = [entry.get("context_parallel_size") for entry in entries]
+        for size in dict.fromkeys(sizes):
+            values = [
+                entry.get(key, math.nan) if of == size else math.nan for of, entry in zip(sizes, entries, strict=True)
+            ]
             lines.append({"name": f"CP={size}", "x": steps, "y": values})
         charts.append({"title": title, "x": "step", "y": title, "lines": lines})
     if reference:

@@ -109,6 +109,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         activation_func=F.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
+        attention_dropout=0.0,  # Megatron's default is 0.1
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         # Transformer Engine's layers, where it is installed, need CUDA.

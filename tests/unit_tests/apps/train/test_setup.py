@@ -31,6 +31,11 @@ def test_a_configuration_has_the_layers_that_the_flags_say():
             transformer_config(TrainingOptions(**options, cp_comm_type=("a2a",) * 3), CPU)
 
 
+def test_nothing_is_dropped():
+    config = transformer_config(TrainingOptions(), CPU)
+    assert (config.attention_dropout, config.hidden_dropout) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("pattern", ["", "GX", "G*|-", "G*/G", "G-[", "|"])
 def test_rejects_patterns(pattern):
     with pytest.raises(ArgumentError, match=r"hybrid_layer_pattern: got .* G for GatedDeltaNet"):
