@@ -121,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         args, unknown = (commands := parser()).parse_known_args(words)
         if unknown:
-            commands.refuse_unknown(unknown)
+            commands.refuse_unknown(unknown, {})
         args.words = words
         found = run(args)
     except (ArgumentError, UsageError) as error:

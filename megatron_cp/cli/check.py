@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 
-from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
+from megatron_cp.cli.options import LEFT_OPTIONS, RANK_KINDS, add_batch_arguments, add_layer_arguments
 from megatron_cp.cli.parser import cp_sizes, flags, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
@@ -14,6 +14,7 @@ EXAMPLES = (
     "check --cp 2,3 --layer gdn",
     "check --all --cp 4 --mask window:128",
 )
+LEFT = LEFT_OPTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser, commands = _parsers(next((word for word in words if not word.startswith("-")), None))
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        commands[args.command].refuse_unknown(unknown)
+        commands[args.command].refuse_unknown(unknown, getattr(command(args.command), "LEFT", {}))
     args.words = words
     return args
 

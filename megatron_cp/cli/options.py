@@ -40,6 +40,8 @@ DOCUMENTS = 8  # that are drawn if no number is given
 MAX_LOCAL_RANKS = 64
 BALANCED = "balanced"  # the layout where none is given
 RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module imports torch
+# Flags that left, and what to take instead.
+LEFT_OPTIONS = {"--search-cache": "Each rank finds the same tiles by itself: take --search SECONDS alone."}
 
 
 def _with(argument: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron_cp.errors import MAX_SIZE, ArgumentError
@@ -51,17 +51,13 @@ class Parser(argparse.ArgumentParser):
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
-    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Raises for the first word that no option takes."""
+    def refuse_unknown(self, words: Sequence[str], left: Mapping[str, str]) -> NoReturn:
+        """Raises for the first word that no option takes; `left` has flags that left, and what to take instead."""
         word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         if not word.startswith("-"):
             self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
-        if word in ("--search-cache", "--cp-search-cache"):
-            self.error(f"{word} has left: each rank finds the same tiles by itself. Take --search SECONDS alone.")
-        if word in _NOT_OF_TRAIN and "--seq-length" in known:
-            self.error(f"{word}: there is no such option. {_NOT_OF_TRAIN[word]}")
-        self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
+        self.error(f"{word}: there is no such option. {left.get(word) or did_you_mean(word, known, alike=0.6)}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # argparse drops "--", even as the value of `--opt=--`, and would leave an empty list where a value is expected.
@@ -79,22 +75,6 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-_METRICS = "Each step's metrics are a line of metrics.jsonl in the run's folder."
-_OF_MEGATRON = "A Megatron job of your own has it, such as examples/pretrain_hybrid.py."
-# Flags that train does not have, or has no more, and what to take instead.
-_NOT_OF_TRAIN = {
-    "--micro-batch-size": "A microbatch is one pack of --seq-length tokens.",
-    "--tensorboard": _METRICS, "--wandb": _METRICS,
-    "--sample-tokens": "Load the checkpoint with Megatron's inference.",
-    "--validation": "A Megatron job of your own validates by --eval-iters, such as examples/pretrain_hybrid.py.",
-    **dict.fromkeys(
-        ("--cp-even-packs", "--eval-interval", "--eval-iters", "--tensor-model-parallel-size", "--sequence-parallel",
-         "--use-distributed-optimizer", "--vocab-size", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
-         "--experimental-attention-variant", "--linear-attention-freq", "--window-attn-skip-freq",
-         "--attention-dropout", "--position-embedding-type", "--norm-epsilon", "--make-vocab-size-divisible-by"),
-        _OF_MEGATRON,
-    ),
-}  # fmt: skip
 # Arguments of functions whose flags have other names.
 _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds": "search"}
 

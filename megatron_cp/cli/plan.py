@@ -16,6 +16,7 @@ import numpy as np
 from megatron_cp.cli.applications import application
 from megatron_cp.cli.options import (
     BALANCED,
+    LEFT_OPTIONS,
     add_batch_arguments,
     add_layer_arguments,
     described_documents,
@@ -46,6 +47,7 @@ EXAMPLES = (
     "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
     "plan --whole --model qwen3-next --cp 8,16 --gpu h100 --lengths 256k",
 )
+LEFT = {**LEFT_OPTIONS, **application("estimate").LEFT}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

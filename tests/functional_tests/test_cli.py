@@ -321,7 +321,7 @@ PLAN = ["plan", "--lengths", "9"]
         (["check", "--search", "1"], "--search: got 1.0; allowed: 0 with a2a. "),
         (["check", "--all", "--search", "1", "--scheme", "exact"], "--search: got 1.0; allowed: 0 with exact. "),
         (["check", "--all", "--layer", "gdn", "--search", "1"], "--search: got 1.0; allowed: 0 without attention"),
-        (["plan", "--search-cache", "kept"], "--search-cache has left: each rank finds the same tiles by itself."),
+        (["plan", "--search-cache", "kept"], "--search-cache: there is no such option. Each rank finds the same tiles"),
         (["check", "--softcap", "-1"], "--softcap"),
         (["check", "--dropout", "1"], "--dropout"),
         (["plan", "--documents", "3", "--corpus", "no/such/folder"], "--corpus"),

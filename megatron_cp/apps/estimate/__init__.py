@@ -5,8 +5,8 @@ flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`
 which `together` makes, and `memory` the bytes of a rank; `command` compares sizes and layouts.
 """
 
-from megatron_cp.apps.estimate.command import WHOLE, add_arguments, run_whole
+from megatron_cp.apps.estimate.command import LEFT, WHOLE, add_arguments, run_whole
 from megatron_cp.apps.estimate.layer_shapes import MODELS, layer_shapes
 from megatron_cp.apps.estimate.model_files import read_model
 
-__all__ = ["MODELS", "WHOLE", "add_arguments", "layer_shapes", "read_model", "run_whole"]
+__all__ = ["LEFT", "MODELS", "WHOLE", "add_arguments", "layer_shapes", "read_model", "run_whole"]

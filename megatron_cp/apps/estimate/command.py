@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -38,24 +38,17 @@ _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout", "latent_mode",
 )  # fmt: skip
-_NO_STEPS = "steps are no longer predicted, only layers under context parallelism, and memory"
-_LEFT = {
-    "gpus": "jobs are no longer searched; give --cp 8,16,32 and the job's --tp --pp --ep --replicas",
-    "global-batch": _NO_STEPS,
-    "microbatches": f"{_NO_STEPS}, which is that of as many microbatches as stages can hold",
-    "interleave": f"{_NO_STEPS}, which is that of stages in one piece",
-    "packs": "give the lengths of all documents of a microbatch to --lengths",
-    "precision": f"{_NO_STEPS}; weights in FP8 take the bytes of bf16",
-    "tp-comm-overlap": _NO_STEPS,
+_NO_STEPS = "Steps are no longer predicted, only layers under context parallelism, and memory"
+# Flags of `plan` that left, and what to take instead.
+LEFT = {
+    "--gpus": "Jobs are no longer searched: give --cp 8,16,32 and the job's --tp --pp --ep --replicas.",
+    "--global-batch": f"{_NO_STEPS}.",
+    "--microbatches": f"{_NO_STEPS}, which is that of as many microbatches as stages can hold.",
+    "--interleave": f"{_NO_STEPS}, which is that of stages in one piece.",
+    "--packs": "Give the lengths of all documents of a microbatch to --lengths.",
+    "--precision": f"{_NO_STEPS}; weights in FP8 take the bytes of bf16.",
+    "--tp-comm-overlap": f"{_NO_STEPS}.",
 }
-
-
-class _Left(argparse.Action):
-    """An option that left, which names what there is instead."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
-        """Refuses the option."""
-        raise argparse.ArgumentError(self, _LEFT[self.dest.replace("_", "-")])
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -84,8 +77,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=RECOMPUTATION,
         help="with --whole: recomputation (default: selective, or full if that does not fit; ops is torchtitan's)",
     )
-    for name in _LEFT:
-        group.add_argument(f"--{name}", action=_Left, nargs="?", help=argparse.SUPPRESS)
 
 
 def run_whole(args: argparse.Namespace) -> Report:
