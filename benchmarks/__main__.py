@@ -30,7 +30,7 @@ from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 BENCHMARKS = {
     "exchange": "the head exchange of Gated DeltaNet beside a copy, a bare collective and megatron-core's own exchange",
-    "layer": "whole layers of Gated DeltaNet and Mamba-2 beside megatron-core's own with the same parameters",
+    "layer": "a whole layer of Gated DeltaNet beside megatron-core's own with the same parameters",
     "attention": "every scheme beside the same layer on one rank",
     "linear": "every mode of a linear layer beside the same layer on one rank",
     "wire": "an exchange by every transport, and with every codec",

@@ -289,16 +289,15 @@ def _ratios(case: Case, ranks: list[Seen]) -> dict[str, Any]:
 
     rows = {}
     for key in keys:
-        busiest = max(ranks, key=lambda rank, key=key: rank.counts[key])  # type: ignore[misc]
-        copied, collectives, host_syncs = busiest.counts[key]
+        (copied, collectives, host_syncs), entering = max((rank.counts[key], rank.entering[key]) for rank in ranks)
         rows[key] = {
-            "passes": copied / busiest.entering[key],
+            "passes": copied / entering,
             "collectives": collectives,
             "host_syncs": host_syncs,
             "wall_ms": {way: spread(taken(key, way) * 1e3) for way in DIRECTIONS},
         }
         for name in ("copy", "collective"):
-            limit = taken(f"{name} {busiest.entering[key]}", "")
+            limit = taken(f"{name} {entering}", "")
             rows[key][f"over_{name}"] = {way: spread(taken(key, way) / limit) for way in DIRECTIONS}
     over = {
         f"{peer}_over_ours": {
