@@ -29,7 +29,7 @@ data_flags=(
   --seq-length "${SEQ_LENGTH:-131072}" --max-position-embeddings "${SEQ_LENGTH:-131072}"
 )
 parallel=(
-  --context-parallel-size "${CP:-8}" --cp-comm-type a2a --cp-layout zigzag
+  --context-parallel-size "${CP:-8}" --cp-comm-type a2a
   --tensor-model-parallel-size "${TP:-1}"
 )
 training=(

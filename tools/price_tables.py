@@ -75,6 +75,8 @@ _NEWER: dict[str, Any] = {
     "gemm": "vllm/0.24.0",
 }
 _NVL72 = "72 with NVLink, a 400 Gbit/s card each"
+# The preset whose numbers each one has where its file names none.
+BASES = {"a100": "h100", "b200": "h100", "h200": "h100", "gb200": "b200", "gb300": "b200"}
 MACHINES = {
     "a100": Tables(
         "a100_sxm", attention="sglang/0.5.10", kernel="flash_attention", backward=FA2, nccl="2.27.3",
@@ -348,20 +350,6 @@ def made(name: str, of: Tables, folder: Path) -> tuple[Machine, list[tuple[str, 
     return replace(base, hardware=hardware, within=within, ranks_per_host=ranks, rails=ranks), lines
 
 
-def like_h100(h100: Machine) -> Machine:
-    """Returns the preset h800 with the device of h100, from which NVLink and cards alone differ."""
-    base = machine("h800")
-    sources = {
-        name: words if "as of h100" in words else f"as of h100: {words}"
-        for name, words in h100.hardware.sources.items()
-    }
-    sources |= {name: base.hardware.sources[name] for name in ("within", "between", "memory")}
-    device = replace(
-        h100.hardware, name="h800", about=base.hardware.about, memory=base.hardware.memory, sources=sources
-    )
-    return replace(base, hardware=device)
-
-
 def _order(name: str) -> int:
     names = [*Hardware.__dataclass_fields__, "within", "between"]
     return names.index(name)
@@ -425,9 +413,7 @@ def main() -> None:
         for words, cells in lines:
             print(f"| {words} | {cells} |")
         if options.write:
-            (PRESETS / f"{name}.toml").write_text(written(found))
-        if options.write and name == "h100":
-            (PRESETS / "h800.toml").write_text(written(like_h100(found)))
+            (PRESETS / f"{name}.toml").write_text(written(found, BASES.get(name)))
 
 
 if __name__ == "__main__":

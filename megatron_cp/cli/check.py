@@ -14,6 +14,11 @@ EXAMPLES = (
     "check --cp 2,3 --layer gdn",
     "check --all --cp 4 --mask window:128",
 )
+# The options that --help lists.
+COMMON = (
+    "cp", "layer", "model", "heads", "kv_heads", "head_dim", "scheme", "mask", "lengths", "layout", "all",
+    "details", "report",
+)  # fmt: skip
 LEFT = LEFT_OPTIONS
 
 

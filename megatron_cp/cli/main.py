@@ -79,6 +79,8 @@ def _parsers(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
         if name != chosen:  # whose options take a second to import
             continue
         module = command(name)
+        if hasattr(module, "COMMON"):
+            sub.list_common(module.COMMON)
         sub.epilog = f"{_examples(*module.EXAMPLES)}\n\n{_NUMBERS}"
         sub.add_argument("--json", action="store_true", help=_JSON)
         module.add_arguments(sub)

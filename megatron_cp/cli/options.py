@@ -102,8 +102,8 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument(
         *flags("scheme"),
         type=scheme_or_mode,
-        help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers; ring is p2p "
-        "and ulysses a2a (default: auto; for check: each that auto may take)",
+        help=f"{', '.join(working('scheme'))} for attention; {', '.join(working('mode'))} for linear layers; "
+        "ring is p2p and ulysses a2a (default: auto; for check: each that auto may take)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 from megatron_cp.errors import MAX_SIZE, ArgumentError
 from megatron_cp.layout.fragments import MAX_CP_SIZE
@@ -22,15 +22,72 @@ class UsageError(Exception):
 
 
 class _Help(argparse.HelpFormatter):
-    """A formatter of help texts that keeps the lines of examples."""
+    """A formatter of help texts that keeps the lines of examples, and writes an option's values once."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_values(action)}"
+
+    def _format_values(self, action: argparse.Action) -> str:
+        takes_none = action.nargs == 0
+        return "" if takes_none else self._format_args(action, self._get_default_metavar_for_optional(action))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
         return "\n".join(line if line.startswith("  ") else fill(line, width, indent) for line in text.split("\n"))
 
 
+_SHORT = 28  # characters of an option and its values in a list of common options
+
+
+class _CommonHelp(_Help):
+    """A formatter that lists the options of `common` alone, by their first names, on one screen."""
+
+    def __init__(self, prog: str, common: Collection[str]) -> None:
+        super().__init__(prog, max_help_position=_SHORT + 4)
+        self._common = {"help", "help_all", *common}
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        super().add_usage("%(prog)s [options]", actions, groups, prefix)
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(argparse.SUPPRESS)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if action.dest in self._common:
+            super().add_argument(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return f"{action.option_strings[0]} {self._values(action)}".rstrip()
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text, named = super()._expand_help(action), self._format_values(action)
+        return text if "|" not in named or named == self._values(action) else f"{named.replace('|', ', ')}; {text}"
+
+    def _values(self, action: argparse.Action) -> str:
+        """Returns the option's values as they stand beside its name, and dots if they are too long."""
+        values = self._format_values(action)
+        return values if len(action.option_strings[0]) + len(values) < _SHORT else "..."
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`: prints the help text with every option."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        cast(Parser, parser).common = None
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are raised, as one line that says what is allowed."""
+    """An argparse parser whose errors are raised, as one line that says what is allowed.
+
+    Attributes:
+        common: the destinations of the options that `--help` lists; all if None.
+    """
+
+    common: Collection[str] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An option may not change with its neighbours.
@@ -45,6 +102,14 @@ class Parser(argparse.ArgumentParser):
             text = as_typed(names.split("/"), self._words) + text.removeprefix(names)
         end = "" if text.endswith((".", "?")) else "."
         raise UsageError(f"{self.prog}: {text}{end} See {self.prog} --help.")
+
+    def list_common(self, common: Collection[str]) -> None:
+        """Makes `--help` list the options with these destinations, and adds `--help-all`, which lists every one."""
+        self.common = common
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        return super()._get_formatter() if self.common is None else _CommonHelp(self.prog, self.common)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, and keeps the words for errors."""

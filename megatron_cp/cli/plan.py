@@ -47,6 +47,11 @@ EXAMPLES = (
     "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
     "plan --whole --model qwen3-next --cp 8,16 --gpu h100 --lengths 256k",
 )
+# The options that --help lists.
+COMMON = (
+    "cp", "report", "layer", "model", "heads", "kv_heads", "head_dim", "scheme", "mask", "lengths", "documents",
+    "layout", "gpu", "whole", "fit", "tp",
+)  # fmt: skip
 LEFT = {**LEFT_OPTIONS, **application("estimate").LEFT}
 
 

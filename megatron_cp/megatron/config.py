@@ -24,8 +24,8 @@ class TransformerConfig(MegatronTransformerConfig):
     (`core_transformer_config_from_args(args, TransformerConfig)`).
 
     Attributes:
-        cp_layout: the layout of `shard_batch`: zigzag, contiguous or balanced; or auto, the one in which all layers of
-            the model are predicted to be fastest on the batch, which is not allowed with pipeline stages.
+        cp_layout: the layout of `shard_batch`: balanced, contiguous or zigzag, which is Megatron's order; or auto, the
+            one in which all layers of the model are predicted to be fastest on the batch, which pipeline stages refuse.
         linear_cp_mode: the mode of linear layers: headwise, chunkwise, redistribute or auto.
         cp_head_chunks: number of chunks in which heads are exchanged in `a2a` and `a2a+p2p`, and in headwise linear
             layers (there at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact`
@@ -48,7 +48,7 @@ class TransformerConfig(MegatronTransformerConfig):
             in length.
     """
 
-    cp_layout: str = "zigzag"
+    cp_layout: str = "balanced"
     linear_cp_mode: str = "auto"
     cp_head_chunks: int | None = None
     cp_transport: str = "collective"
@@ -129,7 +129,7 @@ def check_options(config: Any) -> None:
     machine(config.cp_hardware, argument="--cp-hardware")
     checked_search(config.cp_search, schemes_of(config), name="--cp-search")
     if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
-        allowed = "zigzag, contiguous or balanced with --pipeline-model-parallel-size above 1"
+        allowed = "balanced, contiguous or zigzag with --pipeline-model-parallel-size above 1"
         remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
         raise ArgumentError("--cp-layout", AUTO, allowed, remedy)
     if config.cp_packed_order is not None:
@@ -153,7 +153,8 @@ def schemes_of(config: Any) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our flags to Megatron's parser; pass it as `extra_args_provider`."""
     group = parser.add_argument_group("megatron_cp")
-    group.add_argument("--cp-layout", default="zigzag", help="layout of tokens: zigzag, contiguous, balanced or auto")
+    layouts = "layout of tokens: balanced, contiguous, zigzag (Megatron's order) or auto"
+    group.add_argument("--cp-layout", default="balanced", help=layouts)
     modes = "mode of linear layers: headwise, chunkwise, redistribute or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="chunks in which heads are exchanged, or keys are gathered")

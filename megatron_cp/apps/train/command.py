@@ -60,6 +60,12 @@ EXAMPLES = (
     "train --cp 2 --train-iters 20 --run-dir runs/first",
     "train --resume runs/first --cp 3 --train-iters 40",
 )
+# The options that --help lists.
+COMMON = (
+    "spec", "hybrid_layer_pattern", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
+    "context_parallel_size", "cp_comm_type", "linear_cp_mode", "cp_layout", "data_path", "seq_length", "train_iters",
+    "lr", "bf16", "run_dir", "resume", "compare", "report",
+)  # fmt: skip
 _METRICS = "Each step's metrics are a line of metrics.jsonl in the run's folder."
 _OF_MEGATRON = "A Megatron job of your own has it, such as examples/pretrain_hybrid.py."
 # Flags that left or are not there, and what to take instead.

@@ -136,23 +136,29 @@ def _unknown(name: str, *known: Iterable[str], where: str = "", of: str = "") ->
     return f"{of}{name}{where}" + (f" (did you mean {of}{near[0]}?)" if near else "")
 
 
-def written(found: Machine) -> str:
-    """Formats a machine as the text of a preset's file."""
+def written(found: Machine, base: str | None = None) -> str:
+    """Formats a machine as the text of a preset's file, which has the numbers that differ from those of its `base`."""
     hardware, sources = found.hardware, found.hardware.sources
-    lines = [f'name = "{hardware.name}"', f'about = "{hardware.about}"', "", "[hardware]"]
-    rates = (each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources"))
-    lines += [f"{rate} = {_toml(getattr(hardware, rate))}" for rate in rates]
-    lines += ["", "[topology]", f"ranks_per_host = {found.ranks_per_host}", f"rails = {found.rails}"]
-    lines += [f"shares_cores = {_toml(found.shares_cores)}"]
-    for name in ("within", "between"):
-        link = getattr(found, name)
-        inside = ", ".join(f"{each.name} = {_toml(getattr(link, each.name))}" for each in fields(Link))
-        lines.append(f"{name} = {{ {inside} }}")
-    lines += ["", "[sources]", *(f'{name} = "{text}"' for name, text in sources.items())]
+    lines = [f'name = "{hardware.name}"', f'about = "{hardware.about}"']
+    lines += [f'base = "{base}"'] if base else []
+    names = [each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources")]
+    rates = {name: getattr(hardware, name) for name in names}
+    links = {name: getattr(found, name) for name in ("ranks_per_host", "rails", "shares_cores", *_LINKS)}
+    if base:
+        below = machine(base)
+        rates = {name: rate for name, rate in rates.items() if rate != getattr(below.hardware, name)}
+        links = {name: link for name, link in links.items() if link != getattr(below, name)}
+        same = below.hardware.sources.items()
+        sources = {name: text for name, text in sources.items() if name in {*rates, *links} or (name, text) not in same}
+    for table, values in zip(_TABLES, (rates, links, sources), strict=True):
+        if values:
+            lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, Link):
+        return f"{{ {', '.join(f'{each.name} = {_toml(getattr(value, each.name))}' for each in fields(Link))} }}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):

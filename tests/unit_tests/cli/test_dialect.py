@@ -1,8 +1,10 @@
 """Every command takes the same spellings of numbers, types, schemes, masks and layouts, and both names of options."""
 
+import re
+
 import pytest
 
-from megatron_cp.cli.main import main, parsed
+from megatron_cp.cli.main import command, main, parsed
 from megatron_cp.planner.predict.machine_files import machine
 
 
@@ -91,3 +93,21 @@ def test_examples_of_help_are_parsed(capsys):
         assert len(lines) == 2
         for line in lines:
             parsed(line.split()[1:])  # is no error of usage
+
+
+@pytest.mark.parametrize("name", ["train", "check", "plan"])
+def test_help_lists_common_options_and_help_all_every_one(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stopped:
+            main([name, option])
+        assert stopped.value.code == 0
+        shown[option] = capsys.readouterr().out
+    options = {option: set(re.findall(r"^  (--[a-z-]+)", text, re.M)) for option, text in shown.items()}
+    assert options["--help"] <= options["--help-all"]
+    assert len(options["--help"]) == len(command(name).COMMON) + 1  # and --help-all
+    assert shown["--help"].count("\n") < 56  # a screen
+    assert {"--scheme", "--cp-comm-type"} & options["--help"] and "--dtype" not in options["--help"]
+    unlisted = {"train": "--cp-codec", "check": "--codec", "plan": "--codec"}[name]
+    assert unlisted in options["--help-all"] and unlisted not in options["--help"]

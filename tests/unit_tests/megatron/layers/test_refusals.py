@@ -268,7 +268,7 @@ ORDERS = (
 def test_what_megatrons_pipeline_cuts_is_known_from_its_flags(flags, order):
     assert configure(OurConfig, **flags).cp_packed_order == order
     latent = with_options(configure(MLATransformerConfig), argparse.Namespace(cp_codec="fp8", **flags))
-    assert (latent.cp_packed_order, latent.cp_codec, latent.cp_layout) == (order, "fp8", "zigzag")
+    assert (latent.cp_packed_order, latent.cp_codec, latent.cp_layout) == (order, "fp8", "balanced")
 
 
 def test_options_of_a_configuration_are_kept():
@@ -430,7 +430,7 @@ def test_experts_stand_where_the_configuration_has_them(monkeypatch):
 
 
 def test_rejects_a_layout_that_stages_would_choose_each_for_itself():
-    with pytest.raises(ArgumentError, match=r"^--cp-layout: got 'auto'; allowed: zigzag, contiguous or balanced with"):
+    with pytest.raises(ArgumentError, match=r"^--cp-layout: got 'auto'; allowed: balanced, contiguous or zigzag with"):
         configure(OurConfig, cp_layout="auto", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
     assert configure(OurConfig, cp_layout="auto").cp_layout == "auto"
 

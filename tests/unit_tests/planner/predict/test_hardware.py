@@ -37,10 +37,11 @@ def test_a_machine_has_a_source_of_every_number_and_a_file(name, tmp_path):
     assert {"within", "between"} <= set(found.hardware.sources)
     assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
     path = tmp_path / "mine.toml"
-    path.write_text(written(machine(name)))
-    again = machine(path)
-    assert again == machine(name)
-    assert again.hardware.sources == machine(name).hardware.sources
+    for base in (None, *sorted({"h100", "b200"} - {name})):
+        path.write_text(written(found, base))
+        again = machine(path)
+        assert again == found
+        assert again.hardware.sources == found.hardware.sources
 
 
 def test_a_file_may_name_the_preset_that_it_changes(tmp_path):
