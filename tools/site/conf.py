@@ -35,6 +35,7 @@ NAVIGATION = {
         "What is proved": "docs/correctness",
         "The code, as data flows": "docs/code",
         "Softmax attention": "megatron_cp/softmax/README",
+        "The bound of tiles": "megatron_cp/planner/tiles/README",
         "Linear attention": "megatron_cp/linear/README",
         "Glossary": "docs/glossary",
     },
@@ -63,6 +64,7 @@ NAVIGATION = {
         "Shared beginnings": "docs/trees",
         "Generation with a cache": "docs/cache",
         "What will it cost": "docs/planning",
+        "A file for your machine": "docs/machine-files",
         "What it costs, measured": "docs/costs",
     },
     "When something is wrong": {
