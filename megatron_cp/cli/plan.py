@@ -306,8 +306,8 @@ def _verdict(
         f"{_on(args)}" + describe_ties(_ties(plan, schemes)),
         f"time: {price.forward:.3f} ms forward and {price.backward:.3f} ms backward, {price.exposed:.3f} ms of it "
         f"exposed transfers and {price.imbalance:.3f} ms imbalance, on {price.hardware}",
-        f"bytes: the busiest rank will send {sent[0]} forward and {sent[1]} backward (minimum "
-        f"{needed[0]} and {needed[1]})" + price.describe_links(),
+        f"bytes: the busiest rank will send {sent[0]} forward and {sent[1]} backward (this "
+        f"scheme needs {needed[0]} and {needed[1]})" + price.describe_links(),
         *([f"memory: {size(needs)} on rank 0 beyond q, k and v"] if needs is not None else []),
         f"work: the busiest rank has {plan.work_imbalance:.3f} x the mean",
         f"why: {_reason(plan, schemes, name)}",

@@ -419,7 +419,7 @@ class Plan(Memo):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
                 f"{name}: {counted(self.collectives(forward=forward), 'transfer')}; the busiest rank will send "
-                f"{size(max(sent))} (minimum {size(max(needed))}), at {item_size} bytes an element"
+                f"{size(max(sent))} (this scheme needs {size(max(needed))}), at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:

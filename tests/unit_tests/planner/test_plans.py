@@ -134,7 +134,7 @@ def test_explain_says_what_is_sent_and_what_is_empty():
     plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
     assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
     for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
-        said = f"the busiest rank will send {sent} (minimum {sent}), at {item_size} bytes an element"
+        said = f"the busiest rank will send {sent} (this scheme needs {sent}), at {item_size} bytes an element"
         assert plan.explain(item_size).count(said) == 2
     assert plan.explain().startswith("attention by a2a over 2 ranks: ")
     packing = Packing([0])
