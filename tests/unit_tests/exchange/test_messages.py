@@ -20,7 +20,7 @@ from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.head_side import keeps_message, pack_heads, pack_heads_for_peers, unpack_heads
 from megatron_cp.exchange.messages import like_rows, section_views
 from megatron_cp.exchange.sections import Section, Sections
-from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
+from megatron_cp.exchange.token_side import unpack_tokens
 from megatron_cp.layout import Layout, Packing
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
@@ -189,31 +189,6 @@ def section_major(at: Geometry) -> Geometry:
     return replace(at, exchange=replace(at.exchange, section_major=True))
 
 
-def one_each(layout: Layout, batch: int | None) -> Geometry:
-    """Returns the geometry of one of 3 ranks with uneven numbers of heads, none held twice; rank 2 has no `a`."""
-    q, a = ((0, 2), (2, 4), (4, 5)), ((0, 1), (1, 3), (3, 3))
-    sections = Sections((Section("q", 5, 3, q), Section("a", 3, 1, a)))
-    return Geometry(Exchange(layout, sections), 1, (torch.float32, torch.bfloat16), batch, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_sections_of_a_section_major_message_are_dense_in_the_message_of_each_rank(
-    batch: int | None, strided: bool, layout: Layout
-):
-    at = section_major(geometry(layout, batch=batch))
-    sections = finished(at) if strided else normal(at)
-    message, start = pack_heads(sections, at, Buffers()), 0
-    assert message.numel() == at.head_side_bytes
-    for rank, count in enumerate(layout.token_counts.tolist()):
-        held = torch.tensor(layout.tokens(rank))
-        for section, offset in zip(sections, at.format.offsets[at.rank], strict=True):
-            rows = section[held].contiguous().flatten().view(torch.uint8)
-            first = start + count * at.copies * offset
-            assert torch.equal(message[first : first + rows.numel()], rows)
-        start += count * at.copies * at.format.row_bytes[at.rank]
-
-
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_rank(batch: int | None):
     at = section_major(geometry(LAYOUTS["shuffled"], batch=batch))
@@ -232,28 +207,23 @@ def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_r
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_section_major_messages_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
-    at = one_each(layout, batch)
-    rows, lead = int(layout.row_counts[1]), () if batch is None else (batch,)
-    tensors = [torch.randn(rows, *lead, block.width).to(x) for block, x in zip(at.blocks, at.dtypes, strict=True)]
-    rows_together = pack_tokens(tensors, at, Buffers())
-    splits = at.split_counts(to_heads=True).sent_by(at.rank)
-    # What rank 1 sent to each rank as rows, each rank sends back section-major.
+    """Sections are dense in the message of each rank; of 3 ranks with uneven numbers of heads the last has no `a`."""
+    blocks = Section("q", 5, 3, ((0, 2), (2, 4), (4, 5))), Section("a", 3, 1, ((0, 1), (1, 3), (3, 3)))
+    exchange, dtypes = Exchange(layout, Sections(blocks), section_major=True), (torch.float32, torch.bfloat16)
+    lead = (PACKING.total,) if batch is None else (PACKING.total, batch)
+    full = [torch.randn(*lead, b.num_heads, b.head_dim).to(dtype) for b, dtype in zip(blocks, dtypes, strict=True)]
     pieces = []
-    for rank, piece in enumerate(rows_together.split(splits)):
-        size = at.format.row_bytes[rank]
-        for number, offset in enumerate(at.format.offsets[rank]):
-            end = at.format.offsets[rank][number + 1] if number + 1 < len(at.blocks) else size
-            width = at.blocks[number].heads_on(rank) * at.blocks[number].head_dim * at.dtypes[number].itemsize
-            block = piece.view(at.local_rows, size)[:, offset : offset + width].flatten()
-            pieces += [block, torch.full((at.local_rows * (end - offset - width),), 255, dtype=torch.uint8)]
-    message = torch.cat(pieces)
+    for rank in range(3):
+        at = Geometry(exchange, rank, dtypes, batch, torch.device("cpu"))
+        own = [x[..., slice(*block.ranges[rank]), :] for x, block in zip(full, blocks, strict=True)]
+        pieces.append(pack_heads(own, at, Buffers()).split(at.split_counts(to_heads=False).sent_by(rank))[1])
+    at, message, held = replace(at, rank=1), torch.cat(pieces), torch.tensor(layout.tokens(1))
     with CountCopies() as moved:
-        found = unpack_tokens([message], section_major(at), [block.width for block in at.blocks])
+        found = unpack_tokens([message], at, [block.width for block in blocks])
     assert moved.counts == Counter(cat=2)
-    held = int(layout.token_counts[1])
-    for tensor, wanted in zip(found, tensors, strict=True):
-        assert torch.equal(tensor[:held], wanted[:held])
-        assert not tensor[held:].any()
+    for tensor, section in zip(found, full, strict=True):
+        assert torch.equal(tensor[: len(held)], section[held].flatten(-2))
+        assert not tensor[len(held) :].any()
 
 
 def test_one_section_without_gaps_is_sent_as_it_lies():
@@ -273,23 +243,19 @@ def test_a_message_is_kept_where_heads_are_views_of_it(layout: Layout):
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_like_rows_lie_to_each_other_as_the_originals(batch: int | None, layout: Layout):
+def test_like_rows_lie_to_each_other_as_the_originals_in_memory_of_their_own(batch: int | None, layout: Layout):
     at = geometry(layout, batch=batch)
     views = unpack_heads(pack_heads(normal(at), at, Buffers()), at)
     copies = like_rows(*views)
-    for view, copy in zip(views, copies, strict=True):
+    for number, (view, copy) in enumerate(zip(views, copies, strict=True)):
         assert (copy.shape, copy.dtype, copy.stride()) == (view.shape, view.dtype, view.stride())
         assert copy.data_ptr() - copies[0].data_ptr() == view.data_ptr() - views[0].data_ptr()
-
-
-def test_like_rows_have_memory_of_their_own():
-    at = geometry(LAYOUTS["in stream order"])
-    views = unpack_heads(pack_heads(normal(at), at, Buffers()), at)
-    copies = like_rows(*views)
-    for number, copy in enumerate(copies):
         copy.fill_(number)
     assert all((copy == number).all() for number, copy in enumerate(copies))
     assert all(torch.equal(view, value) for view, value in zip(views, normal(at), strict=True))
+
+
+def test_like_rows_of_no_table_are_apart_and_of_few_rows_are_few():
     originals = [torch.ones(4, 3).t(), torch.ones(4, 6)[:, ::2], torch.ones(2, dtype=torch.bfloat16)]
     copies = like_rows(*originals)
     assert [(x.shape, x.dtype) for x in copies] == [(x.shape, x.dtype) for x in originals]
@@ -300,9 +266,7 @@ def test_like_rows_have_memory_of_their_own():
     assert copies[0].untyped_storage().nbytes() == rows.nbytes
     assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
     table = torch.zeros(5, 24, dtype=torch.uint8)
-    narrow = table[:, 4:8].view(torch.float32)[..., None]
-    wide = table[:, 8:24].view(torch.float64)[..., None]
-    copies = like_rows(wide, narrow)
+    copies = like_rows(table[:, 8:24].view(torch.float64)[..., None], table[:, 4:8].view(torch.float32)[..., None])
     assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
     assert all(copy.is_contiguous() for copy in copies)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +128,13 @@ def steps_by(function: Any, *options: Any) -> Callable[..., Any]:
     return lambda *inputs: function.apply(*inputs, *options)
 
 
+def with_either(
+    by: Callable[..., Any], functions: tuple[Any, Any], options: tuple[Any, ...], inputs: Sequence[Tensor | None]
+) -> list[list[Tensor]]:
+    """Outputs and gradients of `by(function, *options)` for each of two functions: the kernels', and torch's."""
+    return [with_gradients(by(function, *options), *inputs) for function in functions]
+
+
 def step_inputs(tokens: int, heads: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     draw = torch.Generator().manual_seed(tokens + heads)
     table = torch.randn(tokens, heads + 2, generator=draw).to(dtype).to(device)
@@ -221,6 +228,9 @@ def test_interpreted(checks: list[str]):
     run_module("tests.unit_tests.linear.test_gates", *checks, TRITON_INTERPRET="1")
 
 
+# Kernels, and torch beside them.
+DELTA_RULES, NORMS = (delta._Fused, delta._Eager), (delta._FusedNorms, delta._EagerNorms)
+STEP_SIZES = (steps._Fused, steps._Eager)
 # Of a number. A GPU's exp is off by as many units as its argument; kernels and torch round before they store.
 ROUNDING = {FP32: 1e-5, BF16: 2**-7, FP16: 2**-10}
 
@@ -239,16 +249,10 @@ def assert_equal_but_for_rounding(found: list[Tensor], expected: list[Tensor]) -
 def delta_rules(device: str = "cpu", every: int = 1) -> None:
     for dtype, sizes, width in [*itertools.product((FP32, BF16, FP16), DELTA, (3, 8))][::every]:
         inputs = delta_inputs(sizes, dtype, width, device)
-        found, expected = (
-            with_gradients(delta_by(function, sizes), *inputs) for function in (delta._Fused, delta._Eager)
-        )
+        found, expected = with_either(delta_by, DELTA_RULES, (sizes,), inputs)
         assert_equal_but_for_rounding(found, expected)
-        again = with_gradients(delta_by(delta._Fused, sizes), *inputs)
-        assert same_bits(again, found)
-        found, expected = (
-            with_gradients(function.apply, *inputs[:2]) for function in (delta._FusedNorms, delta._EagerNorms)
-        )
-        assert_equal_but_for_rounding(found, expected)
+        assert same_bits(with_gradients(delta_by(delta._Fused, sizes), *inputs), found)
+        assert_equal_but_for_rounding(*with_either(steps_by, NORMS, (), inputs[:2]))
 
 
 def alone(device: str = "cpu") -> None:
@@ -262,11 +266,8 @@ def alone(device: str = "cpu") -> None:
             own = sizes._replace(key_heads=last - first, heads=last - first, before=first, after=heads - last)
             some = [x[:, first:last] for x in inputs[:4]]
 
-            def gates(*inputs: Tensor, own: Sizes = own) -> Any:
-                return delta_by(delta._Fused, own)(*inputs)
-
             leaves = [x.detach().requires_grad_() for x in (*some, *inputs[4:])]
-            outputs = gates(*leaves)
+            outputs = delta_by(delta._Fused, own)(*leaves)
             draw = torch.Generator().manual_seed(1)
             gradients = [torch.randn(y.shape, generator=draw).to(y)[:, first:last] for y in whole[:4]]
             found = [*outputs, *torch.autograd.grad(outputs, leaves, gradients)]
@@ -296,33 +297,23 @@ def extremes(device: str = "cpu") -> None:
         for found, expected in zip(*outputs, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
         some = slice(3, 9)  # without infinities and NaN
-        found, expected = (
-            with_gradients(delta_by(function, sizes), k[some], k[some], beta[some], x[some], rates, bias)
-            for function in (delta._Fused, delta._Eager)
-        )
+        given = k[some], k[some], beta[some], x[some], rates, bias
+        found, expected = with_either(delta_by, DELTA_RULES, (sizes,), given)
         assert_equal_but_for_rounding(found, expected)
         assert all(y.isfinite().all() for y in found)
     for limit in (None, (0.5, 2.0)):
         inputs = values[:, None, None], torch.zeros(1, device=device), torch.zeros(1, device=device)
-        found, expected = (
-            with_gradients(steps_by(function, slice(0, 1), limit, True), *inputs)[0]
-            for function in (steps._Fused, steps._Eager)
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+        found, expected = with_either(steps_by, STEP_SIZES, (slice(0, 1), limit, True), inputs)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 def step_sizes(device: str = "cpu", every: int = 1) -> None:
     drawn = [*itertools.product((FP32, BF16, FP16), STEPS, LIMITS)]
     for dtype, (tokens, heads), (limit, softplus_too) in drawn[::every]:
-        options, (x, rates, bias) = (
-            (slice(1, 1 + heads), limit, softplus_too),
-            step_inputs(tokens, heads, dtype, device),
-        )
+        x, rates, bias = step_inputs(tokens, heads, dtype, device)
+        options = slice(1, 1 + heads), limit, softplus_too
         for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
-            found, expected = (
-                with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._Eager)
-            )
-            assert_equal_but_for_rounding(found, expected)
+            assert_equal_but_for_rounding(*with_either(steps_by, STEP_SIZES, options, inputs))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,33 +21,25 @@ from tests.shared import once
 from tests.unit_tests.exchange.test_triton_compiled import (
     ARCHITECTURES,
     SM_90,
-    Driver,
     again,
     asked_for,
     compiled_by,
+    compiling,
     described,
     each_architecture,
+    forget,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Registers of a thread as Triton 3.6.0 compiles for sm_80, sm_90 and sm_100.
 REGISTERS = {
-    "gdn delta_forward": (48, 48, 48),
-    "gdn delta_backward": (64, 56, 56),
-    "gdn delta_parameters": (25, 24, 22),
-    "kda delta_forward": (56, 56, 56),
-    "kda delta_backward": (128, 128, 128),
-    "kda delta_parameters": (40, 40, 32),
-    "bounded delta_forward": (48, 48, 48),
-    "bounded delta_backward": (96, 96, 96),
-    "norms delta_forward": (32, 32, 32),
-    "norms delta_backward": (44, 44, 44),
-    "mamba step_forward": (48, 46, 47),
-    "mamba step_backward": (56, 64, 64),
-    "mamba step_parameters": (22, 24, 22),
-    "clamped step_forward": (48, 47, 48),
-    "clamped step_backward": (62, 64, 64),
-}
+    "gdn delta_forward": (48, 48, 48), "gdn delta_backward": (64, 56, 56), "gdn delta_parameters": (25, 24, 22),
+    "kda delta_forward": (56, 56, 56), "kda delta_backward": (128, 128, 128), "kda delta_parameters": (40, 40, 32),
+    "bounded delta_forward": (48, 48, 48), "bounded delta_backward": (96, 96, 96),
+    "norms delta_forward": (32, 32, 32), "norms delta_backward": (44, 44, 44),
+    "mamba step_forward": (48, 46, 47), "mamba step_backward": (56, 64, 64), "mamba step_parameters": (22, 24, 22),
+    "clamped step_forward": (48, 47, 48), "clamped step_backward": (62, 64, 64),
+}  # fmt: skip
 MARGIN = 1.1  # for another ptxas
 MORE = {"bounded", "clamped"}  # like the calls before them
 
@@ -131,7 +121,7 @@ CALLS = {
 
 def drawn_calls(compiled: list[Any]) -> dict[str, int]:
     """Kernels compiled for other tokens, heads and places."""
-    forget()
+    forget(triton_kernels)
     compiled.clear()
     draw = np.random.default_rng(0)
     for number in range(60):
@@ -150,44 +140,27 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def forget() -> None:
-    """Forgets all compiled code."""
-    for kernel in vars(triton_kernels).values():
-        if hasattr(kernel, "device_caches"):
-            kernel.device_caches.clear()
-
-
 def main() -> None:
     torch.autograd.set_multithreading_enabled(False)
-    driver, compiled = Driver(), []
-    triton.runtime.driver.set_active(driver)
-
-    def keep(*, fn: Any, key: Any, **_: Any) -> None:
-        compiled.append(fn.jit_function.device_caches[0][0][key])
-
-    triton.knobs.runtime.jit_post_compile_hook = keep
     found: dict[int, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
-        few = "--few" in sys.argv
+    left_out = MORE if "--few" in sys.argv else set()
+    with compiling() as (driver, compiled, folder):
         for architecture in [int(word) for word in sys.argv[1:] if word != "--few"]:
             driver.architecture = architecture
-            forget()
+            forget(triton_kernels)
             found[architecture] = {}
             for case, call in CALLS.items():
-                if few and case in MORE:
+                if case in left_out:
                     continue
                 compiled.clear()
                 call()
                 for kernel in compiled:
-                    found[architecture][f"{case} {kernel.metadata.name}"] = described(kernel, Path(folder))
+                    found[architecture][f"{case} {kernel.metadata.name}"] = described(kernel, folder)
         drawn = drawn_calls(compiled) if set(found) == set(ARCHITECTURES) else None
-        print(json.dumps({"kernels": found, "drawn": drawn, "expected": EXPECTED}))
+    print(json.dumps({"kernels": found, "drawn": drawn, "expected": EXPECTED}))
 
 
 if __name__ == "__main__":
-    import triton
-
     from megatron_cp.linear.gates import triton_kernels
 
     main()

@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import CONVS, RULES, Delta, LinearCall, StateSpace, choose_conv, choose_rule
+from tests import linear_oracle
 from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in RULES}
@@ -20,16 +21,15 @@ def call_for(lengths, dtype=torch.float64, head_dim=8, kind="gdn"):
 
 
 def draw(call, heads=4, key_heads=2, dk=8, dv=6):
-    random = torch.Generator().manual_seed(0)
     total = call.packing.total
+    random, wide = torch.Generator().manual_seed(0), {"dtype": torch.float64}
     q, k = (
-        torch.nn.functional.normalize(torch.randn(total, key_heads, dk, generator=random, dtype=torch.float64), dim=-1)
-        for _ in range(2)
+        torch.nn.functional.normalize(torch.randn(total, key_heads, dk, generator=random, **wide), dim=-1) for _ in "qk"
     )
-    v, dout = (torch.randn(total, heads, dv, generator=random, dtype=torch.float64) for _ in range(2))
+    v, dout = (torch.randn(total, heads, dv, generator=random, **wide) for _ in range(2))
     features = (dk,) if call.kind == "kda" else ()
-    g = -torch.rand(total, heads, *features, generator=random, dtype=torch.float64)
-    beta = torch.rand(total, heads, generator=random, dtype=torch.float64)
+    g = -torch.rand(total, heads, *features, generator=random, **wide)
+    beta = torch.rand(total, heads, generator=random, **wide)
     if call.kind == "mamba":
         return StateSpace(v, beta, g[0] - 0.1, k, q), dout
     return Delta(q, k, v, g, beta), dout
@@ -46,39 +46,14 @@ def run_rule(name, tensors, dout, groups, call):
     return with_gradients(lambda *x: BY_NAME[name].rule(kind(*x), groups, 0.4, call), tensors, dout)
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda"])
-def test_reference_rule_is_the_recurrence_with_its_transition_matrix(kind):
-    call = call_for([3, 2], kind=kind)
-    inputs, _ = draw(call)
-    q, k, v, g, beta = inputs
-    out = BY_NAME["reference"].rule(inputs, [0, 0, 1, 1], 0.4, call)
-    for head in range(4):
-        for start, end in call.packing.spans():
-            state = torch.zeros(8, 6, dtype=torch.float64)
-            for t in range(start, end):
-                key, query = k[t, head // 2], q[t, head // 2]
-                erase = torch.eye(8, dtype=torch.float64) - beta[t, head] * torch.outer(key, key)
-                decay = torch.diag(g[t, head].exp().expand(8))
-                state = erase @ decay @ state + beta[t, head] * torch.outer(key, v[t, head])
-                assert torch.allclose(out[t, head], 0.4 * state.T @ query, atol=1e-14)
-
-
-def test_reference_state_space_is_the_sum_over_earlier_tokens():
-    call = call_for([3, 2], kind="mamba")
-    inputs, _ = draw(call)
-    x, dt, rate, b, c = inputs
-    out = BY_NAME["reference"].rule(inputs, [0, 0, 1, 1], 1.0, call)
-    for head in range(4):
-        for start, end in call.packing.spans():
-            for t in range(start, end):
-                expected = sum(
-                    (rate[head] * dt[s + 1 : t + 1, head].sum()).exp()
-                    * (c[t, head // 2] @ b[s, head // 2])
-                    * dt[s, head]
-                    * x[s, head]
-                    for s in range(start, t + 1)
-                )
-                assert torch.allclose(out[t, head], expected, atol=1e-14)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_recurrence_token_by_token(kind):
+    call, groups = call_for([3, 0, 9], kind=kind), [0, 0, 1, 1]
+    tensors, dout = draw(call)
+    oracle = linear_oracle.state_space if kind == "mamba" else linear_oracle.delta_rule
+    expected = with_gradients(lambda *x: oracle(type(tensors)(*x), groups, 0.4, [3, 0, 9]), tensors, dout)
+    for a, b in zip(run_rule("reference", tensors, dout, groups, call), expected, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-13)
 
 
 @pytest.mark.any_cpu
@@ -188,9 +163,7 @@ def test_convolution_is_torchs_conv1d_of_each_document(name, width, bias):
         return CONV_BY_NAME[name].conv(x, weight, bias, call, silu=True)
 
     def torchs(x, weight, bias=None):
-        history = [torch.nn.functional.pad(x[a:b].T[None], (width - 1, 0)) for a, b in call.packing.spans()]
-        outs = [torch.nn.functional.conv1d(h, weight[:, None], bias, groups=channels)[0].T for h in history]
-        return torch.nn.functional.silu(torch.cat(outs))
+        return linear_oracle.convolution(x, weight, bias, call.packing.lengths.tolist(), silu=True)
 
     for a, b in zip(with_gradients(ours, tensors, dout), with_gradients(torchs, tensors, dout), strict=True):
         assert (a - b).abs().max() <= 1e-13 * max(1, b.abs().max())

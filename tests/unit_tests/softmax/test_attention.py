@@ -1,4 +1,4 @@
-"""The operation: what it accepts, what it refuses, and SBHD batches."""
+"""The operation: inputs of any form, kernels of the caller's, the gradient of the log-sum-exp, and refusals."""
 
 import re
 
@@ -10,16 +10,18 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.softmax.kernels import KERNELS
-from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.softmax.on_rank import attention_call
+from tests.fuzz_cases import Call, Case
+from tests.fuzz_check import check
 from tests.refusals import rejects
+from tests.unit_tests.softmax.test_kernels import EmulatedFlash, call_for
 
 
 def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):
     packing = cp.Packing(lengths)
-    layout = cp.Layout.zigzag(packing, cp_size, **options)
-    return cp.plan_attention(packing, layout, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    layout = cp.Layout.zigzag(packing, cp_size)
+    return cp.plan_attention(packing, layout, heads=heads, kv_heads=kv_heads, head_dim=head_dim, **options)
 
 
 def tensors(rows=12, heads=4, kv_heads=2, head_dim=8):
@@ -27,123 +29,17 @@ def tensors(rows=12, heads=4, kv_heads=2, head_dim=8):
     return [torch.randn(rows, n, head_dim, generator=random, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
 
 
-def test_pad_rows_are_zero_and_pass_no_gradient():
-    plan = plan_for(cp_size=2, align=4)  # 6 tokens and 2 pad rows on each rank
-
-    def rank(group):
-        local = [torch.randn(8, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
-        out = cp.attention(*local, plan, group)
-        out.backward(torch.ones_like(out))
-        return [out, *(x.grad for x in local)]
-
-    for results in run_ranks(rank, 2):
-        for result in results:
-            assert result[:6].abs().sum() > 0
-            assert torch.equal(result[6:], torch.zeros_like(result[6:]))
+USES = [
+    {"shared": "=qkv", "groups": 4}, {"shared": "+qkv"}, {"shared": "=kv"}, {"sink": True, "frozen": ("q", "k", "v")},
+    *({"strides": "last", "kernel": kernel} for kernel in ("auto", "reference")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("argument", "change"),
-    [
-        ("q", lambda q, k, v: (q[:-1], k, v)), ("q", lambda q, k, v: (q.flatten(1), k, v)),
-        ("k", lambda q, k, v: (q, k[:, :1], v)), ("k", lambda q, k, v: (q, k.float(), v)),
-        ("v", lambda q, k, v: (q, k, v[..., :4])), ("v", lambda q, k, v: (q, k, v[:, None])),
-        ("k", lambda q, k, v: (q, k.to("meta"), v)), ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
-    ],
-)  # fmt: skip
-def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
-    rejects(f"^{argument}: got ", cp.attention, *change(*tensors()), plan_for())
-
-
-def test_rejects_plans_and_groups_of_another_kind():
-    packing = cp.Packing([12])
-    plan = cp.plan_linear(packing, cp.Layout.zigzag(packing, 1), heads=4, key_heads=2, head_dim=8)
-    rejects("plan_attention", cp.attention, *tensors(), plan)
-    rejects("the 2 ranks", cp.attention, *tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
-    rejects("group", cp.attention, *tensors(), plan_for(cp_size=2))
-    rejects("plan_attention", cp.attention, *tensors(), None)
-
-
-class Counting(ReferenceAttention):
-    """A kernel of the caller's."""
-
-    name, calls = "counting", 0
-
-    def forward(self, *args):
-        self.calls += 1
-        super().forward(*args)
-
-
-def test_a_kernel_of_the_callers_is_the_one_that_runs():
-    kernel = Counting()
-    out = cp.attention(*tensors(), plan_for(), kernel=kernel)
-    assert torch.equal(out, cp.attention(*tensors(), plan_for(), kernel="reference"))
-    assert kernel.calls > 0
-    kernel = Counting()
-    kernel.refusal = lambda call: "it never runs"
-    rejects("counting: it never runs", cp.attention, *tensors(), plan_for(), kernel=kernel)
-
-
-def test_ranks_that_bring_other_kernels_are_told_apart():
-    def rank(group):
-        kernel = Counting()
-        kernel.name = f"of rank {group.rank}"
-        cp.attention(*tensors(rows=6), plan_for((5, 1, 6), 2), group, kernel=kernel)
-
-    with pytest.raises(RankError, match="kernel: 'of rank 0'"):
-        run_ranks(rank, 2)
-
-
-def test_rejects_tensors_on_no_device_and_the_heads_first():
-    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
-    rejects(remedy, cp.attention, *(x.transpose(0, 1) for x in tensors()), plan_for())
-    rejects(r"^q: got .*cpu or cuda", cp.attention, *(x.to("meta") for x in tensors()), plan_for())
-    with pytest.raises(cp.ArgumentError, match=r"^device: got .*cpu or cuda"):
-        choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
-
-
-@pytest.mark.parametrize(
-    ("order", "remedy"),
-    [
-        ((1, 0, 2, 3), "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."),
-        ((1, 2, 0, 3), "Rows come first, [t, b, h, d]: use permute(2, 0, 1, 3) of [b, h, t, d]."),
-    ],
-    ids=["bshd", "bhsd"],
-)
-def test_rejects_the_batch_first_and_says_how_to_turn_it(order, remedy):
-    batch = [x[:, None].expand(-1, 3, -1, -1) for x in tensors()]
-    with pytest.raises(cp.ArgumentError) as error:
-        cp.attention(*(x.permute(order) for x in batch), plan_for())
-    shape = [batch[0].shape[axis] for axis in order]
-    assert str(error.value) == (
-        f"q: got 'torch.float64 {shape} on cpu'; allowed: torch.float64 [12, 3, 4, 8] on cpu. {remedy}"
-    )
-    with pytest.raises(cp.ArgumentError, match=re.escape(remedy)) as error:
-        cp.attention(batch[0], *(x.permute(order) for x in batch[1:]), plan_for())
-    assert error.value.argument == "k"
-
-
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-def test_a_last_axis_that_is_not_dense_is_read_right(kernel):
-    spread = [torch.stack([x, x.new_full(x.shape, torch.nan)], -1)[..., 0].requires_grad_() for x in tensors()]
-    dense = [x.detach().clone().requires_grad_() for x in spread]
-    for inputs in (spread, dense):
-        cp.attention(*inputs, plan_for(), kernel=kernel).square().sum().backward()
-    for a, b in zip(spread, dense, strict=True):
-        assert torch.equal(a.grad, b.grad)
-
-
-def test_kernels_are_given_a_dense_last_axis(monkeypatch):
-    seen = []
-    run = CpuFlashAttention.forward
-
-    def spy(self, out, lse, q, k, v, *rest):
-        seen.extend(x.stride(-1) for x in (q, k, v))
-        run(self, out, lse, q, k, v, *rest)
-
-    monkeypatch.setattr(CpuFlashAttention, "forward", spy)
-    cp.attention(*(torch.stack([x, x], -1)[..., 0] for x in tensors()), plan_for(), kernel="cpu")
-    assert seen == [1, 1, 1]
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("use", USES, ids=str)
+def test_inputs_may_share_memory_lie_anywhere_and_need_no_gradient(use, size):
+    sizes = {"heads": 4, "groups": 2, "head_dim": 8, "value_head_dim": 8, "scheme": "a2a"}
+    check(Case(size, (Call("attention", (5, 1, 6), **sizes | use),)))
 
 
 @pytest.mark.parametrize("head_dim", [3, 5, 6, 7, 17])
@@ -157,58 +53,143 @@ def test_odd_head_sizes_are_the_same_bits_on_every_rank(head_dim, dtype):
     assert torch.equal(plan.layout.unshard(ranks), cp.attention(q, k, v, alone, kernel="cpu"))
 
 
-def test_without_gradients_forward_is_the_same_and_a_sink_alone_has_one():
-    q, k, v = (x.requires_grad_() for x in tensors())
+class Mine(ReferenceAttention):
+    """A kernel of the caller's."""
+
+    name = "mine"
+
+    def __init__(self):
+        self.calls = 0
+
+    def forward(self, *args):
+        self.calls += 1
+        super().forward(*args)
+
+
+class FixedSizes(Mine):
+    def refusal(self, call):
+        return None if call.value_head_dim in (8, 16) else f"has heads of 8 and 16, not {call.value_head_dim}"
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    before = list(KERNELS)
+    yield
+    KERNELS[:] = before
+
+
+def test_a_kernel_of_the_callers_runs_and_once_registered_has_a_name_everywhere():
+    kernel, expected = Mine(), cp.attention(*tensors(), plan_for(), kernel="reference")
+    assert torch.equal(cp.attention(*tensors(), plan_for(), kernel=kernel), expected)
+    assert kernel.calls == 1
+    rejects("^kernel: got 'mine'", cp.attention, *tensors(), plan_for(), kernel="mine")
+    cp.register_kernel(Mine())
+    cp.register_kernel(kernel)  # replaces the one before it
+    assert torch.equal(cp.attention(*tensors(), plan_for(), kernel="mine"), expected)
+    assert kernel.calls == 2
+    assert [each for each in KERNELS if each.name == "mine"] == [kernel]
+    assert cp.nn.Attention(16, 4, kernel="mine").kernel == "mine"
+    rejects("or mine", cp.attention, *tensors(), plan_for(), kernel="none")
+    assert choose_kernel(KERNELS, "auto", call_for(softcap=1.0)).name == "reference"
+
+
+def test_ranks_that_bring_other_kernels_are_told_apart():
+    def rank(group):
+        kernel = Mine()
+        kernel.name = f"of rank {group.rank}"
+        cp.attention(*tensors(rows=6), plan_for((5, 1, 6), 2), group, kernel=kernel)
+
+    with pytest.raises(RankError, match="kernel: 'of rank 0'"):
+        run_ranks(rank, 2)
+
+
+def test_rejects_kernels_that_nobody_could_choose():
+    rejects("^kernel: got .*an object of a subclass", cp.register_kernel, Mine)
+    cp.register_kernel(Mine())
+    other = type("Other", (ReferenceAttention,), {"name": "mine"})()
+    for name, kernel in {"mine": other, "cpu": EmulatedFlash(), "auto": Mine()}.items():
+        kernel.name = name
+        rejects(f"^kernel: got .*'{name}'.*another name than auto or varlen", cp.register_kernel, kernel)
+    nameless = EmulatedFlash()
+    nameless.name = nameless.unrounded_partials = None
+    rejects(r"attributes name \(str\), unrounded_partials \(bool\)", cp.register_kernel, nameless)
+
+
+def test_rejects_a_log_sum_exp_whose_gradient_a_kernel_cannot_compute():
+    given = {"plan": plan_for(), "kernel": FixedSizes(), "return_lse": True}
+    rejects("mine: has heads of 8 and 16, not 9.*one more value feature", cp.attention, *tensors(), **given)
     with torch.no_grad():
-        quiet = cp.attention(q, k, v, plan_for())
-    assert not quiet.requires_grad
-    assert torch.equal(quiet, cp.attention(q, k, v, plan_for()).detach())
-    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
-    assert sink.grad.abs().min() > 0
-    with torch.no_grad():
-        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad
+        assert len(cp.attention(*tensors(), **given)) == 2
+    assert cp.attention(*tensors(), plan_for(), kernel=FixedSizes()).shape == (12, 4, 8)
+
+
+class SeesFiniteNumbers(ReferenceAttention):
+    def backward(self, *args):
+        assert all(x.isfinite().all() for x in args[3:8])
+        super().backward(*args)
+
+
+@pytest.mark.parametrize("sink", [None, -torch.inf])
+def test_a_gradient_for_queries_that_see_nothing_reaches_no_kernel(sink):
+    plan = plan_for([12], mask=cp.Mask.from_slices(cp.Packing([12]), [(3, 8, 0, 8, "causal")]))
+    leaves = [*(x.requires_grad_() for x in tensors()), *([] if sink is None else [torch.full((4,), sink).double()])]
+    leaves[-1].requires_grad_()
+    options = {} if sink is None else {"sink": leaves[3]}
+    out, lse = cp.attention(*leaves[:3], plan, kernel=SeesFiniteNumbers(), return_lse=True, **options)
+    torch.autograd.backward([out, lse], [torch.ones_like(out), torch.where(lse == -torch.inf, torch.nan, 1.0)])
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "tolerance"), [
+    (EmulatedFlash(), torch.float32, 1e-5), ("cpu", torch.bfloat16, 2e-2), ("reference", torch.float16, 5e-3),
+])  # fmt: skip
+def test_the_log_sum_exp_has_a_gradient_in_every_kernel_and_type(kernel, dtype, tolerance):
+    found = []
+    for name, kind in ((kernel, dtype), ("reference", torch.float64)):
+        leaves = [x.to(dtype).to(kind).requires_grad_() for x in tensors()]
+        out, lse = cp.attention(*leaves, plan_for(), kernel=name, return_lse=True)
+        assert lse.dtype == (torch.float64 if kind == torch.float64 else torch.float32)
+        (lse.square().sum() + out.sum()).backward()
+        found.append([x.grad for x in leaves])
+    for ours, right in zip(*found, strict=True):
+        assert (ours.double() - right).abs().max() <= tolerance * right.abs().max()
+
+
+LINEAR = cp.plan_linear(cp.Packing([12]), cp.Layout.zigzag(cp.Packing([12]), 1), heads=4, key_heads=2, head_dim=8)
+REFUSED = [
+    ({"plan": LINEAR}, "plan_attention"), ({"plan": plan_for(cp_size=2)}, "^group: got None"),
+    ({"plan": plan_for(cp_size=2), "group": ThreadGroup.create(3)[0]}, "^group: got .*the 2 ranks"),
+    ({"softmax_scale": "2"}, "^softmax_scale: got '2'; allowed: a finite number, or None"),
+    ({"softcap": -1.0}, "^softcap: got -1.0; allowed: a finite number of at least 0"),
+    ({"dropout": 1.0, "seed": 0}, "^dropout: got 1.0; allowed: a share from 0 up to"),
+    ({"dropout": 0.1, "seed": -1}, "^seed: got -1; allowed: an integer from 0"),
+    ({"softcap": 2.0, "kernel": "cpu"}, "^kernel: got .*use reference"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=str)
+def test_rejects_plans_groups_and_options(given, says):
+    rejects(says, cp.attention, *tensors(), **{"plan": plan_for(), **given})
+
+
+def test_rejects_tensors_on_no_device():
+    rejects(r"^q: got .*cpu or cuda", cp.attention, *(x.to("meta") for x in tensors()), plan_for())
+    call = attention_call(plan_for(), torch.float64, torch.device("meta"))
+    rejects("^device: got .*cpu or cuda", choose_kernel, KERNELS, "auto", call)
 
 
 @pytest.mark.parametrize(
-    "share", [lambda x: (x, x, x), lambda x: (x, x[:, :2], x[:, 2:]), lambda x: (x, x[:, :2], x[:, :2])]
-)
-def test_inputs_that_share_memory_get_gradients_of_their_own(share):
-    x = tensors()[0].requires_grad_()
-    plan = plan_for(kv_heads=share(x)[1].shape[1])
-    cp.attention(*share(x), plan).square().sum().backward()
-    apart = [part.detach().clone().requires_grad_() for part in share(x)]
-    cp.attention(*apart, plan).square().sum().backward()
-    joined = torch.autograd.grad(share(x), x, [part.grad for part in apart])[0]
-    assert torch.allclose(x.grad, joined, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("argument", "given"),
+    ("order", "remedy"),
     [
-        ("softcap", -1.0), ("softcap", float("inf")), ("softcap", float("nan")), ("dropout", 1.0), ("dropout", -0.1),
-        ("dropout", "much"), ("softmax_scale", float("nan")), ("sink", torch.zeros(3, dtype=torch.float64)),
-        ("sink", torch.zeros(4, 1, dtype=torch.float64)), ("sink", torch.zeros(4, dtype=torch.int64)),
+        ((1, 0, 2), "Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d]."),
+        ((1, 0, 2, 3), "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."),
+        ((1, 2, 0, 3), "Rows come first, [t, b, h, d]: use permute(2, 0, 1, 3) of [b, h, t, d]."),
     ],
-    ids=str,
-)  # fmt: skip
-def test_rejects_options_that_are_none(argument, given):
-    rejects(f"^{argument}: got ", cp.attention, *tensors(), plan_for(), **{argument: given})
-
-
-@pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
-def test_rejects_a_kernel_without_the_feature_and_names_one_with_it(option, value):
-    with pytest.raises(cp.ArgumentError, match=r"^kernel: got .*use reference"):
-        cp.attention(*tensors(), plan_for(), kernel="cpu", seed=1, **{option: value})
-    assert cp.attention(*tensors(), plan_for(), seed=1, **{option: value}).isfinite().all()
-
-
-def test_rejects_dropout_without_a_seed():
-    q, k, v = tensors()
-    calls = (
-        lambda **given: cp.attention(q, k, v, plan_for(), **given),
-        lambda **given: cp.projected_attention(lambda heads, kv_heads: (q, k, v), plan_for(), **given),
-    )
-    for call in calls:
-        rejects(r"seed: got None; .* dropout is 0\.5\. Pass the number of the step", call, dropout=0.5)
-        assert not torch.equal(call(dropout=0.5, seed=0), call(dropout=0.5, seed=1))
+)
+def test_rejects_rows_that_do_not_come_first_and_says_how_to_turn_them(order, remedy):
+    right = [x if len(order) == 3 else x[:, None].expand(-1, 3, -1, -1) for x in tensors()]
+    turned = [x.permute(order) for x in right]
+    for place, given in enumerate((turned, [right[0], *turned[1:]])):
+        shapes = [f"torch.float64 {list(x[place].shape)} on cpu" for x in (turned, right)]
+        says = f"{'qk'[place]}: got '{shapes[0]}'; allowed: {shapes[1]}. {remedy}"
+        rejects(f"^{re.escape(says)}$", cp.attention, *given, plan_for())

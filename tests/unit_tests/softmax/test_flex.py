@@ -9,10 +9,11 @@ from torch.nn.attention import flex_attention
 
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.layout.tiles import Tiles
-from megatron_cp.softmax.kernels import AttentionCall, flex
+from megatron_cp.softmax.kernels import flex
 from megatron_cp.softmax.kernels.flex import BLOCK, FlexAttention, block_tables, ranges_of_queries
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from tests.mask_oracle import pairs_of
+from tests.unit_tests.softmax.test_kernels import backward, call_for, draw, forward, tiles_of_mask
 
 PACKING = Packing([7, 1, 250, 64, 2])
 TOTAL = PACKING.total
@@ -31,35 +32,22 @@ def eager_backward(monkeypatch):
         yield
 
 
-def tiles_of(bands):
-    return Tiles(bands, np.arange(TOTAL), np.arange(TOTAL))
-
-
 def run(kernel, tiles, call, whole=None):
     """Output, lse and gradients; as a part of `whole`, whose output and lse backward is then given."""
-    random = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(TOTAL, *shape, generator=random) for shape in ((4, 16), (2, 16), (2, 24), (4, 24)))
-    out, lse = torch.full((TOTAL, 4, 24), torch.nan), torch.full((4, TOTAL), torch.nan)
-    kernel.forward(out, lse, q, k, v, tiles, call, 0)
-    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    kernel.backward(*gradients, dout, q, k, v, *((out, lse) if whole is None else whole), tiles, call, 0)
-    return out, lse, *gradients
+    q, k, v, dout = draw(tiles, call, dtype=torch.float32)
+    out, lse = forward(kernel, q, k, v, tiles, call)
+    return out, lse, *backward(kernel, dout, q, k, v, *(whole or (out, lse)), tiles, call)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.few
 def test_flex_equals_the_reference_whole_and_as_a_part(name, softcap):
-    call = AttentionCall(0.2, 16, 24, torch.float32, torch.device("cpu"), softcap=softcap)
-    tiles = tiles_of(MASKS[name].bands)
-    expected = run(ReferenceAttention(), tiles, call)
-    part = tiles_of(MASKS[name].bands[::2])
-    pairs = [
-        (run(FlexAttention(), tiles, call), expected),
-        (run(FlexAttention(), part, call, expected[:2]), run(ReferenceAttention(), part, call, expected[:2])),
-    ]
-    for actual, true in pairs:
-        for a, b in zip(actual, true, strict=True):
+    call, tiles = call_for(16, 24, torch.float32, scale=0.2, softcap=softcap), tiles_of_mask(MASKS[name])
+    whole = run(ReferenceAttention(), tiles, call)[:2]
+    for part in (tiles, Tiles(tiles.bands[::2], tiles.q_tokens, tiles.k_tokens)):
+        actual, expected = (run(kernel, part, call, whole) for kernel in (FlexAttention(), ReferenceAttention()))
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -86,13 +74,9 @@ def test_blocks_and_ranges_are_those_of_the_mask(name):
     ],
 )  # fmt: skip
 def test_rejects_what_flex_cannot_run(changes, says):
-    options = {"head_dim": 64, "dtype": torch.float32, "device": "cpu", "dropout": 0.0, **changes}
-    device = torch.device(options.pop("device"))
-    call = AttentionCall(0.1, value_head_dim=64, device=device, **options)
+    call = call_for(**{"head_dim": 64, "dtype": torch.float32, **changes})
     assert says in FlexAttention().refusal(call)
-    assert (
-        FlexAttention().refusal(AttentionCall(0.1, 64, 48, torch.bfloat16, torch.device("cuda"), softcap=5.0)) is None
-    )
+    assert FlexAttention().refusal(call_for(64, 48, torch.bfloat16, "cuda", softcap=5.0)) is None
 
 
 @pytest.mark.thorough
@@ -109,11 +93,11 @@ def test_no_kind_of_call_is_one_too_many_to_compile(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     packing = Packing([7, 1, 150, 2])
     masks = (Mask.causal(packing), Mask.window(packing, 30, 0, first=4))
-    tiles = [Tiles(mask.bands, np.arange(packing.total), np.arange(packing.total)) for mask in masks]
+    tiles = [tiles_of_mask(mask) for mask in masks]
     kinds = [(of, cap, heads, dim) for of in tiles for cap in (0.0, 2.0) for heads in (1, 2, 4) for dim in (16, 32)]
     with torch.no_grad():
         for of, softcap, heads, dim in kinds:
-            call = AttentionCall(0.2, dim, dim, torch.float32, torch.device("cpu"), softcap=softcap)
+            call = call_for(dim, dtype=torch.float32, softcap=softcap)
             q, k, v = (torch.randn(packing.total, count, dim) for count in (heads, 1, 1))
             flex.FlexAttention().attend(q, k, v, of, call)
     operator.cache_clear()

@@ -1,13 +1,9 @@
-"""Multi-latent attention that sends latents: torch's attention on each document, with keys and values expanded."""
-
-import itertools
+"""Multi-latent attention that sends latents."""
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 import megatron_cp as cp
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.planner.predict.machine_files import machine
@@ -15,115 +11,76 @@ from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.testing.memory import PeakMemory
+from tests import fuzz_check
 from tests.covering import covering
+from tests.fuzz_cases import Call, Case
+from tests.refusals import rejects
 
-LENGTHS = [17, 1, 30, 5]
+LENGTHS = (17, 1, 30, 5)
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
 SIZES = {"heads": HEADS, "head_dim": OWN + SHARED, "value_head_dim": VALUE}
 SCHEMES = ["p2p", "a2a", "all_gather", "exact", "tiled"]
 PRODUCTS = ["a2a+p2p", "a2a+all_gather", "a2a+exact", "a2a+tiled"]
-
-
-def drawn(packing):
-    random = torch.Generator().manual_seed(0)
-    shapes = [(packing.total, HEADS, OWN + SHARED), (packing.total, RANK), (packing.total, SHARED)]
-    shapes += [(HEADS, OWN + VALUE, RANK), (packing.total, HEADS, VALUE), (HEADS,)]
-    q, latent, shared, up, dout, sink = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
-    return {"q": q, "latent": latent, "shared_key": shared, "up": up / 3}, sink, dout
-
-
-def expanded(inputs, packing, dout):
-    """Torch's attention of each path or document, with its gradients."""
-    own = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    expanded = torch.einsum("tr,hnr->thn", own["latent"], own["up"])
-    k = torch.cat([expanded[..., :OWN], own["shared_key"][:, None].expand(-1, HEADS, -1)], -1)
-    outputs = []
-    for start, end in packing.spans():
-        parts = (x[start:end].transpose(0, 1) for x in (own["q"], k, expanded[..., OWN:]))
-        outputs.append(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1))
-    out = torch.cat(outputs)
-    out.backward(dout)
-    return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}
-
-
-def planned(packing, size, scheme, layout, mode):
-    layout = getattr(cp.Layout, layout)(packing, size)
-    return cp.plan_attention(packing, layout, scheme=scheme, latent=(SHARED, RANK), latent_mode=mode, **SIZES)
-
-
-def over_ranks(group, plan):
-    layout = plan.layout
-    inputs, _, dout = drawn(layout.packing)
-    own = {
-        name: (x.clone() if name == "up" else layout.shard(x, group.rank)).requires_grad_()
-        for name, x in inputs.items()
-    }
-    out = cp.latent_attention(**own, plan=plan, group=group)
-    out.backward(layout.shard(dout, group.rank))
-    return {"out": out.detach(), **{name: x.grad for name, x in own.items()}}
-
-
+WAYS = {"plain": {}, "batch": {"batch": 2, "sink": True}, "window": {"mask": ("window", 7, 0), "sink": True}}
 CASES = covering(
     [*SCHEMES, *PRODUCTS], (1, 2, 3, 4), ("contiguous", "zigzag", "balanced"), ("expand", "absorb", "heads", "auto"),
-    allowed=lambda scheme, size, *_: size == 4 or scheme in SCHEMES,
+    tuple(WAYS), allowed=lambda scheme, size, *_: size == 4 or scheme in SCHEMES,
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def exact():
+@pytest.mark.parametrize(("scheme", "size", "layout", "mode", "way"), CASES)
+def test_every_scheme_is_attention_with_keys_and_values_expanded(scheme, size, layout, mode, way, monkeypatch):
+    monkeypatch.setitem(fuzz_check.TOLERANCES, "float64", 1e-12)
+    sizes = {"heads": HEADS, "groups": HEADS, "head_dim": OWN + SHARED, "value_head_dim": VALUE}
+    call = Call(
+        "latent_attention", LENGTHS, layout=layout, align=4, scheme=scheme, latent_mode=mode, latent=(SHARED, RANK),
+        **sizes, **WAYS[way],
+    )  # fmt: skip
+    fuzz_check.check(Case(size, (call,)))
+
+
+def drawn(dtype=torch.float64):
+    """Returns queries, latents, shared keys, the up-projection and a sink."""
+    random, total = torch.Generator().manual_seed(0), sum(LENGTHS)
+    shapes = [(total, HEADS, OWN + SHARED), (total, RANK), (total, SHARED), (HEADS, OWN + VALUE, RANK), (HEADS,)]
+    return [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+
+
+def test_bfloat16_is_as_near_as_attention_to_expanded_keys():
     packing = cp.Packing(LENGTHS)
-    inputs, _, dout = drawn(packing)
-    return expanded(inputs, packing, dout)
+    layout = cp.Layout.contiguous(packing, 1)
+    plans = [cp.plan_attention(packing, layout, latent=latent, **SIZES) for latent in (None, (SHARED, RANK))]
+    given, own = ([x.requires_grad_() for x in drawn(torch.bfloat16)] for _ in range(2))
+    q, latent, shared, up, sink = given
+    kv = torch.einsum("tr,hnr->thn", latent, up / 3)
+    k = torch.cat([kv[..., :OWN], shared[:, None].expand(-1, HEADS, -1)], -1)
+    expected = cp.attention(q, k, kv[..., OWN:].contiguous(), plans[0], sink=sink)
+    q, latent, shared, up, sink = own
+    found = cp.latent_attention(q, latent, shared, up / 3, plans[1], sink=sink)
+    assert found.dtype == torch.bfloat16
+    for result in (found, expected):
+        result.float().square().sum().backward()
+    for one, other in [(found, expected), *((x.grad, y.grad) for x, y in zip(own, given, strict=True))]:
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:.*get no")
-@pytest.mark.parametrize(("scheme", "size", "layout", "mode"), CASES)
-def test_every_scheme_is_torchs_attention(scheme, size, layout, mode, exact):
-    plan = planned(cp.Packing(LENGTHS), size, scheme, layout, mode)
-    ranks = run_ranks(over_ranks, size, plan)
-    for name, value in exact.items():
-        parts = [rank[name] for rank in ranks]
-        found = sum(parts) if name == "up" else plan.layout.unshard(parts)
-        assert (found - value).abs().max() <= 1e-12 * value.abs().max(), name
+def test_rejects_key_heads_that_share_latents():
+    layout = cp.Layout.contiguous(cp.Packing([3]), 1)
+    rejects("^kv_heads: got 2; .*None with latent", cp.plan_attention, layout.packing, layout, latent=(4, 8),
+            **SIZES, kv_heads=2)  # fmt: skip
 
 
-def test_sinks_windows_batches_and_types_are_those_of_attention():
-    packing = cp.Packing(LENGTHS)
-    inputs, sink, _ = drawn(packing)
-    layout, options = cp.Layout.contiguous(packing, 1), {"mask": "window:7", **SIZES}
-    for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
-        q, latent, shared, up = (x.to(dtype)[:, None].expand(-1, 2, *x.shape[1:]).contiguous() for x in inputs.values())
-        up, own_sink = inputs["up"].to(dtype), sink.to(dtype)
-        plan = cp.plan_attention(packing, layout, **options)
-        given = [x.detach().clone().requires_grad_() for x in (q, latent, shared, up, own_sink)]
-        kv = torch.einsum("tbr,hnr->tbhn", given[1], given[3])
-        k = torch.cat([kv[..., :OWN], given[2][:, :, None].expand(-1, -1, HEADS, -1)], -1)
-        expected = cp.attention(given[0], k, kv[..., OWN:].contiguous(), plan, sink=given[4])
-        plan = cp.plan_attention(packing, layout, latent=(SHARED, RANK), **options)
-        own = [x.detach().clone().requires_grad_() for x in (q, latent, shared, up, own_sink)]
-        found = cp.latent_attention(*own[:4], plan, sink=own[4])
-        assert found.dtype == dtype
-        for result in (found, expected):
-            result.float().square().sum().backward()
-        pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(own, given, strict=True))]
-        for one, other in pairs:
-            assert (one - other).abs().max() <= limit * other.abs().max()
+def frozen_on_others(group):
+    layout = cp.Layout.zigzag(cp.Packing(LENGTHS), 2)
+    plan = cp.plan_attention(layout.packing, layout, scheme="p2p", latent=(SHARED, RANK), **SIZES)
+    *rows, up, _ = drawn()
+    own = [layout.shard(x, group.rank) for x in rows]
+    cp.latent_attention(*own, up.requires_grad_(group.rank == 0), plan, group)
 
 
-@pytest.mark.parametrize("mode", ["expand", "absorb", "heads"])
-def test_pad_rows_hold_anything(mode):
-    packing, (inputs, _, dout) = cp.Packing(LENGTHS), drawn(cp.Packing(LENGTHS))
-    layout = cp.Layout.contiguous(packing, 1, align=64)
-    plan = cp.plan_attention(packing, layout, latent=(SHARED, RANK), latent_mode=mode, scheme="exact", **SIZES)
-    own = {n: x.clone() if n == "up" else layout.shard(x, 0, pad_value=torch.nan) for n, x in inputs.items()}
-    own = {name: x.requires_grad_() for name, x in own.items()}
-    cp.latent_attention(**own, plan=plan).backward(layout.shard(dout, 0, pad_value=torch.nan))
-    for name, value in expanded(inputs, packing, dout).items():
-        if name != "out":
-            found = own[name].grad
-            assert not found[packing.total :].any() or name == "up"
-            found = found if name == "up" else found[: packing.total]
-            assert (found - value).abs().max() <= 1e-12 * value.abs().max(), name
+def test_ranks_agree_on_the_up_projection():
+    with pytest.raises(RankError, match="up"):
+        run_ranks(frozen_on_others, 2)
 
 
 # Rates of a core, so that sizes alone decide: a model whose latents are large or small beside its heads, and how many
@@ -174,21 +131,6 @@ def test_latents_travel():
     assert latents.describe() != keys.describe()
 
 
-def frozen_on_others(group):
-    packing = cp.Packing(LENGTHS)
-    inputs, _, _ = drawn(packing)
-    layout = cp.Layout.zigzag(packing, 2)
-    plan = cp.plan_attention(packing, layout, scheme="p2p", latent=(SHARED, RANK), **SIZES)
-    own = {name: x if name == "up" else layout.shard(x, group.rank) for name, x in inputs.items()}
-    own["up"] = own["up"].clone().requires_grad_(group.rank == 0)
-    cp.latent_attention(**own, plan=plan, group=group)
-
-
-def test_ranks_agree_on_the_up_projection():
-    with pytest.raises(RankError, match="up"):
-        run_ranks(frozen_on_others, 2)
-
-
 class Silent(ReferenceAttention):
     """A kernel that allocates nothing."""
 
@@ -224,32 +166,3 @@ def test_peaks_are_those_that_are_predicted(mode, scheme):
     for found, predicted in run_ranks(peaks, 2, scheme, mode):
         # Expanded keys, and what merges partial results, are not alive together, and are counted so.
         assert all(0.85 * one <= other <= 1.25 * one for one, other in zip(found, predicted, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("latent", "more", "argument"),
-    [
-        (5, {}, "latent"), ((4, 0), {}, "latent"), ((12, 8), {}, "latent"), ((4, 8), {"kv_heads": 2}, "kv_heads"),
-        ((4.5, 8), {}, "latent"), ("48", {}, "latent"),
-    ],
-)  # fmt: skip
-def test_what_is_no_latent_is_refused(latent, more, argument):
-    packing = cp.Packing([3])
-    with pytest.raises(ArgumentError, match=argument):
-        cp.plan_attention(packing, cp.Layout.contiguous(packing, 1), latent=latent, **SIZES, **more)
-
-
-def test_plans_of_keys_and_of_latents_are_told_apart():
-    packing = cp.Packing([3])
-    layout, (inputs, _, _) = cp.Layout.contiguous(packing, 1), drawn(packing)
-    keys = cp.plan_attention(packing, layout, **SIZES)
-    latents = cp.plan_attention(packing, layout, latent=(SHARED, RANK), **SIZES)
-    with pytest.raises(ArgumentError, match="latent="):
-        cp.latent_attention(**inputs, plan=keys)
-    q = inputs["q"]
-    with pytest.raises(ArgumentError, match="latent_attention"):
-        cp.attention(q, q, q[..., :VALUE], latents)
-    for name, wrong in itertools.product(inputs, (slice(None, -1), None)):
-        bad = inputs | {name: inputs[name].float() if wrong is None else inputs[name][..., wrong]}
-        with pytest.raises(ArgumentError):
-            cp.latent_attention(**bad, plan=latents)
