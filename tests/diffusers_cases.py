@@ -103,27 +103,51 @@ def doubled(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def problem(name, **sizes):
-    """Returns a model in float64 with random parameters, and its inputs; equal on ranks that are threads."""
+def problem(name, text=7, image_rows="", **settings):
+    """Returns a model in float64 with random parameters, and its inputs; equal on ranks that are threads.
+
+    Args:
+        text: rows of text.
+        image_rows: "one" for an image of a single row.
+    """
     with DRAWS:
         torch.manual_seed(0)
-        model, inputs = MODELS[name](**sizes)
+        model, inputs = MODELS[name](text=text, **settings)
         for parameter in model.parameters():  # no zeros or ones, which hide what they multiply
             torch.nn.init.normal_(parameter, std=0.3)
+    inputs |= _one_image_row(name, inputs) if image_rows else {}
     return model.double().eval(), {key: doubled(x) for key, x in inputs.items()}
 
 
-def leaves(inputs):
-    """Returns the inputs with new leaves for image and text."""
+def _one_image_row(name, inputs):
+    """Returns the inputs that have a row for each row of the image, with a single one."""
+    hidden = inputs["hidden_states"]
+    if name in ("wan", "hunyuan"):
+        return {"hidden_states": hidden[:, :, :1, :2, :2]}
+    if name == "cogvideox":
+        return {
+            "hidden_states": hidden[:, :1, :, :2, :2],
+            "image_rotary_emb": tuple(x[:1] for x in inputs["image_rotary_emb"]),
+        }
+    others = {
+        "flux": lambda: {"img_ids": inputs["img_ids"][:1]},
+        "qwen": lambda: {"img_shapes": [(1, 1, 1)] * len(hidden)},
+        "ltx": lambda: {"timestep": inputs["timestep"][:, :1], "width": 1},
+    }
+    return {"hidden_states": hidden[:, :1]} | others[name]()
+
+
+def run(model, inputs, context=None):
+    """Returns the output, the gradients of a weighted sum of it by name, and those of image and text.
+
+    The gradients of the parameters are reduced over the ranks of a context.
+    """
     rows = ("hidden_states", "encoder_hidden_states")
-    return {key: x.clone().requires_grad_() if key in rows else x for key, x in inputs.items()}
-
-
-def run(model, inputs, weight=None):
-    """Returns the output and the gradients of a weighted sum of it, by name."""
-    given = leaves(inputs)
+    given = {key: x.clone().requires_grad_() if key in rows else x for key, x in inputs.items()}
     out = model(**given, return_dict=False)[0]
-    (out * (torch.linspace(-1, 1, out.numel()).view_as(out) if weight is None else weight)).sum().backward()
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    if context is not None:
+        context.reduce_gradients()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad()
-    return out.detach(), gradients, {name: given[name].grad for name in ("hidden_states", "encoder_hidden_states")}
+    return out.detach(), gradients, {name: given[name].grad for name in rows}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections import Counter
+
+import torch
 
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.transport import Transport, knows_hosts
 from tests.diffusers_cases import problem, run
-from tests.entries import recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,11 @@ class Outcome:
             gradients, and of the parameters' gradients; empty if the case was refused.
         refusal: the error that refused the case, the same on every rank; None if it ran.
         plans: for each plan, its scheme, transport, codec and head chunks.
-        calls: what went through rank 0's group, by the methods' names.
     """
 
     errors: dict
     refusal: ArgumentError | None = None
     plans: tuple = ()
-    calls: Counter = dataclasses.field(default_factory=Counter)
 
     @property
     def worst(self):
@@ -69,7 +67,7 @@ class Outcome:
 
 
 def outcome(case):
-    """Runs a case on threads; see `Outcome`."""
+    """Runs a case on threads, then again in inference mode, then disabled; see `Outcome`."""
     sizes = (case.model, case.text_rows, case.image_rows)
     out, gradients, of_inputs = _alone(*sizes)
     with warnings.catch_warnings():
@@ -80,54 +78,35 @@ def outcome(case):
         assert len({str(each) for each in refusals}) == 1, refusals
         assert len(refusals) == case.cp_size
         return Outcome({}, refusals[0])
-    errors = {"output": max(_distance(each[0], out) for each in found)}
-    for name, place, expected in (("input_gradients", 2, of_inputs), ("gradients", 1, gradients)):
-        errors[name] = max(
-            _distance(sum(each[place][key] for each in found if each[place].get(key) is not None), value)
-            for key, value in expected.items()
-        )
-    return Outcome(errors, None, *found[0][3:])
-
-
-def _problem(model, text_rows, image_rows):
-    built, inputs = problem(model, text=text_rows)
-    if image_rows:
-        for name, value in _one_image_row(model, inputs).items():
-            inputs[name] = value
-    return built, inputs
-
-
-def _one_image_row(model, inputs):
-    """Returns the inputs that have a row for each row of the image, with a single one."""
-    hidden, timestep = inputs["hidden_states"], inputs["timestep"]
-    if model in ("wan", "hunyuan"):
-        return {"hidden_states": hidden[:, :, :1, :2, :2]}
-    if model == "cogvideox":
-        return {
-            "hidden_states": hidden[:, :1, :, :2, :2],
-            "image_rotary_emb": tuple(x[:1] for x in inputs["image_rotary_emb"]),
-        }
-    others = {
-        "flux": lambda: {"img_ids": inputs["img_ids"][:1]},
-        "qwen": lambda: {"img_shapes": [(1, 1, 1)] * len(hidden)},
-        "ltx": lambda: {"timestep": timestep[:, :1], "width": 1},
-    }
-    return {"hidden_states": hidden[:, :1]} | others[model]()
+    errors = {"output": 0.0, "gradients": 0.0}
+    for own, by_name, _, disabled, _ in found:
+        assert torch.equal(disabled, out)
+        assert by_name.keys() == gradients.keys()
+        errors["output"] = max(errors["output"], distance(own, out))
+        errors["gradients"] = max(errors["gradients"], *(distance(by_name[key], gradients[key]) for key in gradients))
+    errors["input_gradients"] = max(
+        distance(sum(each[2][key] for each in found if each[2].get(key) is not None), value)
+        for key, value in of_inputs.items()
+    )
+    return Outcome(errors, None, found[0][-1])
 
 
 @functools.lru_cache(64)
 def _alone(*sizes):
-    return run(*_problem(*sizes))
+    return run(*problem(*sizes))
 
 
 def _on_rank(group, case):
-    model, inputs = _problem(case.model, case.text_rows, case.image_rows)
-    counted = recorded(group)
+    model, inputs = problem(case.model, case.text_rows, case.image_rows)
     try:
-        context = enable_context_parallel(model, counted, **case.options)
-        out, gradients, of_inputs = run(model, inputs)
+        context = enable_context_parallel(model, group, **case.options)
+        out, gradients, of_inputs = run(model, inputs, context)
     except ArgumentError as error:
         return error
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs, return_dict=False)[0], out)
+    with context.disabled(), torch.no_grad():
+        disabled = model(**inputs, return_dict=False)[0]
     plans = tuple(
         {
             "scheme": plan.scheme,
@@ -139,8 +118,8 @@ def _on_rank(group, case):
         for each in context._enabled
         for plan in each.attention.plans.values()
     )
-    return out, gradients, of_inputs, plans, counted.calls
+    return out, gradients, of_inputs, disabled, plans
 
 
-def _distance(found, expected):
+def distance(found, expected):
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))

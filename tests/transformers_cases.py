@@ -2,13 +2,18 @@
 
 import contextlib
 import copy
+import importlib
 import importlib.util
 import sys
+import threading
+import warnings
 from importlib.metadata import version
 
 import pytest
 import torch
 from torch.nn import functional
+
+from megatron_cp.executor.launch import run_ranks
 
 LENGTHS = [5, 1, 7]
 TOKENS = torch.arange(3, 16)[None]
@@ -179,6 +184,14 @@ def build(name, *, dtype=torch.float64, **changed):
     return model
 
 
+def tiny(module, name, **changed):
+    """A random model in float64 of a class that the cases do not have."""
+    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    torch.manual_seed(0)
+    sizes = {**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changed}
+    return kind(kind.config_class(**{key: value for key, value in sizes.items() if value is not None})).double().eval()
+
+
 def tokenizer():
     """Makes a tokenizer of the words t0 to t96."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -249,8 +262,54 @@ def stock(model, packing, tokens, autocast=None):
             loss = functional.cross_entropy(rows[:-1], tokens[begin + 1 : end], reduction="sum") / max(count, 1)
             loss.backward()
             total += loss.item()
-    gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
-    return total, torch.cat(logits), gradients
+    return total, torch.cat(logits), gradients_of(alone)
+
+
+def over_ranks(model, tokens, lengths, size, autocast=None, changed=None, **options):
+    """Loss, logits, gradients and log-probabilities of a copy of the model over `size` ranks.
+
+    Args:
+        autocast: a type, under autocast to which forward is.
+        changed: returns what is trained of the enabled model, such as the model with adapters.
+    """
+    from megatron_cp.transformers import enable_context_parallel, token_log_probs  # `wide` needs no transformers
+
+    lock = threading.Lock()  # ranks share torch's random numbers
+
+    def main(group):
+        own = copy.deepcopy(model)
+        cp = enable_context_parallel(own, group, **options)
+        if changed is not None:
+            with lock:
+                own = changed(own)
+        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(lengths)})
+        planned = len(batch.plans.kinds)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            out = own(**batch, num_items_in_batch=max(batch.num_items, 1))
+        out.loss.backward()
+        assert len(batch.plans.kinds) == planned  # every layer is of a kind that was planned
+        gradients, logits = gradients_of(own), out.logits.detach()
+        assert {each.dtype for each in gradients.values()} <= {own.dtype}
+        log_probs = cp.gather(token_log_probs(logits, batch), batch)[0]
+        with cp.disabled():
+            own(input_ids=tokens[None, :5], use_cache=False)
+        return out.loss.item(), cp.gather(logits, batch)[0], gradients, log_probs
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*compute nothing here.*")
+        losses, logits, gradients, log_probs = zip(*run_ranks(main, size), strict=True)
+    return sum(losses), logits[0], summed(gradients), log_probs[0]
+
+
+def gradients_of(model):
+    """Returns the gradients that a model's parameters have, by their names."""
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def summed(gradients):
+    """Sums gradients over ranks, each of which may have none of some parameters."""
+    names = {name: None for of_rank in gradients for name in of_rank}
+    return {name: sum(each[name] for each in gradients if name in each) for name in names}
 
 
 def worst_gradient(found, expected):

@@ -1,13 +1,10 @@
 """Models of transformers with fp32 weights under autocast, over two ranks: as near to fp32 as the stock class.
 
 The stock class in fp32, on each document alone, is what both are held against.
-`python -m tests.functional_tests.test_transformers_autocast` prints the table of `benchmarks/results/autocast_cpu.md`.
 """
 
 import copy
 import functools
-import sys
-import warnings
 
 import pytest
 
@@ -21,7 +18,7 @@ from megatron_cp import Packing
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
 from tests.limits import limit
-from tests.transformers_cases import MODELS, build, stock
+from tests.transformers_cases import MODELS, build, over_ranks, stock
 
 LENGTHS = (37, 1, 22)
 FACTOR = 1.5  # as far from fp32 as ours may be, of what the stock class is
@@ -30,31 +27,11 @@ LOSS = 2e-3  # absolute: of a sum, in which roundings cancel, nothing else can b
 EXPERTS, ROUTED = ("DeepseekV3", "GptOss", "GraniteMoeHybrid", "KimiLinear", "Llama4", "Moe", "NemotronH", "Next"), 0.05
 
 
-def over_ranks(model, tokens, dtype, linear_mode="headwise"):
-    """Loss, logits and gradients over two ranks, whose forward is under autocast to a type."""
-
-    def main(group):
-        own = copy.deepcopy(model)
-        cp = enable_context_parallel(own, group, layout="zigzag", linear_mode=linear_mode)
-        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            out = own(**batch, num_items_in_batch=batch.num_items)
-        out.loss.backward()
-        gradients = {name: each.grad for name, each in own.named_parameters() if each.grad is not None}
-        assert {each.dtype for each in gradients.values()} == {own.dtype}
-        return out.loss.item(), cp.gather(out.logits.detach(), batch)[0].float(), gradients
-
-    found = run_ranks(main, 2)
-    names = {name for _, _, gradients in found for name in gradients}
-    gradients = {name: sum(each[2][name] for each in found if name in each[2]) for name in names}
-    return sum(each[0] for each in found), found[0][1], gradients
-
-
 def errors(found, exact):
     """Returns the errors: absolute for the loss; norm of the difference over the norm for logits and all gradients."""
     loss, logits, gradients = exact
     of_gradients = [torch.cat([each[name].flatten() for name in sorted(gradients)]) for each in (found[2], gradients)]
-    pairs = [(found[1], logits), of_gradients]
+    pairs = [(found[1].float(), logits), of_gradients]
     return abs(found[0] - loss), *((one - other).norm().item() / other.norm().item() for one, other in pairs)
 
 
@@ -66,21 +43,17 @@ def case(name):
     return model, packing, tokens, stock(model, packing, tokens)
 
 
-def both(name, dtype=torch.bfloat16, **how):
-    """The errors of ours, and of the stock class under the same autocast, or what it raises."""
-    model, packing, tokens, exact = case(name)
-    ours = errors(over_ranks(model, tokens, dtype, **how), exact)
-    try:
-        return ours, errors(stock(model, packing, tokens, dtype), exact)
-    except RuntimeError as error:
-        return ours, str(error)
-
-
 def assert_as_near(name, ours, theirs):
     assert ours[0] < LOSS
     floor = ROUTED if name.endswith(EXPERTS) else 0.0
     for own, other in zip(ours[1:], theirs[1:], strict=True):
         assert own < max(FACTOR * other, floor)
+
+
+def assert_as_near_under_autocast(name, dtype, linear_mode):
+    model, packing, tokens, exact = case(name)
+    ours = over_ranks(model, tokens, LENGTHS, 2, dtype, layout="zigzag", linear_mode=linear_mode)
+    assert_as_near(name, errors(ours, exact), errors(stock(model, packing, tokens, dtype), exact))
 
 
 # A class of each kind of layer.
@@ -91,21 +64,20 @@ FAMILIES = ["Llama", "Qwen3_5", "KimiLinear", "Bamba", "Lfm2"]
     "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.thorough) for name in MODELS]
 )
 def test_bf16_is_as_near_fp32_as_the_stock_class(name):
-    assert_as_near(name, *both(name))
+    assert_as_near_under_autocast(name, torch.bfloat16, "headwise")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp16_is_as_near_fp32_as_the_stock_class(name):
-    assert_as_near(name, *both(name, torch.float16, linear_mode="chunkwise"))
+    assert_as_near_under_autocast(name, torch.float16, "chunkwise")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_in_bf16_are_as_near_fp32_as_the_stock_class(name):
     model, packing, tokens, exact = case(name)
     low = copy.deepcopy(model).bfloat16()
-    assert_as_near(
-        name, *(errors(each, exact) for each in (over_ranks(low, tokens, None), stock(low, packing, tokens)))
-    )
+    ours = over_ranks(low, tokens, LENGTHS, 2, layout="zigzag", linear_mode="headwise")
+    assert_as_near(name, errors(ours, exact), errors(stock(low, packing, tokens), exact))
 
 
 def with_fsdp(world, name):
@@ -134,20 +106,3 @@ def all_with_fsdp(world):
 def test_fsdps_mixed_precision_is_as_near_fp32_as_the_stock_class():
     for name, pair in run_ranks(all_with_fsdp, 2, kind="processes", timeout=limit(60))[0].items():
         assert_as_near(name, *pair)
-
-
-def _table():
-    for dtype in (torch.bfloat16, torch.float16):
-        print(f"\n## {str(dtype).removeprefix('torch.')}\n")
-        print("| class | loss: ours | stock | logits: ours | stock | gradients: ours | stock |")
-        print("|---|--:|--:|--:|--:|--:|--:|")
-        for name in sys.argv[1:] or MODELS:
-            ours, theirs = both(name, dtype)
-            theirs = ["", "", theirs] if isinstance(theirs, str) else [f"{each:.1e}" for each in theirs]
-            cells = [cell for pair in zip((f"{each:.1e}" for each in ours), theirs, strict=True) for cell in pair]
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    _table()

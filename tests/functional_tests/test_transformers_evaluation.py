@@ -19,6 +19,7 @@ from tests.functional_tests.test_transformers_launch import (
     LOSS_PRINTED,
     PAGE,
     TRAINED,
+    assert_near,
     printed_by_the_page,
     trained_like_the_page,
 )
@@ -185,11 +186,7 @@ FIRST = {("Trainer", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
 )
 def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     ours, stock = found[2 * replicas]["ours", name], found[replicas]["stock", name]
-    assert set(ours) == set(stock)
-    assert not any(value != value for value in ours.values())
-    near = {"rel": 2e-2, "abs": 2e-2} if "bf16" in name else {"rel": 2e-4}
-    differ = {key: (ours[key], stock[key]) for key in stock if ours[key] != pytest.approx(stock[key], **near)}
-    assert not differ
+    assert_near(ours, stock, **({"rel": 2e-2, "abs": 2e-2} if "bf16" in name else {"rel": 2e-4}))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])

@@ -74,6 +74,22 @@ def rewarded_alike(printed, ranks=2):
     assert 0 < float(rewards[0]) < 1
 
 
+def logged(trainer, unlike):
+    """Returns all numbers that a trainer has logged, but for those in whose names is one of the words `unlike`."""
+    return {
+        f"{key} {number}": value
+        for number, entry in enumerate(trainer.state.log_history)
+        for key, value in entry.items()
+        if not any(word in key for word in unlike)
+    }
+
+
+def assert_near(ours, stock, **near):
+    """Asserts that two trainers have the same numbers within `rel` and `abs`."""
+    assert set(ours) == set(stock)
+    assert {key: (ours[key], stock[key]) for key in stock if ours[key] != pytest.approx(stock[key], **near)} == {}
+
+
 @pytest.mark.thorough  # `test_transformers_evaluation` runs the script by forks, which import nothing again
 @pytest.mark.parametrize("line", LINES)
 def test_launch_lines_run_as_printed(line, tmp_path):

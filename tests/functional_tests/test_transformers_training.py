@@ -4,32 +4,23 @@ In float64, since training amplifies what a CPU rounds: in fp32 logits differ by
 """
 
 import copy
-import threading
 from functools import partial
 
 import pytest
 
 pytest.importorskip("accelerate")
-pytest.importorskip("peft")
 pytest.importorskip("trl")
 import torch
-import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from megatron_cp import Packing
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
 from tests.forked_ranks import as_launched
 from tests.limits import limit
-from tests.refusals import rejects
-from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
+from tests.transformers_cases import build, class_of, tokenizer, wide
 
 STEPS, RATE = 6, 1e-2
 LOGGED, FLOAT64 = 2e-6, 1e-9  # a trainer adds up the losses that it logs in fp32
@@ -40,11 +31,11 @@ MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 
 
 def alone(model, batches):
-    """Losses and gradient norms of the stock class over batches of `[(tokens, lengths) of each replica]`."""
+    """Losses and gradient norms of the stock class over batches of `(tokens, lengths)`."""
     model.set_attn_implementation("eager")
     optimizer, found = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
-    for packs in batches:
-        documents = [document for tokens, lengths in packs for document in tokens.split(lengths)]
+    for tokens, lengths in batches:
+        documents = tokens.split(lengths)
         count, total = sum(len(document) - 1 for document in documents), 0.0
         for document in documents:
             if len(document) > 1:
@@ -59,53 +50,6 @@ def alone(model, batches):
     return found
 
 
-@wide()
-def with_fsdp(world, name, changed, recompute):
-    """4 steps of AdamW over 2 x 2 ranks, and of the stock class."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    everyone, replica = mesh["dp", "cp"]._flatten("dp_cp"), mesh["dp"].get_local_rank()
-    model = build(name, **changed)
-    reference = copy.deepcopy(model)
-    if recompute is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": recompute})
-    cp = enable_context_parallel(model, mesh["cp"])
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-    random, batches, losses = torch.Generator().manual_seed(1), [], []
-    for step in range(4):
-        lengths = [[37, 1, 60, 22 + 5 * each + step] for each in range(2)]
-        packs = [(torch.randint(3, 97, (sum(each),), generator=random), each) for each in lengths]
-        tokens, own = packs[replica]
-        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": own})
-        count = torch.tensor(batch.num_items)
-        dist.all_reduce(count, group=mesh["dp"].get_group())
-        loss = model(**batch, num_items_in_batch=count).loss
-        (loss * everyone.size()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        batches.append(packs)
-        losses.append(total.item())
-    return losses, [loss for loss, _ in alone(reference, batches)] if world.rank == 0 else None
-
-
-def all_with_fsdp(world):
-    cases = [("Qwen3Next", HYBRID, True), ("Qwen3Next", HYBRID, False), ("Llama", {}, None), ("StableLm", {}, False)]
-    return {(name, recompute): with_fsdp(world, name, changed, recompute) for name, changed, recompute in cases}
-
-
-@pytest.mark.thorough
-def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
-    found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=limit(240))[0]
-    assert len(found) == 4
-    for losses, expected in found.values():
-        assert losses == pytest.approx(expected, abs=FLOAT64)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_is_the_stock_model(name, tmp_path):
     model = build(name, dtype=torch.float32, **MODELS[name]).eval()
@@ -117,41 +61,6 @@ def test_what_is_saved_is_the_stock_model(name, tmp_path):
     assert type(stock).__name__ == type(model).__name__
     assert list(stock.state_dict()) == list(model.state_dict())
     assert (stock(input_ids=tokens).logits - found).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [("Llama", ["q_proj", "v_proj"]), ("Qwen3Next", ["in_proj_qkvz", "out_proj", "k_proj"]), ("Bamba", ["in_proj"])],
-)
-def test_adapters_have_the_gradients_of_one_rank(name, targets):
-    model, lengths = build(name), [37, 1, 60, 22]
-    tokens = torch.randint(3, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    adapters = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-
-    def adapted(model):
-        torch.manual_seed(2)  # peft draws the same on all
-        return get_peft_model(model, adapters).double()
-
-    reference = adapted(copy.deepcopy(model))
-    with wide():
-        _, logits, gradients = stock(reference, Packing(lengths), tokens)
-
-        def main(group):
-            cp = enable_context_parallel(base := copy.deepcopy(model), group)
-            with lock:
-                own = adapted(base)
-            batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": lengths})
-            out = own(**batch, num_items_in_batch=batch.num_items)
-            out.loss.backward()
-            gathered = cp.gather(out.logits.detach(), batch)[0]
-            return gathered, {name: each.grad for name, each in own.named_parameters() if each.grad is not None}
-
-        lock = threading.Lock()
-        found = run_ranks(main, 2)
-    assert (found[0][0] - logits).abs().max() < 1e-11
-    assert gradients
-    assert all("lora" in name for name in gradients)
-    assert worst_gradient({name: sum(each[name] for _, each in found) for name in gradients}, gradients)[0] < 1e-11
 
 
 class OnCpu(ParallelismConfig):
@@ -170,7 +79,7 @@ def recording(kind):
         def training_step(self, model, inputs, num_items_in_batch=None):
             row = inputs["position_ids"][0]
             ends = torch.cat([(row == 0).nonzero()[:, 0], torch.tensor([len(row)])])
-            self.seen = (*self.seen, [(inputs["input_ids"][0].clone(), ends.diff().tolist())])
+            self.seen = (*self.seen, (inputs["input_ids"][0].clone(), ends.diff().tolist()))
             return super().training_step(model, inputs, num_items_in_batch)
 
     return Recording
@@ -255,26 +164,3 @@ def test_trainers_train_as_one_rank(kind, name, tmp_path):
     assert steps == STEPS
     assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=LOGGED)
     assert [norm for _, norm in logged] == pytest.approx([norm for _, norm in expected], rel=FLOAT64)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named", "text"),
-    [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
-        ({}, {"compute_loss_func": lambda *_, **__: None}, "compute_loss_func"),
-        ({}, {"layout": "ring"}, "layout"),
-        ({}, {"cp_options": {"align": 0}}, "align"),
-    ],
-)
-def test_trainers_reject(wrong, named, text, tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **wrong)
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    rejects(text, ContextParallelTrainer, model=model, args=args, data_collator=DataCollatorWithFlattening(), **named)
-
-
-def test_rejects_an_evaluation_without_labels(tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    trainer = ContextParallelTrainer(model=model, args=args, data_collator=DataCollatorWithFlattening())
-    with pytest.raises(ArgumentError, match="Evaluate with labels"):
-        trainer.prediction_step(model, {"input_ids": torch.arange(9)[None]}, prediction_loss_only=True)

@@ -108,6 +108,16 @@ LATENT = {
     "up": torch.ones(2, 6, 6),
 }
 NO_INDEXER = [5, True, "ab", (2,), (2, 6, 1), (0, 6), (2, 0), (2.0, 6), (2, True), (None, 6), {2: 6}, {2, 6}, object()]
+ATTENTION = {
+    "scheme": NO_NAME, **WIRE, **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
+    **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
+    "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]),
+}  # fmt: skip
+PRICED = {
+    "latent": NO_LATENT, "latent_mode": [*optional(NO_NAME), "expand"], "hardware": NO_MACHINE,
+    "topology": NO_TOPOLOGY, "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH,
+}  # fmt: skip
+CHOOSING = {"topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}
 INDEX = {"index_q": ones(2, 5), "index_k": ones(5), "index_weights": ones(2)}
 QKV = {name: ones(2, 4) for name in "qkv"}
 HELD = {f"held_{name}": torch.ones(KEYS.total, 2, 4) for name in "qkv"}
@@ -236,16 +246,9 @@ CALLS = {
         "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
     "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
     "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4}, {
-        "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0])
-           for name in ("kv_heads", "value_head_dim", "ulysses_degree", "head_chunks")},
-        "hardware": NO_MACHINE,
-        "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": NO_SEARCH, "latent": NO_LATENT,
-        "latent_mode": [*optional(NO_NAME), "expand"]}),
-    "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, {
-        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}),
+        **ATTENTION, **PRICED, "mask": NO_NAME, "ulysses_degree": optional([*NO_INTEGER, 0]),
+        "topology": NO_TOPOLOGY[:-2]}),
+    "AttentionSpec, sparse": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "topk": 3}, CHOOSING),
     "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -281,17 +284,9 @@ CALLS = {
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], []],
         "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
-        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE, "latent": NO_LATENT,
-        "latent_mode": [*optional(NO_NAME), "expand"],
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
-        "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
-        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH}),
+        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, **ATTENTION, **PRICED}),
     "plan_held_attention": (cp.plan_held_attention, {"layout": LAYOUT, "held": KEYS, **SHAPES}, {
-        "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
-        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
-        "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3])}),
+        "layout": NO_LAYOUT[:-1], "held": NO_PACKING, "mask": NO_MASK, **ATTENTION}),
     "held_attention": (cp.held_attention, {
         **QKV, **HELD, "plan": cp.plan_held_attention(ALONE, KEYS, **SHAPES)},
         tensors(**QKV, **HELD) | {name: bad for name, bad in SOFTMAX.items() if name not in ("dropout", "seed")}),
@@ -321,8 +316,7 @@ CALLS = {
     "Cache.drop": (lambda documents: cp.Cache(3).drop(documents), {"documents": [0]}, {
         "documents": [value for value in NO_LIST if not isinstance(value, list) or value] + [[0, 1, 2], [3], [-1]]}),
     "latent_attention": (cp.latent_attention, {**LATENT, "plan": PLANS["latent"]}, tensors(**LATENT) | SOFTMAX),
-    "plan_attention, sparse": (cp.plan_attention, {"packing": P, "layout": LAYOUT, "topk": 3, **SHAPES}, {
-        "topk": optional([*NO_INTEGER, 0]), "indexer": NO_INDEXER, "block": optional([*NO_INTEGER, 0])}),
+    "plan_attention, sparse": (cp.plan_attention, {"packing": P, "layout": LAYOUT, "topk": 3, **SHAPES}, CHOOSING),
     "sparse_attention": (cp.sparse_attention, {**QKV, **INDEX, "plan": PLANS["sparse"]}, {
         **tensors(**QKV, **INDEX), "plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP,
         "softmax_scale": optional(NO_NUMBER), "index_relu": NO_FLAG, "index_loss": optional(NO_NAME),

@@ -4,8 +4,7 @@ Automodel's own recipe runs with it in `tests/functional_tests/test_automodel.py
 """
 
 import copy
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +12,10 @@ pytest.importorskip("transformers")
 import torch
 from torch.nn import functional
 
-from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations.automodel import own_batches
+from tests.refusals import rejects
+from tests.stand_ins import stand_in
 from tests.transformers_cases import build
 
 LENGTHS = [(5, 1, 6), (9, 3)]
@@ -35,19 +35,12 @@ def attach_capabilities_and_validate(model, mesh):
     return model
 
 
-FAKES = {
-    "nemo_automodel.components.distributed.context_parallel": ContextParallelSharder,
-    "nemo_automodel._transformers.capabilities": attach_capabilities_and_validate,
-}
-
-
 @pytest.fixture(autouse=True)
 def automodel(monkeypatch):
-    for name, value in FAKES.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-        setattr(sys.modules[name], value.__name__, value)
+    path = "nemo_automodel.components.distributed.context_parallel"
+    attach = {"attach_capabilities_and_validate": attach_capabilities_and_validate}
+    sharder = {"ContextParallelSharder": ContextParallelSharder}
+    stand_in(monkeypatch, {path: sharder, "nemo_automodel._transformers.capabilities": attach})
 
 
 def mesh_of(size, rank):
@@ -122,20 +115,13 @@ def test_rejects_what_it_does_not_shard(changes, arguments, message):
     own_batches(model, None)
     batch = batch_of("thd") | changes
     sharder = model.prepare_model_inputs_for_cp(batch)["cp_sharder"]
-    with pytest.raises(ArgumentError, match=message):
-        sharder.shard_batch(**{"cp_mesh": mesh_of(1, 0), "tp_mesh": None, "batch": batch, **arguments})
-
-
-def test_rejects_chunks_of_a_pipeline():
-    model = build("Llama")
-    own_batches(model, None)
-    with pytest.raises(ArgumentError, match="num_chunks: got 2; allowed: 1"):
-        model.prepare_model_inputs_for_cp({}, num_chunks=2)
+    arguments = {"cp_mesh": mesh_of(1, 0), "tp_mesh": None, "batch": batch, **arguments}
+    rejects(message, sharder.shard_batch, **arguments)
+    rejects("num_chunks: got 2; allowed: 1", model.prepare_model_inputs_for_cp, {}, num_chunks=2)
 
 
 @pytest.mark.parametrize("name", ["backend", "prepare_model_inputs_for_cp"])
 def test_rejects_models_with_automodels_own_attention(name):
     model = build("Llama")
     setattr(model, name, "te")
-    with pytest.raises(ArgumentError, match=f"model: got 'LlamaForCausalLM, which has `{name}`'"):
-        own_batches(model, None)
+    rejects(f"model: got 'LlamaForCausalLM, which has `{name}`'", own_batches, model, None)

@@ -18,8 +18,6 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.segments import Segments
-from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.testing import isolation, oracles
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
 from tests.counts import calls_of, peak_of
@@ -123,15 +121,6 @@ def layouts_of(seed, packing):
             yield layout_named(name, packing, (1, 2, 3, 5, 8)[(number + seed) % 5], seed=seed)
 
 
-def test_forests_branch_in_many_ways():
-    forests = [packing for _, packing, _ in drawn()]
-    assert {packing.branches is None for packing in forests} == {True, False}
-    trees = [packing.branches for packing in forests if packing.branches is not None]
-    assert any(0 in tree.lengths for tree in trees)
-    assert any((tree.lengths[tree.parents < 0] == 1).any() for tree in trees)
-    assert max(packing.num_documents for packing in forests if packing.branches is not None) > 1
-
-
 def test_chains_are_documents():
     for lengths, parents, documents in (
         ([3, 2, 4], [-1, 0, 1], [9]),
@@ -198,95 +187,21 @@ def test_bands_calls_and_memory_grow_no_faster_than_levels(spec, leaf_first):
     assert calls_of(lambda: Mask.named(packing, spec)) < 100 * runs
 
 
-@pytest.mark.parametrize("width", [1, 2, 4, 9])
-def test_halos_are_the_tokens_before_in_the_path(width):
-    for seed, packing, path in drawn(16):
-        for layout in layouts_of(seed, packing):
-            halo, segments = Halo(layout, width, 3), Segments.from_layout(layout)
-            ranks = range(layout.cp_size)
-            tables = [halo.tables(rank) for rank in ranks]
-            # Each rank's rows are its tokens; they are exchanged here as the tables say.
-            sent = [
-                np.split(layout.tokens(r)[t.send_rows], np.cumsum(t.send_counts)[:-1]) for r, t in enumerate(tables)
-            ]
-            for rank, own in enumerate(tables):
-                assert halo.split_counts.sent_by(rank) == own.send_counts.tolist()
-                assert halo.split_counts.received_by(rank) == own.recv_counts.tolist()
-                assert [len(sent[other][rank]) for other in ranks] == own.recv_counts.tolist()
-                found = np.full(own.num_waiting * halo.reach, -1)
-                rows = [*(sent[other][rank] for other in ranks), layout.tokens(rank)[own.local_rows]]
-                assert np.unique(own.places).size == own.places.size
-                found[own.places] = np.concatenate(rows)
-                local = segments.local(rank)
-                firsts = segments.start[local.ids[local.past]]
-                before = [path[first][:-1][-halo.reach :] if halo.reach else [] for first in firsts]
-                padded = [[-1] * (halo.reach - len(tokens)) + tokens for tokens in before]
-                assert found.reshape(len(firsts), halo.reach).tolist() == padded
-            for forward in (True, False):
-                rows_sent = halo.split_counts.counts.sum(1 if forward else 0)
-                assert halo.bytes_sent(2, forward=forward) == (rows_sent * 3 * 2).tolist()
-
-
-def test_states_come_from_the_segments_before_in_the_path():
-    for seed, packing, path in drawn(16):
-        for layout in layouts_of(seed, packing):
-            segments = Segments.from_layout(layout)
-            ids = range(segments.start.size)
-            of_token = {token: i for i in ids for token in range(segments.start[i], segments.end[i])}
-            above = [{of_token[token] for token in path[segments.start[i]][:-1]} for i in ids]
-            below = [{other for other in ids if i in above[other]} for i in ids]
-            for i in ids:
-                assert path[segments.end[i] - 1][-(segments.end[i] - segments.start[i]) :] == list(
-                    range(segments.start[i], segments.end[i])
-                )
-            assert segments.past.tolist() == [bool(each) for each in above]
-            assert segments.future.tolist() == [bool(each) for each in below]
-            assert segments.parent.tolist() == [of_token[path[segments.start[i]][-2]] if above[i] else -1 for i in ids]
-            assert segments.crosses == any(segments.rank[i] != segments.rank[j] for i in ids for j in above[i])
-            for forward, related in ((True, above), (False, below)):
-                needed = [
-                    sorted(set().union(*(related[i] for i in ids if segments.rank[i] == rank)))
-                    for rank in range(layout.cp_size)
-                ]
-                scan = Scan(layout, 2, 3, 5, dense=True)
-                sizes = [30 + 18 * bool(related[i]) for i in ids]
-                counts = np.zeros((layout.cp_size,) * 2, dtype=int)
-                for rank, wanted in enumerate(needed):
-                    assert segments.needed(rank, forward=forward).tolist() == wanted
-                    for source in range(layout.cp_size):
-                        sent = [i for i in wanted if segments.rank[i] == source != rank]
-                        assert segments.sent(source, rank, forward=forward).tolist() == sent
-                        counts[source, rank] = sum(sizes[i] for i in sent)
-                assert segments.receivers(forward=forward).tolist() == [
-                    sum(i in wanted and segments.rank[i] != rank for rank, wanted in enumerate(needed)) for i in ids
-                ]
-                assert np.array_equal(scan.split_counts(forward=forward).counts, counts)
-                assert scan.bytes_sent(8, forward=forward) == (counts.sum(1) * 8).tolist()
-
-
 TREE = Packing.tree([3, 2, 4], [-1, 0, 0])
 
 
 @pytest.mark.parametrize(
-    ("says", "lengths", "parents"),
+    ("says", "tree"),
     [
-        (r"parents\[0\]: got 1", [3, 2], [1, 0]),  # a cycle
-        (r"parents\[1\]: got 2", [3, 2, 4], [-1, 2, 0]),  # a parent after its child
-        (r"parents\[0\]: got 0", [3, 2], [0, 0]),
-        (r"parents\[1\]: got -2", [3, 2], [-1, -2]),
-        ("parents: got 'segment 2 after one of another tree", [3, 2, 4], [-1, -1, 0]),
-        ("parents: got .* an integer for each of 2 segments", [3, 2], [-1]),
-        ("parents: got .* an integer for each of 2 segments", [3, 2], [-1.0, 0.5]),
-        ("lengths: got .* integers of at least 0", [3, -2], [-1, 0]),
+        (r"parents\[1\]: got 2", ([3, 2, 4], [-1, 2, 0])),  # a parent after its child
+        (r"parents\[0\]: got 0", ([3, 2], [0, 0])),
+        ("parents: got 'segment 2 after one of another tree", ([3, 2, 4], [-1, -1, 0])),
+        ("parents: got .* an integer for each of 2 segments", ([3, 2], [-1])),
+        ("ends: got .* a number of documents for each of 3 segments", ([3, 2, 4], [-1, 0, 0], [1, 2, 2**31])),
     ],
 )
-def test_rejects_what_is_no_tree(says, lengths, parents):
-    rejects(says, Packing.tree, lengths, parents)
-
-
-@pytest.mark.parametrize("ends", [[1], [1, 2, -1], [1, 2, 0.5], [1, 2, 2**31]])
-def test_rejects_counts_that_do_not_fit(ends):
-    rejects("ends: got .* a number of documents for each of 3 segments", Packing.tree, [3, 2, 4], [-1, 0, 0], ends)
+def test_rejects_what_is_no_tree(says, tree):
+    rejects(says, Packing.tree, *tree)
 
 
 @pytest.mark.parametrize(

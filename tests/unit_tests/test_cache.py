@@ -14,6 +14,7 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.layers import LAYERS
 from megatron_cp.testing.parity import Case, draw
+from tests.refusals import rejects
 
 LENGTHS = np.array([11, 23, 0, 7])
 SCHEMES = ["p2p", "a2a", "all_gather", "exact", "tiled"]
@@ -284,35 +285,28 @@ def first_step():
     return cache, layout, keys, [torch.ones(5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
 
 
-def refused(*values, match, **options):
-    with pytest.raises(cp.ArgumentError, match=match):
-        cp.attention(*values, **options)
-
-
 def test_rejects_a_cache_that_does_not_fit_the_call():
     cache, layout, keys, rows = first_step()
-    plan = planned(layout, keys)
-    refused(*rows, plan, cache=cache, match="cache: got <.*allowed: a layer of a Cache.*cache of all layers")
-    refused(*rows, plan, cache=5, match="cache: got 5; allowed: a layer of a Cache")
-    grown = [x.clone().requires_grad_() for x in rows]
-    refused(*grown, plan, cache=cache.layer(0), match="cache: got 'a cache, and tensors that require grad")
-    refused(*rows, plan, cache=cp.Cache(2).layer(0), match="a Cache before its first step")
-    other = cp.Layout.contiguous(cp.Packing([3, 1, 1]), 1)
-    refused(
-        *rows, planned(other, other), cache=cache.layer(0), match="a plan of 3 documents .*allowed: one of 2 documents"
-    )
-    other = cp.Layout.contiguous(cp.Packing([2, 3]), 1)
-    refused(*rows, planned(other, other), cache=cache.layer(0), match=r"queries in .*\[2, 3\].*allowed: one with")
+
+    def refused(match, cache, plan, rows=rows):
+        rejects(match, cp.attention, *rows, plan, cache=cache)
+
+    plan, grown = planned(layout, keys), [x.clone().requires_grad_() for x in rows]
+    refused("cache: got <.*allowed: a layer of a Cache.*cache of all layers", cache, plan)
+    refused("cache: got 'a cache, and tensors that require grad", cache.layer(0), plan, grown)
+    refused("a Cache before its first step", cp.Cache(2).layer(0), plan)
+    others = [cp.Layout.contiguous(cp.Packing(lengths), 1) for lengths in ([3, 1, 1], [2, 3])]
+    refused("a plan of 3 documents .*allowed: one of 2 documents", cache.layer(0), planned(others[0], others[0]))
+    refused(r"queries in .*\[2, 3\].*allowed: one with", cache.layer(0), planned(others[1], others[1]))
     cp.attention(*rows, plan, cache=cache.layer(0))
-    refused(*rows, plan, cache=cache.layer(0), match="a layer that was last called in step 1, in step 1")
-    refused(*rows, plan, cache=cp.Cache(2, 2).layer(0), match="before its first step")
+    refused("a layer that was last called in step 1, in step 1", cache.layer(0), plan)
     # The next step: the keys of this plan are the new ones alone.
     keys = cache.extend(layout)
-    refused(*rows, plan, cache=cache.layer(0), match=r"keys in .*\[3, 2\].*allowed: one with keys in .*\[6, 4\]")
+    refused(r"keys in .*\[3, 2\].*allowed: one with keys in .*\[6, 4\]", cache.layer(0), plan)
     plan = planned(layout, keys)
     low = [x.float() for x in rows]
-    refused(*low, plan, cache=cache.layer(0), match="keys and values: torch.float32 .*allowed: torch.float64")
-    refused(*rows, plan, cache=cache.layer(1), match="last called in step 0, in step 2")
+    refused("keys and values: torch.float32 .*allowed: torch.float64", cache.layer(0), plan, low)
+    refused("last called in step 0, in step 2", cache.layer(1), plan)
     assert cp.attention(*rows, plan, cache=cache.layer(0)).shape == (5, 4, 4)  # nothing refused has changed it
 
 
@@ -320,29 +314,25 @@ def test_rejects_states_that_do_not_fit_the_call():
     cache, layout, *_ = first_step()
     shapes = [(5, 2, 4), (5, 2, 4), (5, 4, 3), (5, 4), (5, 4)]
 
-    def rule(cache, plan, dtype=torch.float64, kernel=cp.gated_delta_rule, **more):
+    def rule(plan, dtype=torch.float64, **more):
         rows = [-torch.ones(*shape, dtype=dtype, **more) for shape in shapes]
-        return kernel(*rows, plan, cache=cache)
-
-    def refused(match, *values, **more):
-        with pytest.raises(cp.ArgumentError, match=match):
-            rule(*values, **more)
+        return cp.gated_delta_rule(*rows, plan, cache=cache.layer(0))
 
     plan = linear_plan(layout, "gdn", "headwise")
     other = linear_plan(cp.Layout.contiguous(cp.Packing([2, 3]), 1), "gdn", "headwise")
-    refused(r"cache: got 'a plan of Packing\(\[2, 3\]\)'; allowed: one of Packing\(\[3, 2\]\)", cache.layer(0), other)
-    refused("cache: got 'a cache, and tensors that require grad'", cache.layer(0), plan, requires_grad=True)
-    rule(cache.layer(0), plan)
-    refused("last called in step 1, in step 1", cache.layer(0), plan)
+    rejects(r"cache: got 'a plan of Packing\(\[2, 3\]\)'; allowed: one of Packing\(\[3, 2\]\)", rule, other)
+    rejects("cache: got 'a cache, and tensors that require grad'", rule, plan, requires_grad=True)
+    rule(plan)
+    rejects("last called in step 1, in step 1", rule, plan)
     keys = cache.extend(layout)
-    refused("state state: torch.float32 .*allowed: torch.float64", cache.layer(0), plan, dtype=torch.float32)
+    rejects("state state: torch.float32 .*allowed: torch.float64", rule, plan, dtype=torch.float32)
     rows = [torch.ones(5, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
-    with pytest.raises(cp.ArgumentError, match="a layer with states, of a linear layer"):
-        cp.attention(*rows, planned(layout, keys), cache=cache.layer(0))
+    says = "a layer with states, of a linear layer"
+    rejects(says, cp.attention, *rows, planned(layout, keys), cache=cache.layer(0))
     mixer = draw(Case(layer="gdn", lengths=(3, 2), cp=1, heads=4, groups=2, head_dim=4, value_head_dim=3))
-    with pytest.raises(cp.ArgumentError, match=r"a call with states state, q, k, v.*allowed: one with state, as"):
-        cp.gated_delta_net(*mixer.inputs.values(), plan, **mixer.parameters, cache=cache.layer(0))
-    rule(cache.layer(0), plan)  # nothing refused has changed it
+    given, says = mixer.parameters | {"cache": cache.layer(0)}, r"a call with states state, q, k, v.*one with state, as"
+    rejects(says, cp.gated_delta_net, *mixer.inputs.values(), plan, **given)
+    rule(plan)  # nothing refused has changed it
 
 
 def test_rejects_states_of_each_ranks_heads_where_all_are_needed():
@@ -357,45 +347,26 @@ def test_rejects_states_of_each_ranks_heads_where_all_are_needed():
             call = [x, torch.ones(96, 4, dtype=torch.float64), None, linear_plan(layout, "conv1d", mode), group]
             if mode == "headwise":
                 cp.causal_conv1d(*call, cache=cache.layer(0))
-        with pytest.raises(cp.ArgumentError, match="a chunkwise step after a headwise one"):
-            cp.causal_conv1d(*call, cache=cache.layer(0))
+        rejects("a chunkwise step after a headwise one", cp.causal_conv1d, *call, cache=cache.layer(0))
         for channels in (48, 128):  # fewer are a part of those that are kept
             other = [torch.ones(2, channels, dtype=torch.float64), torch.ones(channels, 4, dtype=torch.float64), None]
             plan = cp.plan_linear(layout.packing, layout, "conv1d", channels=channels, mode="headwise")
-            with pytest.raises(cp.ArgumentError, match=f"state x of {channels}'; allowed: state x of 96"):
-                cp.causal_conv1d(*other, plan, group, cache=cache.layer(0))
+            says = f"state x of {channels}'; allowed: state x of 96"
+            rejects(says, cp.causal_conv1d, *other, plan, group, cache=cache.layer(0))
 
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: cp.Cache(0), "num_documents: got 0"), (lambda: cp.Cache(1, 0), "cp_size: got 0"),
-        (lambda: cp.Cache(1, block_size=0), "block_size: got 0"),
-        (lambda: cp.Cache(1).extend(cp.Layout.contiguous(cp.Packing([1, 2]), 1)), "a layout of 2 documents"),
-        (lambda: cp.Cache(1).extend(cp.Layout.contiguous(cp.Packing([2]), 2)), "layout: got 'one over 2"),
-        (lambda: cp.Cache(1).extend(cp.Packing([2])), "layout: got Packing"),
-        (lambda: cp.Cache(1).positions(0), "a Cache before its first step"),
-        (lambda: first_step()[0].positions(1), "rank: got 1"), (lambda: cp.Cache(1).layer(-1), "number: got -1"),
-        (lambda: cp.Cache(1).add(0), "count: got 0"), (lambda: cp.Cache(2).drop([2]), r"documents: got \[2\]"),
-        (lambda: cp.Cache(2).drop([0, 1]), "not all of them"), (lambda: cp.Cache(2).drop([0.5]), "documents: got"),
-    ],
-)  # fmt: skip
-def test_rejects_what_no_cache_can_be_or_do(call, match):
-    with pytest.raises(cp.ArgumentError, match=match):
-        call()
-
-
-def test_rejects_documents_that_branch_and_changes_in_the_middle_of_a_step():
-    tree = cp.Packing.tree([3, 2, 1], [-1, 0, 0])
-    with pytest.raises(cp.ArgumentError, match="where documents branch"):
-        cp.Cache(1).extend(cp.Layout.contiguous(tree, 1))
+def test_rejects_steps_that_no_cache_can_take():
+    extend = cp.Cache(1).extend
+    rejects("a layout of 2 documents", extend, cp.Layout.contiguous(cp.Packing([1, 2]), 1))
+    rejects("layout: got 'one over 2", extend, cp.Layout.contiguous(cp.Packing([2]), 2))
+    rejects("where documents branch", extend, cp.Layout.contiguous(cp.Packing.tree([3, 2, 1], [-1, 0, 0]), 1))
+    rejects("a Cache before its first step", cp.Cache(1).positions, 0)
     cache, layout, *_ = first_step()
     cache.layer(3)
     for change in (lambda: cache.drop([0]), cache.add, lambda: cache.extend(layout)):
-        with pytest.raises(cp.ArgumentError, match="layer 3 has not been called in step 1"):
-            change()
+        rejects("layer 3 has not been called in step 1", change)
 
 
 def test_rejects_layers_that_differ_between_ranks():

@@ -1,4 +1,4 @@
-"""Dependencies point one way, in rooms and in modules; who imports what; who replaces what."""
+"""Dependencies point one way, in rooms and in modules; which room imports which package."""
 
 import ast
 import functools
@@ -34,12 +34,13 @@ def statements(node):
 
 @functools.cache
 def imports_of(path):
+    """Returns the pairs of a module and a name of it that a file imports anywhere; the name is "" for a module."""
     found = []
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            found.append(node.module)
+            found += [("." * node.level + (node.module or ""), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            found += [(alias.name, "") for alias in node.names]
     return found
 
 
@@ -53,54 +54,31 @@ def test_imports_point_downward():
         room = path.relative_to(HOUSE).parts[0].removesuffix(".py")
         if room in ("__init__", "__main__"):
             continue  # the front doors: one names everything, one starts the command line
-        for name in imports_of(path):
-            parts = name.split(".")
-            if parts[0] != "megatron_cp" or len(parts) == 1:
-                continue
-            other = parts[1]
-            if other != room and floor_of(other) >= floor_of(room):
+        for name, _ in imports_of(path):
+            package, _, inner = name.partition(".")
+            other = inner.partition(".")[0]
+            if package == "megatron_cp" and other not in ("", room) and floor_of(other) >= floor_of(room):
                 upward.append(f"{path.relative_to(HOUSE)} imports {name}")
     assert upward == []
 
 
-def private_imports(source, app, is_public):
-    """Returns the names that an application's source imports from the library, anywhere in it, beside public names.
-
-    Args:
-        source: of a module of the application.
-        app: the application's package.
-        is_public: says of a package of the library and a name whether the package exports it.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found = [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found = [("." * node.level + (node.module or ""), alias.name) for alias in node.names]
-        else:
-            continue
-        for module, name in found:
-            parts = module.split(".")
-            if parts[0] not in ("", "megatron_cp") or f"{module}.".startswith(f"{app}."):
-                continue
-            if len(parts) > 2 or not parts[0] or not name or parts[1:] == ["apps"] or not is_public(module, name):
-                yield f"{module} {name}".strip()
+def is_public(app, module, name):
+    """Returns True if an application may import a name: it is its own, or not ours, or a package here exports it."""
+    parts = module.split(".")
+    if parts[0] not in ("", "megatron_cp") or f"{module}.".startswith(f"megatron_cp.apps.{app}."):
+        return True
+    if len(parts) > 2 or not parts[0] or not name or parts[1:] == ["apps"]:
+        return False
+    package = importlib.import_module(module)
+    return name in getattr(package, "__all__", vars(package)) or (module, name) == ("megatron_cp", "__version__")
 
 
-def exports(package, name):
-    """Returns True if a package names it in `__all__`, or a module without such a list has it."""
-    module = importlib.import_module(package)
-    return name in getattr(module, "__all__", vars(module)) or (package, name) == ("megatron_cp", "__version__")
-
-
-APPLICATIONS = sorted(path.parent.name for path in (HOUSE / "apps").glob("*/__init__.py"))
-
-
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_applications_import_public_names_alone(name):
+def test_applications_import_public_names_alone():
     found = [
-        f"{path.relative_to(HOUSE)}: {imported}"
-        for path in (HOUSE / "apps" / name).rglob("*.py")
-        for imported in private_imports(path.read_text(), f"megatron_cp.apps.{name}", exports)
+        f"{path.relative_to(HOUSE)}: {module} {name}"
+        for path in (HOUSE / "apps").rglob("*/*.py")
+        for module, name in imports_of(path)
+        if not is_public(path.relative_to(HOUSE).parts[1], module, name)
     ]
     assert found == []
 
@@ -114,29 +92,8 @@ def test_applications_are_named_in_one_place_of_the_library():
     assert naming == {"cli/applications.py"}
 
 
-def imported_modules(source, modules):
-    """Returns the `modules` that a source imports anywhere; `from a import b` imports a.b if that is a module."""
-    for node in statements(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                if inner in modules:
-                    yield inner
-                elif node.module in modules:
-                    yield node.module
-
-
-def circles(sources):
-    """Sets of modules that import each other, directly or not. `sources` by the modules' names."""
-    imports = {name: set(imported_modules(source, sources)) - {name} for name, source in sources.items()}
-    reach = {name: reached_from(name, imports) for name in imports}
-    together = (frozenset(other for other in reach[name] if name in reach[other]) for name in reach)
-    return {circle for circle in together if len(circle) > 1}
-
-
 def reached_from(name, imports):
+    """Returns the modules that one imports, directly or not."""
     found, ahead = set(), [name]
     while ahead:
         new = imports[ahead.pop()] - found
@@ -151,7 +108,15 @@ def module_name(path):
 
 
 def test_no_modules_import_each_other():
-    assert circles({module_name(path): path.read_text() for path in HOUSE.rglob("*.py")}) == set()
+    paths = {module_name(path): path for path in HOUSE.rglob("*.py")}
+    imports = {
+        # `from a import b` imports a.b if that is a module.
+        name: {f"{module}.{each}" if f"{module}.{each}" in paths else module for module, each in imports_of(path)}
+        & paths.keys() - {name}
+        for name, path in paths.items()
+    }
+    reach = {name: reached_from(name, imports) for name in imports}
+    assert {name: reach[name] for name in imports if name in reach[name]} == {}
 
 
 # Where names of schemes, modes and kinds may be compared: where they are defined, and where users' words are read.
@@ -200,120 +165,16 @@ def test_plans_import_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def importers_of(package):
-    return {
+@pytest.mark.parametrize(
+    ("package", "rooms"),
+    [("transformers", ["transformers"]), ("diffusers", ["diffusers"]), ("megatron", ["megatron", "apps/train"])],
+)
+def test_only_its_adapter_imports_a_framework(package, rooms):
+    importing = {
         path.relative_to(HOUSE)
         for path in HOUSE.rglob("*.py")
-        for name in imports_of(path)
-        if name.split(".")[0] == package
+        for module, _ in imports_of(path)
+        if module.split(".")[0] == package
     }
-
-
-@pytest.mark.parametrize("package", ["transformers", "diffusers"])
-def test_only_its_adapter_imports_it(package):
-    importing = importers_of(package)
-    assert importing
-    assert [path for path in importing if not path.is_relative_to(package)] == []
-
-
-def test_only_the_adapter_and_the_trainer_import_megatron():
-    importing = importers_of("megatron")
-    rooms = (Path("megatron"), Path("apps/train"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []
-
-
-def root_of(node):
-    """The name that a dotted expression begins with, or a dictionary of its attributes: a of a.b.c, of vars(a)."""
-    while True:
-        match node:
-            case ast.Attribute(value=inner) | ast.Subscript(value=inner):
-                node = inner
-            case ast.Call(func=ast.Name(id="vars" | "getattr"), args=[inner, *_]):
-                node = inner
-            case ast.Name(id=name):
-                return name
-            case _:
-                return None
-
-
-def imported_names(tree, package=None):
-    """Names by which a source knows what it imports, of one package or of any, other names for them included."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and package in (None, node.module.split(".")[0]):
-            found |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            roots = {alias: alias.name.split(".")[0] for alias in node.names}
-            found |= {alias.asname or root for alias, root in roots.items() if package in (None, root)}
-    renamed = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    for _ in renamed:  # as often as names could be handed on
-        for node in renamed:
-            if isinstance(node.value, ast.Name | ast.Attribute) and root_of(node.value) in found:
-                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
-REPLACING = ("setattr", "delattr", "exchanged")  # functions that replace what their first argument has
-
-
-def replacements(source, package=None):
-    """The lines of a source that replace something of what it imports, or have the tools for it.
-
-    Args:
-        source: of a module.
-        package: whose names are meant; None for those of any.
-    """
-    tree = ast.parse(source)
-    known = imported_names(tree, package)
-    for node in ast.walk(tree):
-        match node:
-            case ast.ImportFrom(module="unittest" | "unittest.mock") | ast.Name(id="monkeypatch" | "MonkeyPatch"):
-                yield node.lineno
-            case ast.Import() if any(alias.name.startswith("unittest") for alias in node.names):
-                yield node.lineno
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *_]) if name in REPLACING:
-                if root_of(first) in known:
-                    yield node.lineno
-            case ast.Call(func=ast.Name(id="partial"), args=[ast.Name(id="exchanged"), first, *_]):
-                if root_of(first) in known:
-                    yield node.lineno
-            case ast.Call(
-                func=ast.Attribute(value=ast.Call() | ast.Attribute(attr="__dict__") as where, attr="update")
-            ):
-                if root_of(where) in known:
-                    yield node.lineno
-            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-                if any(isinstance(x, ast.Attribute | ast.Subscript) and root_of(x) in known for x in flat(targets)):
-                    yield node.lineno
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                if isinstance(target, ast.Attribute | ast.Subscript) and root_of(target) in known:
-                    yield node.lineno
-
-
-def flat(targets):
-    for target in targets:
-        if isinstance(target, ast.Tuple | ast.List):
-            yield from flat(target.elts)
-        else:
-            yield target
-
-
-@pytest.mark.parametrize("room", ["apps", "cli", "testing"])
-def test_nothing_of_the_library_is_replaced(room):
-    paths = sorted((HOUSE / room).rglob("*.py"))
-    found = [
-        f"{path.relative_to(HOUSE)}:{line}" for path in paths for line in replacements(path.read_text(), "megatron_cp")
-    ]
-    assert found == []
-
-
-def test_what_is_imported_is_exchanged_in_one_place():
-    # Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each.
-    exchanging = {
-        path.relative_to(HOUSE) for path in (HOUSE / "megatron").rglob("*.py") if list(replacements(path.read_text()))
-    }
-    assert exchanging == PATCHES
-
-
-PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}

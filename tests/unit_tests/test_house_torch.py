@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from megatron_cp import torch_private
 from megatron_cp.executor.no_compile import no_compile
-from tests.unit_tests.test_house import HOUSE, root_of
+from tests.unit_tests.test_house import HOUSE
 
 ASKED_IN = "torch_private.py"
 
@@ -29,24 +29,19 @@ def private_names_asked(source):
     return {name for name in parts | attributes if is_private(name)} - {"_fields"}
 
 
-def private_uses(source, known=frozenset()):
+def private_uses(source, known):
     """The lines in which a source imports or reads a private name of torch, or any attribute of a name in `known`."""
-    tree = ast.parse(source)
-    roots = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
-            roots |= {alias.asname or "torch" for alias in names}
-            if any(is_private(part) for alias in names for part in alias.name.split(".")):
+    nodes, roots = list(ast.walk(ast.parse(source))), {"torch"}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [f"{getattr(node, 'module', '')}.{alias.name}".strip(".") for alias in node.names]
+            of_torch = [name for name in names if name.split(".")[0] == "torch"]
+            roots |= {alias.asname or alias.name for alias in node.names if of_torch}
+            if any(is_private(part) for name in of_torch for part in name.split(".")):
                 yield node.lineno
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            roots |= {alias.asname or alias.name for alias in node.names}
-            paths = [*node.module.split("."), *(alias.name for alias in node.names)]
-            if any(map(is_private, paths)):
-                yield node.lineno
-    for node in ast.walk(tree):
+    for node in nodes:
         is_read = isinstance(node, ast.Attribute) and is_private(node.attr)
-        if is_read and (root_of(node) in roots or node.attr in known):
+        if is_read and (node.attr in known or ast.unparse(node).split(".")[0] in roots):
             yield node.lineno
 
 
@@ -123,18 +118,16 @@ def test_missing_names_are_listed_and_done_without(without):
         without.DispatchMode()
 
 
-def test_private_functions_do_what_they_say():
+def test_versions_and_leaves_and_operators_are_those_of_torch():
     tensor = torch.zeros(2)
     before = torch_private.version_of(tensor)
     assert torch_private.version_of(tensor) == before
     tensor.add_(1)
     assert torch_private.version_of(tensor) != before
-    nested = {"a": [1, (2, None)], "b": 3}
-    assert torch_private.leaves(nested) == [1, 2, None, 3]
-    operator = torch.ops.aten.add  # self, other, and a scale by keyword
-    assert torch_private._takes(_packet(operator.Tensor), ["self", "other"])
-    assert not torch_private._takes(_packet(operator.Tensor), ["self"])
-    assert not torch_private._takes(_packet(operator.Tensor), ["other", "self"])
+    assert torch_private.leaves({"a": [1, (2, None)], "b": 3}) == [1, 2, None, 3]
+    add = _packet(torch.ops.aten.add.Tensor)  # self, other, and a scale by keyword
+    taken = [torch_private._takes(add, names) for names in (["self", "other"], ["self"], ["other", "self"])]
+    assert taken == [True, False, False]
     assert not torch_private._takes(None, ["self"])
 
 

@@ -71,11 +71,7 @@ NOT_RUN = [
         "parse_and_validate_args",
         "a part of Megatron's main; examples/pretrain_hybrid.py has it",
     ),
-    (
-        "docs/packs.md",
-        "group_batches",
-        "needs Megatron's groups; test_megatron_batch.py has such groups",
-    ),
+    ("docs/packs.md", "group_batches", "needs Megatron's groups; test_megatron_batch.py has such groups"),
     (
         "docs/training-in-plain-pytorch.md",
         "fully_shard",

@@ -12,62 +12,33 @@ from tools.versions import ENVIRONMENTS
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 
 
 def read(path):
     return pytest.importorskip("yaml").safe_load(path.read_text())
 
 
-def wrong_version(version, changelog, citation, tags):
-    """Returns what disagrees between a version, the changelog's headings, the citation's fields and a commit's tags."""
-    headings = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
-    if ".dev" in version:
-        released = headings[1].split(" - ") if headings[0] == "Unreleased" and len(headings) > 1 else None
-        wrong = [f"{version} is not released, and the changelog begins with {headings[0]}"] * (released is None)
-    else:
-        released = headings[0].split(" - ")
-        wrong = [f"the version is {version}, the changelog begins with {headings[0]}"] * (released[0] != version)
-    if released is not None and released != [citation["version"], str(citation["date-released"])]:
-        wrong.append(f"CITATION.cff has {citation['version']} of {citation['date-released']}")
-    return wrong + [f"tag {tag} of version {version}" for tag in tags if tag.startswith("v") and tag != f"v{version}"]
-
-
 def test_version_changelog_citation_and_tag_agree():
-    citation = read(ROOT / "CITATION.cff")
-    asked = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    assert wrong_version(__version__, (ROOT / "CHANGELOG.md").read_text(), citation, asked.stdout.split()) == []
+    citation, changelog = read(ROOT / "CITATION.cff"), (ROOT / "CHANGELOG.md").read_text()
     assert citation["license"] == "Apache-2.0"
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev0)?", __version__)
-    dates = re.findall(r"^## \d+\.\d+\.\d+ - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert dates
+    releases = re.findall(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    assert releases[0] == (citation["version"], str(citation["date-released"]))
+    dates = [date for _, date in releases]
     assert dates == sorted(dates, reverse=True)
+    is_released = re.search(r"^## (.*)$", changelog, re.MULTILINE)[1] != "Unreleased"
+    assert re.fullmatch(r"\d+\.\d+\.\d+" + r"\.dev0" * (not is_released), __version__)
+    if is_released:
+        assert __version__ == releases[0][0]
+    asked = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert {tag for tag in asked.stdout.split() if tag.startswith("v")} <= {f"v{__version__}"}
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_run_what_is_there_with_few_permissions_and_pinned_actions(path):
-    workflow, targets = read(path), set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert workflow["permissions"] == {"contents": "read"}
-    assert set(workflow) == {"name", True, "permissions", "jobs"} | {"concurrency"} & set(workflow)  # True is `on`
-    for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 360  # GitHub's own limit
-        for step in job["steps"]:
-            assert re.fullmatch(r"actions/[a-z-]+@v\d+\.\d+\.\d+", step.get("uses", "actions/none@v0.0.0"))
-            commands = [step["run"]] if "run" in step else []
-            if commands == ["${{ matrix.command }}"]:
-                commands = job["strategy"]["matrix"]["command"]
-            for command in commands:
-                assert command == ".ci/run" or command.split()[:1] == ["make"]
-                assert command == ".ci/run" or command.split()[1] in targets
-    assert path.stem != "ci" or workflow["jobs"]["run"]["steps"][-1]["run"] == ".ci/run"
-
-
-def test_the_nightly_workflow_has_every_environment():
-    jobs = read(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]
-    held = [(each["environment"], each["python"]) for each in jobs["versions"]["strategy"]["matrix"]["include"]]
-    assert held == [(each.name, each.python) for each in ENVIRONMENTS]
-    commands = " ".join(jobs["random"]["strategy"]["matrix"]["command"])
-    assert re.search(r"make fuzz SECONDS=\d{3,}", commands)
+def test_workflows_run_what_is_there():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        assert set(re.findall(r'[:"] ?make ([a-z-]+)', path.read_text())) <= targets
+    nightly = read(ROOT / ".github" / "workflows" / "nightly.yml")["jobs"]["versions"]["strategy"]["matrix"]["include"]
+    assert [(each["environment"], each["python"]) for each in nightly] == [(e.name, e.python) for e in ENVIRONMENTS]
 
 
 def test_the_image_has_the_pinned_torch_and_known_extras():

@@ -102,10 +102,6 @@ ROWS = [
         "cp.Layout.zigzag(cp.Packing.from_cu_seqlens([0, 7, 8]), 2).shard(np.arange(8), 0)",
     ),
     Row(
-        "If these are the documents' lengths: Packing([7, 1, 3]).", "Packing([7, 1, 3])",
-        "cp.Packing.from_cu_seqlens([7, 1, 3])", "cp.Packing([7, 1, 3])",
-    ),
-    Row(
         "packing.documents_of(layout.tokens(rank)) gives the tree of each token.",
         "packing.documents_of(layout.tokens(rank))", "layout.document_ids(rank)",
         "packing.documents_of(layout.tokens(rank))",
@@ -170,12 +166,6 @@ ROWS = [
         f"{KEYS}; {INDEX}\ndef call(plan): cp.sparse_attention(q, k, v, plan, group, **index)",
     ),
     Row(
-        "Plan with indexer=.", "indexer=", "cp.sparse_attention(q, k, v, cp.plan_attention(packing, layout, heads=2,"
-        " kv_heads=1, head_dim=4, topk=3), group, chosen=torch.zeros(rows, 3, dtype=torch.int64), index_loss='sparse')",
-        "cp.sparse_attention(q, k, v, cp.plan_attention(packing, layout, heads=2, kv_heads=1, head_dim=4, topk=3,"
-        " indexer=(2, 4)), group, **index, index_loss='sparse')", f"{KEYS}; {INDEX}",
-    ),
-    Row(
         "The plan's indexer chooses: plan without indexer=.", "without indexer=",
         "call(cp.plan_attention(packing, layout, heads=2, kv_heads=1, head_dim=4, topk=3, indexer=(2, 4)), **index)",
         "call(cp.plan_attention(packing, layout, heads=2, kv_heads=1, head_dim=4, topk=3))  # without indexer=",
@@ -191,11 +181,6 @@ ROWS = [
         f"{ATTENTION}; q = torch.randn(rows, 6, 4); k = v = torch.randn(rows, 3, 4)",
     ),
     Row(
-        "Plan with conv_width=the taps.", "conv_width=", "call(cp.plan_linear(packing, layout, 'conv1d', channels=2))",
-        "call(cp.plan_linear(packing, layout, 'conv1d', channels=2, conv_width=3))",
-        "def call(plan): cp.causal_conv1d(torch.randn(rows, 2), torch.randn(2, 3), None, plan, group)",
-    ),
-    Row(
         "Do not reduce them: cross_entropy(..., reduction='none').", "reduction='none'",
         "cp.token_loss(cross_entropy(logits, batch.labels), batch, group)",
         "cp.token_loss(cross_entropy(logits, batch.labels, reduction='none'), batch, group)",
@@ -206,13 +191,6 @@ ROWS = [
         "Use weights.detach().", "weights.detach()", "cp.token_loss(losses, weights, group)",
         "cp.token_loss(losses, weights.detach(), group)",
         "losses = torch.randn(rows); weights = torch.ones(rows, requires_grad=True)",
-    ),
-    Row(
-        "Shift them within each document, or leave them out for the next tokens. For a model that learns the token at "
-        "its own place: labels_may_be_tokens=True.", "labels_may_be_tokens=True",
-        "cp.shard_batch(tokens, layout, group, labels=tokens)",
-        "batch = cp.shard_batch(tokens, layout, group, labels=tokens, labels_may_be_tokens=True)\n"
-        "assert torch.equal(cp.gather(batch.labels, layout, group), tokens)", "tokens = torch.arange(23)",
     ),
     *(
         Row(
@@ -240,13 +218,6 @@ ROWS = [
                 "out = mix(layout.shard(hidden, rank), planned(layout))  # or plan without hidden_size",
             ),
         )
-    ),
-    Row(
-        "It has saved none: a run saves one every --save-interval steps, and one at its end. Start again without "
-        "--resume, in another --run-dir.", "without --resume, in another --run-dir",
-        "claimed(None, run, held)", "claimed(another, None, held)  # without --resume, in another --run-dir",
-        "from contextlib import ExitStack; from megatron_cp.apps.train.run_folder import claimed; held = ExitStack()\n"
-        "run, another = str(folder), str(folder / 'another'); (folder / 'metrics.jsonl').write_text('{}')",
     ),
     Row(
         "Embedding(sparse=False)", "sparse=False",

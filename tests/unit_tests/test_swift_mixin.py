@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from transformers.integrations.neftune import activate_neftune
 
-from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations.swift import ContextParallelSequenceMixin
 from tests.refusals import rejects
@@ -114,37 +113,26 @@ def test_losses_and_gradients_are_those_of_one_rank(ranks, llama):
     assert (mean - gradient).abs().max() < 1e-6 * gradient.abs().max()
 
 
-def rejected(ranks, model):
-    sequence, model = prepared(ranks, model)
-    sequence.prepare_inputs({"input_ids": TOKENS, "position_ids": POSITIONS, "labels": LABELS, "loss_scale": WEIGHTS})
-    with pytest.raises(
-        ArgumentError, match=r"model: got 'a call with input_ids \[1, 1\]'; allowed: the trainer's batch"
-    ):
-        model(input_ids=TOKENS[:, :1])
-    sequence.world_size = 1  # as where ms-swift generates
-    assert sequence.split(TOKENS, 1) is sequence.gather(TOKENS, 1) is TOKENS
-    with pytest.raises(ArgumentError, match="generate and score with other processes"):
-        model(input_ids=TOKENS, position_ids=POSITIONS)
+def test_rejects_passes_that_are_not_the_trainers_and_other_documents(llama):
+    inputs = {"input_ids": TOKENS, "position_ids": POSITIONS, "labels": LABELS, "loss_scale": WEIGHTS}
 
-
-def test_rejects_passes_that_are_not_the_trainers(llama):
-    run_ranks(rejected, 2, llama)
-
-
-def test_rejects_noise_and_documents_that_are_not_those_of_the_positions(llama):
     def main(ranks):
         sequence, model = prepared(ranks, llama)
-        inputs = {"input_ids": TOKENS, "position_ids": POSITIONS, "labels": LABELS, "loss_scale": WEIGHTS}
-        sequence.prepare_inputs(inputs := {**inputs, "cu_seq_lens_k": torch.tensor([0, 6, 13])})
-        rejects(r"cu_seq_lens_k: got .*\[6, 7\].*lengths's \[5, 1, 7\]", model, **inputs)
+        sequence.prepare_inputs(dict(inputs))
+        says = r"model: got 'a call with input_ids \[1, 1\]'; allowed: the trainer's batch"
+        rejects(says, model, input_ids=TOKENS[:, :1])
+        sequence.prepare_inputs(given := {**inputs, "cu_seq_lens_k": torch.tensor([0, 6, 13])})
+        rejects(r"cu_seq_lens_k: got .*\[6, 7\].*lengths's \[5, 1, 7\]", model, **given)
         activate_neftune(model, 0.5)
-        rejects("neftune_noise_alpha: got 0.5", model, **inputs | {"cu_seq_lens_k": None})
+        rejects("neftune_noise_alpha: got 0.5", model, **given | {"cu_seq_lens_k": None})
+        sequence.world_size = 1  # as where ms-swift generates
+        assert sequence.split(TOKENS, 1) is sequence.gather(TOKENS, 1) is TOKENS
+        rejects("generate and score with other processes", model, input_ids=TOKENS, position_ids=POSITIONS)
 
     run_ranks(main, 2)
 
 
 def test_rejects_padded_batches():
-    with pytest.raises(ArgumentError, match=r"padding_free: got False; allowed: True. Say --packing true"):
-        Sequence(None).prepare(2, model=None, tokenizer=None, padding_free=False)
-    with pytest.raises(ArgumentError, match=r"inputs: got .*input_ids and position_ids of one packed row"):
-        Sequence(None).prepare_inputs({"input_ids": TOKENS})
+    given = {"model": None, "tokenizer": None, "padding_free": False}
+    rejects(r"padding_free: got False; allowed: True. Say --packing true", Sequence(None).prepare, 2, **given)
+    rejects(r"inputs: got .*input_ids and position_ids of one", Sequence(None).prepare_inputs, {"input_ids": TOKENS})

@@ -4,9 +4,8 @@ The adapter runs in torchtitan's own trainer in `tests/functional_tests/test_tor
 """
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations.torchtitan import context_parallel
+from tests.refusals import rejects
 from tests.softmax_oracle import attend
+from tests.stand_ins import stand_in
 
 LENGTHS, SIZE, VOCABULARY = [(5, 1, 6), (9, 3)], 16, 32
 
@@ -139,28 +139,16 @@ class Trainer(Configurable):
         raise NotImplementedError
 
 
-def annotate_input_spmd_types(parallel_dims, inputs, labels, extra_kwargs):
-    return inputs, labels, extra_kwargs
-
-
-FAKES = {
-    "torchtitan.models.common.attention": [VarlenAttention],
-    "torchtitan.protocols.module": [Module],
-    "torchtitan.distributed.spmd_types": [annotate_input_spmd_types],
-}
-
-
 @pytest.fixture(autouse=True)
 def torchtitan(monkeypatch):
-    for name, values in FAKES.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            parent = ".".join(parts[:end])
-            if parent not in FAKES:
-                monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        module = ModuleType(name)
-        vars(module).update({value.__name__: value for value in values})
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, {
+        "torchtitan.models.common.attention": {"VarlenAttention": VarlenAttention},
+        "torchtitan.protocols.module": {"Module": Module},
+        "torchtitan.distributed.spmd_types": {
+            "annotate_input_spmd_types": lambda parallel_dims, inputs, labels, extra_kwargs:
+                (inputs, labels, extra_kwargs),
+        },
+    })  # fmt: skip
 
 
 def batch():
@@ -233,12 +221,6 @@ def test_shares_of_ranks_add_up_to_documents_alone(ranks):
     assert all(isinstance(layer.inner_attention, VarlenAttention.Config) for layer in layers)  # of the given one
 
 
-def changed(place, name, value):
-    config = Trainer.Config()
-    setattr(getattr(config, place), name, value)
-    return config
-
-
 @pytest.mark.parametrize(
     ("place", "name", "value"),
     [
@@ -248,27 +230,19 @@ def changed(place, name, value):
     ],
 )  # fmt: skip
 def test_rejects_settings_when_the_trainer_is_made(place, name, value):
-    config = context_parallel(changed(place, name, value))
-    with pytest.raises(ArgumentError, match=rf"{place}\.{name}: got '?{value}'?; allowed"):
-        config.build()
+    config = Trainer.Config()
+    setattr(getattr(config, place), name, value)
+    rejects(rf"{place}\.{name}: got '?{value}'?; allowed", context_parallel(config).build)
 
 
-def test_rejects_a_layer_without_packed_attention():
+def test_rejects_layers_inputs_and_masks_that_are_not_packed_text():
     layers = [Layer.Config(), Layer.Config(inner_attention=Module.Config())]
     config = Trainer.Config(model_spec=ModelSpec("qwen3_5", Model.Config(layers=layers)))
-    with pytest.raises(ArgumentError, match=r"model_spec.model.layers\[1\]: got 'qwen3_5'.*Gated DeltaNet"):
-        context_parallel(config)
-
-
-def test_rejects_inputs_that_are_not_text():
-    trainer = context_parallel(Trainer.Config()).build()
+    rejects(r"model_spec.model.layers\[1\]: got 'qwen3_5'.*Gated DeltaNet", context_parallel, config)
+    config = context_parallel(Trainer.Config())
     inputs, labels = batch()
-    with pytest.raises(ArgumentError, match="input_dict"):
-        trainer.post_dataloading_process({**inputs, "pixel_values": inputs["input"]}, labels)
-
-
-def test_rejects_other_masks_and_transforms():
-    layer = context_parallel(Trainer.Config()).model_spec.model.layers[0].inner_attention.build()
+    inputs["pixel_values"] = inputs["input"]
+    rejects("input_dict", config.build().post_dataloading_process, inputs, labels)
+    layer = config.model_spec.model.layers[0].inner_attention.build()
     rows = [torch.zeros(1, 3, heads, 4) for heads in (4, 2, 2)]
-    with pytest.raises(ArgumentError, match="attention_masks"):
-        layer(*rows, attention_masks=None)
+    rejects("attention_masks", layer, *rows, attention_masks=None)

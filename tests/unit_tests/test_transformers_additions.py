@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from functools import partial
 
 import pytest
@@ -14,12 +13,12 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp import Packing
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
 from megatron_cp.transformers.sources import refers_to
 from tests.refusals import rejects
-from tests.transformers_cases import TOKENS, batch, build, class_of
+from tests.transformers_cases import TOKENS, batch, build, class_of, over_ranks, stock, wide, worst_gradient
 
 ONE_PROCESS = pytest.mark.filterwarnings("ignore:one process, and no args.parallelism_config")
 
@@ -149,8 +148,12 @@ VIRTUAL = [
     ("CPTConfig", {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 4]}),
 ]  # fmt: skip
 BY_TOKEN = [
-    ("LoraConfig", ON_Q), ("LoraConfig", {**ON_Q, "use_dora": True}), ("VeraConfig", ON_Q), ("OFTConfig", ON_Q),
-    ("IA3Config", {**ON_Q, "feedforward_modules": []}), ("LoHaConfig", ON_Q), ("LNTuningConfig", {}),
+    ("Llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}),
+    ("Qwen3Next", "LoraConfig", {"r": 4, "target_modules": ["in_proj_qkvz", "out_proj", "k_proj"]}),
+    ("Bamba", "LoraConfig", {"r": 4, "target_modules": ["in_proj"]}),
+    ("Llama", "LoraConfig", {**ON_Q, "use_dora": True}), ("Llama", "VeraConfig", ON_Q), ("Llama", "OFTConfig", ON_Q),
+    ("Llama", "LoHaConfig", ON_Q), ("Llama", "IA3Config", {**ON_Q, "feedforward_modules": []}),
+    ("Llama", "LNTuningConfig", {}),
 ]  # fmt: skip
 
 
@@ -189,33 +192,28 @@ def adapted_stock(model, config):
     return get_peft_model(copy.deepcopy(model), copy.deepcopy(config))
 
 
-@pytest.mark.parametrize(("name", "options"), BY_TOKEN)
+@pytest.mark.parametrize(("model", "name", "options"), BY_TOKEN)
 @pytest.mark.few
-def test_adapters_that_act_on_each_token_are_those_of_one_rank(name, options):
+def test_adapters_that_act_on_each_token_are_those_of_one_rank(model, name, options):
     config = adapter(name, **options)
     from peft import get_peft_model
 
-    stock, lock = build("Llama", num_hidden_layers=1), threading.Lock()
-
     def adapted(model):
-        torch.manual_seed(2)
+        torch.manual_seed(2)  # peft draws the same on all ranks
         model = get_peft_model(model, copy.deepcopy(config)).double()
         for each in model.parameters():
             if each.requires_grad:
                 each.data.add_(0.1 * torch.randn_like(each))
         return model
 
-    alone = adapted(copy.deepcopy(stock))(input_ids=TOKENS, use_cache=False).logits
-
-    def main(group):
-        context = enable_context_parallel(model := copy.deepcopy(stock), group)
-        with lock:  # ranks share torch's random numbers
-            model = adapted(model)
-        rows = context.shard({"input_ids": TOKENS})
-        return context.gather(model(**rows).logits.detach(), rows)
-
-    for found in run_ranks(main, 2):
-        assert (found - alone).abs().max() < 1e-6
+    model, lengths = build(model), (37, 1, 22)
+    tokens = torch.randint(3, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    with wide():
+        _, logits, gradients = stock(adapted(copy.deepcopy(model)), Packing(lengths), tokens)
+        found = over_ranks(model, tokens, lengths, 2, changed=adapted)
+    assert (found[1] - logits).abs().max() < 1e-11
+    assert found[2].keys() == gradients.keys()
+    assert worst_gradient(found[2], gradients)[0] < 1e-11
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
@@ -232,14 +230,25 @@ def trainer_of(model, folder, kind=ContextParallelTrainer, wrong=None, **named):
 
 @ONE_PROCESS
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("wrong", "named", "text"),
     [
-        ({"neftune_noise_alpha": 5.0}, r"args.neftune_noise_alpha: got 5.0"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "args.accelerator_config.dispatch_batches: got True"),
+        ({"neftune_noise_alpha": 5.0}, {}, r"args.neftune_noise_alpha: got 5.0"),
+        ({"accelerator_config": {"dispatch_batches": True}}, {}, "args.accelerator_config.dispatch_batches: got True"),
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({}, {"compute_loss_func": lambda *_, **__: None}, "compute_loss_func"),
+        ({}, {"layout": "ring"}, "layout"),
+        ({}, {"cp_options": {"align": 0}}, "align"),
     ],
 )
-def test_rejects_arguments_of_trainers(llama, wrong, text, tmp_path):
-    rejects(text, trainer_of, copy.deepcopy(llama), tmp_path, wrong=wrong)
+def test_rejects_arguments_of_trainers(llama, wrong, named, text, tmp_path):
+    rejects(text, trainer_of, copy.deepcopy(llama), tmp_path, wrong=wrong, **named)
+
+
+@ONE_PROCESS
+def test_rejects_an_evaluation_without_labels(llama, tmp_path):
+    trainer = trainer_of(copy.deepcopy(llama), tmp_path)
+    whole = {"input_ids": torch.arange(9)[None]}
+    rejects("Evaluate with labels", trainer.prediction_step, trainer.model, whole, prediction_loss_only=True)
 
 
 def own_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -274,8 +283,8 @@ def test_rejects_a_loss_below_a_mixin_for_trl():
         def compute_loss(self, *args, **named):
             return super().compute_loss(*args, **named) + 1
 
-    with pytest.raises(ArgumentError, match=r"Base.compute_loss: got 'a method below Mine'.*Override it in Mine"):
-        type("Mine", (ContextParallelMixin, Base), {})
+    says = r"Base.compute_loss: got 'a method below Mine'.*Override it in Mine"
+    rejects(says, type, "Mine", (ContextParallelMixin, Base), {})
     type("Mine", (ContextParallelMixin, sft), {"compute_loss": Base.compute_loss})
 
 
@@ -334,9 +343,9 @@ class AddingInPlace:
     """Adds a term to the loss without another tensor."""
 
     def compute_loss(self, *args, return_outputs=False, **named):
-        loss, outputs = super().compute_loss(*args, return_outputs=True, **named)
-        loss += 0.5
-        return (loss, outputs) if return_outputs else loss
+        found = super().compute_loss(*args, return_outputs=return_outputs, **named)
+        (found[0] if return_outputs else found).add_(0.5)
+        return found
 
 
 class AtTimes:

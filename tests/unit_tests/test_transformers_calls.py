@@ -1,84 +1,157 @@
-"""Models of transformers that are right as a whole or refused: heads, calls, configurations, and what layers skip."""
+"""Batches that models of transformers are given, what they make of them, and models that share a configuration."""
 
 import copy
-import importlib
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cp import reduce_gradients
-from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.transformers import enable_context_parallel
+from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from tests.limits import limit
 from tests.refusals import rejects
-from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build, class_of, worst_gradient
+from tests.transformers_cases import LENGTHS, TINY, TOKENS, batch, build, gradients_of, tiny, worst_gradient
+
+NUMBERS = torch.tensor([[0] * 5 + [1] + [2] * 7])  # of each token's document
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])
 
 
-def tiny(module, name, **changed):
-    """A random model in float64 of a class that the cases do not have."""
-    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-    torch.manual_seed(0)
-    config = kind.config_class(**{**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changed})
-    return kind(config).double().eval()
+@pytest.fixture(scope="module")
+def llama():
+    return build("Llama", num_hidden_layers=1, dtype=torch.float32)
+
+
+@pytest.fixture
+def enabled(llama):
+    model = copy.deepcopy(llama)
+    return model, enable_context_parallel(model, None)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    "said",
     [
-        ("qwen3", "Qwen3ForSequenceClassification"), ("llama", "LlamaForTokenClassification"),
-        ("llama", "LlamaForQuestionAnswering"), ("gpt2", "GPT2DoubleHeadsModel"),
+        {"lengths": LENGTHS},
+        {"lengths": torch.tensor(LENGTHS)},
+        {"seq_lengths": np.array(LENGTHS)},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 6, 13], dtype=torch.int32), "max_length_q": 7},
+        {"cu_seq_lens_k": [0, 5, 6, 13], "max_length_k": 7},
+        {"seq_idx": NUMBERS},
+        {"attention_mask": NUMBERS + 1},
+        {"cu_seq_lens_q": [0, 5, 6, 13], "cu_seq_lens_k": [0, 5, 6, 6, 13], "seq_idx": NUMBERS,
+         "attention_mask": NUMBERS + 1, "lengths": LENGTHS, "position_ids": POSITIONS},
+        {"position_ids": POSITIONS},
+        {"lengths": LENGTHS, "attention_mask": torch.ones(1, 13, dtype=torch.int64)},
     ],
 )  # fmt: skip
-def test_rejects_heads_that_are_no_causal_language_model(module, name):
-    model = tiny(module, name)
-    rejects(f"'{name}'.*model.base_model", enable_context_parallel, model, None)
-    enable_context_parallel(model.base_model, None)
+def test_documents_are_told_from_what_collators_say(enabled, said):
+    found = enabled[1].shard({"input_ids": TOKENS, "labels": TOKENS, **said})
+    assert found.layout.packing.lengths.tolist() == LENGTHS
+    assert torch.equal(found["position_ids"], POSITIONS)
+    assert found["labels"].tolist() == [[4, 5, 6, 7, -100, -100, 10, 11, 12, 13, 14, 15, -100]]
+    assert found.num_items == 10
+    assert {"lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "attention_mask"}.isdisjoint(found)
 
 
-def test_rejects_heads_by_what_they_are_and_not_by_their_names():
-    stock = class_of("Llama")
-
-    class LlamaForCausalLM(stock):
-        def forward(self, input_ids, **others):
-            return {"logits": self.lm_head(self.model(input_ids, **others).last_hidden_state[:, -1])}
-
-    class LlamaForSequenceClassification(stock):
-        def get_input_embeddings(self):
-            return super().get_input_embeddings()
-
-    class OfItsOwn(stock):
-        def forward(self, input_ids, labels=None, **others):
-            logits = self.lm_head(self.model(input_ids, **others).last_hidden_state)
-            return {"loss": self.loss_function(logits, labels, self.vocab_size, **others), "logits": logits}
-
-    config = build("Llama", num_hidden_layers=1).config
-    for kind in (LlamaForSequenceClassification, OfItsOwn):
-        enable_context_parallel(kind(config), None)
-    rejects("LlamaForCausalLM", enable_context_parallel, LlamaForCausalLM(config), None)
+def test_positions_that_count_through_documents_and_other_values_are_left_alone(enabled):
+    others, positions = {"shown": [0, 5, 9], "names": ("a", "b"), "scale": 2, "flags": [True]}, torch.arange(13)[None]
+    found = enabled[1].shard(batch(**others, position_ids=positions, labels=None))
+    assert found.layout.packing.lengths.tolist() == LENGTHS
+    assert torch.equal(found["position_ids"], positions)
+    assert {name: found[name] for name in others} == others
 
 
-def test_a_classifier_is_computed_from_all_rows_below_its_head():
-    model = tiny("qwen3", "Qwen3ForSequenceClassification", num_labels=3)
-    with torch.no_grad():
-        alone = model(input_ids=TOKENS, use_cache=False).logits
+def test_numbers_for_each_token_go_beside_the_tokens(enabled):
+    model, context = enabled
+    extra = {"loss_weights": torch.rand(1, 13), "teacher": torch.rand(1, 13, 4)}
+    rows = context.shard(batch(**extra))
+    assert torch.equal(model(**rows).logits, model(**context.shard(batch())).logits)
+    assert all(torch.equal(rows[name], value) for name, value in extra.items())
+
+
+def test_without_lengths_a_row_is_one_document_and_shifted_labels_stay(enabled):
+    found = enabled[1].shard({"input_ids": TOKENS})
+    assert found.layout.packing.lengths.tolist() == [13]
+    assert "labels" not in found
+    assert found.num_items == 0
+    shifted = torch.full((1, 13), -100)
+    shifted[0, 3] = 8
+    found = enabled[1].shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
+    assert torch.equal(found["labels"], shifted)
+    assert found.num_items == 1
+
+
+def test_pad_rows_predict_nothing_and_options_reach_the_batch(llama):
+    context = enable_context_parallel(copy.deepcopy(llama), None, align=8, kernel="reference")
+    shifted = TOKENS.clone()
+    shifted[0, 2] = -100
+    found = context.shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
+    assert found["cp_batch"].kernel == "reference"
+    assert found["shift_labels"].tolist() == [[*shifted[0].tolist(), -100, -100, -100]]
+    assert found.num_items == 12
+
+
+OF_EACH_ROW = torch.linspace(0.5, 3, 13, dtype=torch.float64)[None]
+
+
+@pytest.mark.parametrize("temperature", [2.5, torch.tensor(2.5), OF_EACH_ROW], ids=["float", "tensor", "of each row"])
+def test_temperature_divides_logits(enabled, temperature):
+    sharded, logits = enabled[1].shard(batch()), torch.randn(1, 13, 97, dtype=torch.float64)
+    found = token_log_probs(logits, sharded, temperature=temperature)
+    divided = logits[0] / torch.as_tensor(temperature).expand(1, 13)[0, :, None]
+    expected = -functional.cross_entropy(divided, sharded["labels"][0], reduction="none")
+    assert (found[0] - expected).abs().max() < 1e-12
+
+
+def test_positions_of_several_axes_and_values_of_each_token_are_dealt(llama):
+    positions, weights = torch.arange(39).reshape(3, 1, 13), torch.rand(1, 13, 2)
 
     def main(group):
-        own = copy.deepcopy(model)
-        cp = enable_context_parallel(own.base_model, group, layout="zigzag")
-        rows = cp.shard({"input_ids": TOKENS})
-        with torch.no_grad():
-            return own.score(cp.gather(own.base_model(**rows).last_hidden_state, rows)[:, -1])
+        context = enable_context_parallel(copy.deepcopy(llama), group, layout="zigzag")
+        found = context.shard(batch(position_ids=positions, token_weights=weights, return_dict=True))
+        axes = torch.stack([context.gather(axis, found)[0] for axis in found["position_ids"]])
+        return axes, context.gather(found["token_weights"], found), found["return_dict"]
 
-    for found in run_ranks(main, 2):
-        assert (found - alone).abs().max() < 1e-6
+    axes, dealt, passed = run_ranks(main, 2)[0]
+    assert torch.equal(axes, positions[:, 0])
+    assert torch.equal(dealt, weights)
+    assert passed is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("input_ids", TOKENS), ("labels", TOKENS), ("shift_labels", TOKENS),
+        ("position_ids", torch.arange(13)[None]), ("weights", torch.rand(1, 13).bfloat16()),
+    ],
+)  # fmt: skip
+def test_ranks_with_other_tensors_are_told(llama, name, value):
+    def main(group):
+        cp = enable_context_parallel(copy.deepcopy(llama), group)
+        changed = value.clone()
+        if group.rank == 1:
+            changed[0, 9] += 1
+        with pytest.raises(PlanMismatchError, match=rf"rank 0: {name}: .*\n.*rank 1: {name}: "):
+            cp.shard(batch(**{name: changed}))
+        cp.shard(batch(**{name: value}))
+        cp.shard(batch(**{name: changed}), agree=False)
+
+    run_ranks(main, 2)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 class Classifier(torch.nn.Module):
@@ -113,11 +186,12 @@ def error_of_a_classifier(world, stock, how):
     (loss if how == "reduce_gradients" else loss * world.size).backward()
     if how == "reduce_gradients":
         reduce_gradients(model, world)
-    found = {name: each.grad for name, each in model.named_parameters()}
-    found = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
+    found = gradients_of(model)
+    if how == "fully_shard":
+        found = {name: each.full_tensor() for name, each in found.items()}
     scores = [whole(input_ids=each[None], use_cache=False).logits for each in TOKENS[0].split(lengths)]
     classified(torch.stack(scores, 1), targets).backward()
-    return worst_gradient(found, {name: each.grad for name, each in whole.named_parameters()})[0]
+    return worst_gradient(found, gradients_of(whole))[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -137,19 +211,6 @@ def test_a_classifiers_gradients_are_those_of_one_rank_under_what_averages_them(
         assert max(found) < 1e-5
 
 
-def test_rejects_labels_for_a_loss_of_the_models_own_and_the_configuration_of_an_enabled_one():
-    cp = enable_context_parallel(audio_model(), None)
-    for name in ("labels", "shift_labels"):
-        rejects("a loss in Qwen2Audio", cp.shard, {"input_ids": TOKENS, name: TOKENS})
-    cp.shard({"input_ids": TOKENS, "targets": TOKENS})
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    cp = enable_context_parallel(model, None)
-    rejects(r"copy\.deepcopy", enable_context_parallel, type(model).__bases__[1](model.config), None)
-    with cp.disabled():
-        other = type(model)(copy.deepcopy(model.config))
-    enable_context_parallel(other, None)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mamba2"])
 def test_rejects_labels_without_the_number_of_all_ranks_labels(name):
     model, labels = build(name), torch.full_like(TOKENS, -100)
@@ -167,23 +228,6 @@ def test_rejects_labels_without_the_number_of_all_ranks_labels(name):
     shares = run_ranks(main, 3)
     assert sorted(shares)[:2] == [0.0, 0.0]
     assert abs(sum(shares) - expected) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("named", "text"),
-    [
-        ({"output_attentions": True}, "in one place"), ({"logits_to_keep": 5}, r"parallel.gather\(out.logits, batch\)"),
-        ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep"), ({"output_router_logits": True}, "no shard has"),
-        ({"past_key_values": object()}, "no cache"), ({"labels": TOKENS}, "labels without shift_labels"),
-    ],
-)  # fmt: skip
-def test_rejects_arguments_of_a_call(named, text):
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-    rows = enable_context_parallel(model, None).shard({"input_ids": TOKENS})
-    with pytest.raises(ArgumentError, match=text) as refused:
-        model(**rows, **named)
-    assert refused.value.argument == next(iter(named))
-    model(**rows, output_attentions=False, logits_to_keep=0)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mamba2"])
@@ -215,70 +259,20 @@ def test_models_of_one_configuration_do_not_change_each_other(name, enabled):
     assert all(is_stock(place) for place in range(2) if place not in enabled)
 
 
-def test_text_models_of_one_configuration_do_not_change_each_other():
+def test_text_models_of_one_configuration_do_not_change_each_other_nor_their_towers():
     from transformers.models import clip, llama, llava
 
-    vision = clip.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2, image_size=8, patch_size=4
+    vision = {name: TINY[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = llava.LlavaConfig(
+        vision_config=clip.CLIPVisionConfig(**vision, num_hidden_layers=2, image_size=8, patch_size=4),
+        text_config=llama.LlamaConfig(**TINY),
     )
-    config = llava.LlavaConfig(vision_config=vision, text_config=llama.LlamaConfig(**TINY))
     policy, reference = (llava.LlavaForConditionalGeneration(config).eval() for _ in range(2))
-    expected = reference(input_ids=TOKENS, use_cache=False).logits
-    cp = enable_context_parallel(policy, None)
-    policy(**cp.shard({"input_ids": TOKENS}))
-    assert torch.equal(reference(input_ids=TOKENS, use_cache=False).logits, expected)
+    expected = [model(input_ids=TOKENS, use_cache=False).logits for model in (policy, reference)]
+    context = enable_context_parallel(policy, None)
+    assert len(context.slots) == 2
     assert policy.config.text_config is policy.get_decoder().config
-
-
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("Mamba2", "hidden_act"), ("KimiLinear", "hidden_act"), ("Bamba", "hidden_act"), ("FalconH1", "hidden_act"),
-        ("GraniteMoeHybrid", "hidden_act"), ("NemotronH", "mamba_hidden_act"), ("Qwen3Next", "hidden_act"),
-    ],
-)  # fmt: skip
-def test_rejects_other_activations_of_the_convolution(name, argument):
-    model = build(name, dtype=torch.float32, **{argument: "gelu"})
-    rejects("'gelu'; allowed: silu or swish", enable_context_parallel, model, None)
-    assert not any("cp_slot" in vars(module) for module in model.modules())
-
-
-def test_swish_is_silu():
-    model = build("Mamba2", dtype=torch.float32, hidden_act="swish")
-    enable_context_parallel(model, None)
-    assert any("cp_slot" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize(("module", "name"), [("opt", "OPTForCausalLM"), ("biogpt", "BioGptForCausalLM")])
-def test_rejects_layers_that_are_skipped_at_random(module, name):
-    sizes = {"ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.2}
-    rejects(r"layerdrop: got 0\.2", enable_context_parallel, tiny(module, name, **sizes), None)
-    model = tiny(module, name, **{**sizes, "layerdrop": 0.0})
-    holder = next(each for each in model.modules() if "layerdrop" in vars(each))
-    holder.layerdrop = 0.1  # after it was built
-    rejects(r"layerdrop: got 0\.1", enable_context_parallel, model, None)
-    holder.layerdrop = 0.0
-    enable_context_parallel(model, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("labels", TOKENS), ("shift_labels", TOKENS), ("position_ids", torch.arange(13)[None]),
-        ("weights", torch.rand(1, 13).bfloat16()),
-    ],
-)  # fmt: skip
-def test_ranks_with_other_tensors_are_told(name, value):
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
-
-    def main(group):
-        cp = enable_context_parallel(copy.deepcopy(model), group)
-        changed = value.clone()
-        if group.rank == 1:
-            changed[0, 9] += 1
-        with pytest.raises(PlanMismatchError, match=rf"rank 0: {name}: .*\n.*rank 1: {name}: "):
-            cp.shard(batch(**{name: changed}))
-        cp.shard(batch(**{name: value}))
-        cp.shard(batch(**{name: changed}), agree=False)
-
-    run_ranks(main, 2)
+    assert policy.config.text_config._attn_implementation == "megatron_cp"
+    assert policy.config.vision_config._attn_implementation != "megatron_cp"
+    assert (policy(**context.shard({"input_ids": TOKENS})).logits - expected[0]).abs().max() < 1e-5
+    assert torch.equal(reference(input_ids=TOKENS, use_cache=False).logits, expected[1])

@@ -1,6 +1,8 @@
 """Tests of the refusals of the adapter for transformers: models, batches and calls that it would compute wrongly."""
 
 import copy
+import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,19 +10,22 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.launch import run_ranks
-from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
+from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from megatron_cp.transformers.attention import planned_attention
+from megatron_cp.transformers.slots import mask_of
 from megatron_cp.transformers.sources import passes
 from tests.refusals import rejects
-from tests.transformers_cases import LENGTHS, TOKENS, batch, build
+from tests.transformers_cases import TOKENS, audio_model, batch, build, class_of, tiny
 
 NUMBERS = torch.tensor([[0] * 5 + [1] + [2] * 7])  # of each token's document
+
+
+@functools.cache
+def built(name):
+    """A model that no test changes."""
+    return build(name, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -34,104 +39,151 @@ def enabled(llama):
     return model, enable_context_parallel(model, None)
 
 
+# -- models, when they are enabled ------------------------------------------------------------------------------------
+
+
+def rejects_enabling(says, model, group=None, **options):
+    rejects(says, enable_context_parallel, model, group, **options)
+    assert not any("cp_slot" in vars(module) for module in model.modules())
+
+
+FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
+
+
 @pytest.mark.parametrize(
-    "said",
+    ("module", "name", "changed", "text"),
     [
-        {"lengths": LENGTHS},
-        {"lengths": torch.tensor(LENGTHS)},
-        {"seq_lengths": np.array(LENGTHS)},
-        {"cu_seq_lens_q": torch.tensor([0, 5, 6, 13], dtype=torch.int32), "max_length_q": 7},
-        {"cu_seq_lens_k": [0, 5, 6, 13], "max_length_k": 7},
-        {"seq_idx": NUMBERS},
-        {"attention_mask": NUMBERS + 1},
-        {"cu_seq_lens_q": [0, 5, 6, 13], "cu_seq_lens_k": [0, 5, 6, 6, 13], "seq_idx": NUMBERS,
-         "attention_mask": NUMBERS + 1, "lengths": LENGTHS,
-         "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])},
-        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])},
-        {"lengths": LENGTHS, "attention_mask": torch.ones(1, 13, dtype=torch.int64)},
+        ("jamba", "JambaForCausalLM", {"num_experts": 1, "attn_layer_offset": 1, "attn_layer_period": 2,
+                                       "use_mamba_kernels": False}, "MambaMixer"),
+        ("minimax", "MiniMaxForCausalLM", {"num_local_experts": 2, "head_dim": 16},
+         "linear_attention|LightningAttention"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", {"lru_width": 32}, "Recurrent"),
+        ("phimoe", "PhimoeForCausalLM", {"sliding_window": 8, "num_local_experts": 2},
+         "PhimoeAttention.*leaves the window"),
+        ("qwen2_moe", "Qwen2MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2,
+                                              **FEW_EXPERTS}, "Qwen2MoeAttention.*leaves the window"),
+        ("moshi", "MoshiForCausalLM", {"sliding_window": 8, "ffn_dim": 64, "intermediate_size": None},
+         "Moshi(Sdpa)?Attention.*leaves the window"),
+        ("doge", "DogeForCausalLM", {}, "DogeAttention.*does not depend"),
+        ("opt", "OPTForCausalLM", {"ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.2}, r"layerdrop: got 0\.2"),
+        ("biogpt", "BioGptForCausalLM", {"layerdrop": 0.2}, r"layerdrop: got 0\.2"),
     ],
 )  # fmt: skip
-def test_documents_are_told_from_what_collators_say(enabled, said):
-    found = enabled[1].shard({"input_ids": TOKENS, "labels": TOKENS, **said})
-    assert found.layout.packing.lengths.tolist() == LENGTHS
-    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]]
-    assert found["labels"].tolist() == [[4, 5, 6, 7, -100, -100, 10, 11, 12, 13, 14, 15, -100]]
-    assert found.num_items == 10
-    assert {"lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "attention_mask"}.isdisjoint(found)
+def test_rejects_classes_whose_layers_it_does_not_compute(module, name, changed, text):
+    rejects_enabling(text, tiny(module, name, **changed))
 
 
-def test_positions_that_count_through_documents_and_other_values_are_left_alone(enabled):
-    said = {
-        "position_ids": torch.arange(13)[None],
-        "shown": [0, 5, 9],
-        "names": ("a", "b"),
-        "scale": 2,
-        "flags": [True],
-    }
-    found = enabled[1].shard(batch(**said, labels=None))
-    assert found.layout.packing.lengths.tolist() == LENGTHS
-    assert found["position_ids"].tolist() == said["position_ids"].tolist()
-    assert [found[name] for name in ("shown", "names", "scale", "flags")] == [[0, 5, 9], ("a", "b"), 2, [True]]
+def test_rejects_layers_that_are_skipped_at_random_since_the_model_was_built():
+    model = tiny("opt", "OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32, layerdrop=0.0)
+    holder = next(each for each in model.modules() if "layerdrop" in vars(each))
+    holder.layerdrop = 0.1
+    rejects_enabling(r"layerdrop: got 0\.1", model)
+    holder.layerdrop = 0.0
+    enable_context_parallel(model, None)
 
 
-def test_numbers_for_each_token_go_beside_the_tokens(enabled):
-    model, context = enabled
-    extra = {"loss_weights": torch.rand(1, 13), "teacher": torch.rand(1, 13, 4)}
-    rows = context.shard(batch(**extra))
-    assert torch.equal(model(**rows).logits, model(**context.shard(batch())).logits)
-    assert all(torch.equal(rows[name], value) for name, value in extra.items())
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("qwen3", "Qwen3ForSequenceClassification"), ("llama", "LlamaForTokenClassification"),
+        ("llama", "LlamaForQuestionAnswering"), ("gpt2", "GPT2DoubleHeadsModel"),
+    ],
+)  # fmt: skip
+def test_rejects_heads_that_are_no_causal_language_model(module, name):
+    model = tiny(module, name)
+    rejects_enabling(f"'{name}'.*model.base_model", model)
+    enable_context_parallel(model.base_model, None)
 
 
-def test_without_lengths_a_row_is_one_document_and_shifted_labels_stay(enabled):
-    found = enabled[1].shard({"input_ids": TOKENS})
-    assert found.layout.packing.lengths.tolist() == [13]
-    assert "labels" not in found
-    assert found.num_items == 0
-    shifted = torch.full((1, 13), -100)
-    shifted[0, 3] = 8
-    found = enabled[1].shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
-    assert torch.equal(found["labels"], shifted)
-    assert found.num_items == 1
+def test_rejects_heads_by_what_they_are_and_not_by_their_names(llama):
+    stock = class_of("Llama")
+
+    class LlamaForCausalLM(stock):
+        def forward(self, input_ids, **others):
+            return {"logits": self.lm_head(self.model(input_ids, **others).last_hidden_state[:, -1])}
+
+    class LlamaForSequenceClassification(stock):
+        def get_input_embeddings(self):
+            return super().get_input_embeddings()
+
+    class OfItsOwn(stock):
+        def forward(self, input_ids, labels=None, **others):
+            logits = self.lm_head(self.model(input_ids, **others).last_hidden_state)
+            return {"loss": self.loss_function(logits, labels, self.vocab_size, **others), "logits": logits}
+
+    for kind in (LlamaForSequenceClassification, OfItsOwn):
+        enable_context_parallel(kind(llama.config), None)
+    rejects_enabling("LlamaForCausalLM", LlamaForCausalLM(llama.config))
 
 
-def test_pad_rows_predict_nothing_and_options_reach_the_batch(llama):
-    context = enable_context_parallel(copy.deepcopy(llama), None, align=8, kernel="reference")
-    shifted = TOKENS.clone()
-    shifted[0, 2] = -100
-    found = context.shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
-    assert found["cp_batch"].kernel == "reference"
-    assert found["shift_labels"].tolist() == [[*shifted[0].tolist(), -100, -100, -100]]
-    assert found.num_items == 12
+@pytest.mark.parametrize(
+    ("name", "changed", "text"),
+    [
+        *((name, {"hidden_act": "gelu"}, "'gelu'; allowed: silu or swish")
+          for name in ("Mamba2", "KimiLinear", "Bamba", "FalconH1", "GraniteMoeHybrid", "Qwen3Next")),
+        ("NemotronH", {"mamba_hidden_act": "gelu"}, "'gelu'; allowed: silu or swish"),
+        ("Llama4", {"num_hidden_layers": 1, "no_rope_layers": [0], "attn_temperature_tuning": True},
+         "attn_temperature_tuning"),
+        ("DeepseekV32", {"attention_dropout": 0.1}, r"attention_dropout: got 0\.1"),
+    ],
+)  # fmt: skip
+def test_rejects_models_that_are_built_otherwise(name, changed, text):
+    rejects_enabling(text, build(name, dtype=torch.float32, **changed))
 
 
-def test_temperature_divides_logits(enabled):
-    sharded, logits = enabled[1].shard(batch()), torch.randn(1, 13, 97, dtype=torch.float64)
-    chosen = token_log_probs(logits, sharded, temperature=2.5)
-    expected = -nn.functional.cross_entropy(logits[0] / 2.5, sharded["labels"][0], reduction="none")
-    assert (chosen[0] - expected).abs().max() < 1e-12
-    assert (chosen - token_log_probs(logits, sharded)).abs().max() > 0.1
-    assert torch.equal(token_log_probs(logits, sharded, temperature=torch.tensor(2.5)), chosen)
-    of_rows = torch.linspace(0.5, 3, 13, dtype=torch.float64)[None]
-    chosen = token_log_probs(logits, sharded, temperature=of_rows)
-    divided = logits[0] / of_rows[0, :, None]
-    expected = -nn.functional.cross_entropy(divided, sharded["labels"][0], reduction="none")
-    assert (chosen[0] - expected).abs().max() < 1e-12
+def test_swish_is_silu():
+    assert enable_context_parallel(build("Mamba2", dtype=torch.float32, hidden_act="swish"), None).slots
 
 
-def test_positions_of_several_axes_and_values_of_each_token_are_dealt(llama):
-    positions, weights = torch.arange(39).reshape(3, 1, 13), torch.rand(1, 13, 2)
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("output_router_logits", True, "True"), ("output_attentions", True, "True"),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "'dynamic'"),
+        ("rope_parameters", {"full": {"rope_type": "default"}, "sliding": {"rope_type": "longrope"}}, "'longrope'"),
+    ],
+)  # fmt: skip
+def test_rejects_values_of_the_configuration(llama, name, value, shown):
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation("eager")
+    setattr(model.config, name, value)
+    rejects_enabling(f"{name}: got {shown}", model)
 
-    def main(group):
-        context = enable_context_parallel(copy.deepcopy(llama), group, layout="zigzag")
-        found = context.shard(batch(position_ids=positions, token_weights=weights, return_dict=True))
-        axes = torch.stack([context.gather(axis, found)[0] for axis in found["position_ids"]])
-        return axes, context.gather(found["token_weights"], found), found["return_dict"]
 
-    axes, dealt, passed = run_ranks(main, 2)[0]
-    assert torch.equal(axes, positions[:, 0])
-    assert torch.equal(dealt, weights)
-    assert passed is True
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("Qwen3Next", {name: value}) for name, value in
+          (("layout", "ring"), ("scheme", "rong"), ("linear_mode", "ring"), ("align", 0), ("transport", "ring"),
+           ("codec", "fp3"), ("ulysses_degree", 0), ("head_chunks", 0), ("hardware", "abacus"))),
+        ("Llama", {"latents": True}), ("DeepseekV32", {"scheme": "p2p"}), ("DeepseekV32", {"codec": "fp8"}),
+        ("DeepseekV32", {"kernel": "reference"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rejects_options(name, options):
+    ((argument, value),) = options.items()
+    rejects_enabling(rf"{argument}: got {value!r}; allowed", built(name), **options)
 
+
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_rejects_layers_whose_keys_are_made_of_several_tokens(kind):
+    """DeepSeek-V4's; its layers of a window alone are taken."""
+    layer, config = SimpleNamespace(layer_idx=1), SimpleNamespace(layer_types=["sliding_attention", kind])
+    rejects(rf"a layer of type '{kind}'.*more-layers\.md", mask_of, layer, config)
+
+
+def test_rejects_models_that_are_wrapped_or_enabled_and_groups(llama, enabled):
+    for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
+        rejects("before fully_shard", enable_context_parallel, wrapped, None)
+    rejects("once", enable_context_parallel, enabled[0], None)
+    rejects("group", enable_context_parallel, llama, "cp")
+    model = copy.deepcopy(llama)
+    model.model.layers[0].self_attn.is_causal = False
+    rejects_enabling("is_causal=False", model)
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 REFUSED_BATCHES = [
     ({"input_ids": torch.ones(2, 13, dtype=torch.int64)}, "input_ids", "2 rows"),
@@ -140,7 +192,6 @@ REFUSED_BATCHES = [
     ({"input_ids": [[1, 2]]}, "input_ids", "token ids"),
     ({"attention_mask": torch.tensor([[1] * 12 + [0]])}, "attention_mask", "zeros in it"),
     ({"attention_mask": torch.ones(1, 1, 13, 13)}, "attention_mask", r"\[1, 1, 13, 13\]"),
-    ({"attention_mask": torch.ones(1, 12)}, "attention_mask", r"\[1, 12\]"),
     ({"attention_mask": NUMBERS.flip(1) + 1}, "attention_mask", r"documents of \[7, 1, 5\]'; .*lengths's \[5, 1, 7\]"),
     ({"attention_mask": torch.tensor([[1] * 6 + [2] * 7])}, "attention_mask", r"\[6, 7\].*lengths's \[5, 1, 7\]"),
     ({"cu_seq_lens_q": [0, 6, 13]}, "cu_seq_lens_q", r"documents of \[6, 7\].*lengths's \[5, 1, 7\]"),
@@ -160,15 +211,12 @@ REFUSED_BATCHES = [
             ("segment_ids", NUMBERS),
             ("document_ids", NUMBERS),
             ("seqlens", [5, 1, 7]),
-            ("ends", [0, 5, 13]),
-            ("ends", torch.tensor([0, 5, 13])),
             ("ends", np.array([0, 13])),
         )
     ),
     ({"lengths": [5, 9]}, "lengths", "documents of 14 tokens"),
     ({"lengths": [0, 5, 13]}, "lengths", "documents of 18 tokens.*name them cu_seq_lens_q"),
     ({"lengths": [5.0, 8.0]}, "lengths", "integers"),
-    ({"lengths": None, "cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q", "documents of 5 tokens"),
     ({"lengths": None, "position_ids": torch.arange(7, 20)[None]}, "position_ids", "say lengths"),
     ({"lengths": None, "position_ids": torch.tensor([[0, 2] + [0] * 11])}, "position_ids", "count up from 0"),
     ({"lengths": None, "position_ids": torch.zeros(3, 1, 13, dtype=torch.int64)}, "position_ids", "several axes"),
@@ -195,14 +243,13 @@ def test_rejects_batches(enabled, changed, argument, text):
     assert refused.value.argument == argument
 
 
-def test_rejects_a_batch_that_was_sharded(enabled):
-    rejects("batch: got .*sharded before.*Shard each batch once", enabled[1].shard, enabled[1].shard(batch()))
-
-
-def test_rejects_batches_of_other_documents_and_losses_that_shift(enabled):
-    rejects("a collator returns", enabled[1].shard, [TOKENS])
-    rejects("this batch's documents", enabled[1].shard, batch(cp_plans=enabled[1].planner([6, 7])))
+def test_rejects_what_is_no_batch_of_the_model(enabled):
     model, context = enabled
+    rejects("batch: got .*sharded before.*Shard each batch once", context.shard, context.shard(batch()))
+    rejects("a collator returns", context.shard, [TOKENS])
+    rejects("this batch's documents", context.shard, batch(cp_plans=context.planner([6, 7])))
+    for seed in (-1, 1.5, True):
+        rejects("seed", context.shard, batch(), seed=seed)
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
     rejects("takes shift_labels", context.shard, batch())
     context.shard({"input_ids": TOKENS})  # without labels it is not called
@@ -210,97 +257,26 @@ def test_rejects_batches_of_other_documents_and_losses_that_shift(enabled):
 
 @pytest.mark.parametrize("name", ["lengths", "cu_seq_lens_q", "position_ids", "attention_mask", "input_ids", "labels"])
 def test_rejects_what_is_on_a_device(enabled, name):
-    on_device = torch.zeros(1, 13, dtype=torch.int64, device="meta")
+    given = batch(**{name: torch.zeros(1, 13, dtype=torch.int64, device="meta")})
+    if name in ("cu_seq_lens_q", "position_ids"):
+        del given["lengths"]
     with pytest.raises(ArgumentError, match=r"tensor on meta.*Shard the batch before it is moved") as refused:
-        enabled[1].shard(
-            batch(**({} if name == "lengths" else {"lengths": None}), **{name: on_device})
-            if name in ("cu_seq_lens_q", "position_ids")
-            else batch(**{name: on_device})
-        )
+        enabled[1].shard(given)
     assert refused.value.argument == name
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, True])
-def test_rejects_seeds(enabled, seed):
-    rejects("seed", enabled[1].shard, batch(), seed=seed)
+def test_rejects_labels_for_a_loss_of_the_models_own():
+    model = audio_model()
+    context = enable_context_parallel(model, None)
+    for name in ("labels", "shift_labels"):
+        rejects("a loss in Qwen2Audio", context.shard, {"input_ids": TOKENS, name: TOKENS})
+    context.shard({"input_ids": TOKENS, "targets": TOKENS})
+    slotted = [name for name, module in model.named_modules() if "cp_slot" in vars(module)]
+    assert len(slotted) == 2
+    assert all("language_model" in name for name in slotted)  # and none in the tower
 
 
-def test_ranks_with_other_batches_are_told(llama):
-    def main(group):
-        context = enable_context_parallel(copy.deepcopy(llama), group)
-        with pytest.raises(cp.PlanMismatchError):
-            context.shard(batch(input_ids=TOKENS + group.rank))
-
-    run_ranks(main, 2)
-
-
-def test_rejects_models_that_are_wrapped_or_enabled_and_groups(llama, enabled):
-    for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
-        rejects("before fully_shard", enable_context_parallel, wrapped, None)
-    rejects("once", enable_context_parallel, enabled[0], None)
-    rejects("group", enable_context_parallel, llama, "cp")
-    model = copy.deepcopy(llama)
-    model.model.layers[0].self_attn.is_causal = False
-    rejects("is_causal=False", enable_context_parallel, model, None)
-
-
-@pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
-def test_rejects_outputs_of_the_configuration(llama, name):
-    model = copy.deepcopy(llama)
-    model.set_attn_implementation("eager")
-    setattr(model.config, name, True)
-    rejects(name, enable_context_parallel, model, None)
-
-
-_OPTIONS = [
-    ("layout", "ring"), ("scheme", "rong"), ("linear_mode", "ring"), ("align", 0), ("transport", "ring"),
-    ("codec", "fp3"), ("ulysses_degree", 0), ("head_chunks", 0), ("hardware", "abacus"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("argument", "value"), _OPTIONS)
-def test_rejects_options(argument, value):
-    model = build("Qwen3Next", num_hidden_layers=4, dtype=torch.float32)
-    with pytest.raises(ArgumentError):
-        enable_context_parallel(model, None, **{argument: value})
-
-
-def test_rejects_unknown_mixers():
-    from transformers.models import jamba, minimax, recurrent_gemma
-
-    tiny = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "num_hidden_layers": 2}  # fmt: skip
-    models = {
-        "MambaMixer": jamba.JambaForCausalLM(jamba.JambaConfig(**tiny, num_experts=1, attn_layer_offset=1,
-                                                              attn_layer_period=2, use_mamba_kernels=False)),
-        "linear_attention|LightningAttention": minimax.MiniMaxForCausalLM(
-            minimax.MiniMaxConfig(**tiny, num_local_experts=2, head_dim=16)
-        ),
-        "Recurrent": recurrent_gemma.RecurrentGemmaForCausalLM(
-            recurrent_gemma.RecurrentGemmaConfig(**tiny, lru_width=32)
-        ),
-    }  # fmt: skip
-    for text, model in models.items():
-        rejects(text, enable_context_parallel, model, None)
-        assert not any("cp_slot" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-        {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "longrope"}},
-    ],
-)
-def test_rejects_phases_that_depend_on_the_longest_position(llama, rope):
-    model = copy.deepcopy(llama)
-    model.config.rope_parameters = rope
-    rejects(r"rope_parameters: got '(dynamic|longrope)'", enable_context_parallel, model, None)
-
-
-def test_rejects_temperatures_by_the_number_of_the_row():
-    model = build("Llama4", num_hidden_layers=1, no_rope_layers=[0], attn_temperature_tuning=True, dtype=torch.float32)
-    rejects("attn_temperature_tuning", enable_context_parallel, model, None)
+# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_forward_passes_what_a_call_in_it_has_as_a_name():
@@ -315,54 +291,67 @@ def test_a_forward_passes_what_a_call_in_it_has_as_a_name():
     assert [passes(without_source, name) for name in ("window", "right")] == [True, False]
 
 
-@pytest.mark.parametrize(("name", "window"), [("Llama", 4), ("Mistral", None), ("Mistral", 15), ("Llama4", 16)])
-def test_rejects_another_window_in_a_call(name, window):
-    model = build(name, dtype=torch.float32)
-    sharded = enable_context_parallel(model, None).shard(batch())
-    heads = torch.zeros(1, 6, 13, 16)
-    attend = next(module for module in model.modules() if hasattr(module, "cp_slot"))
-    with pytest.raises(ArgumentError, match="sliding_window"):
-        planned_attention(attend, heads, heads, heads, None, sliding_window=window, cp_batch=sharded["cp_batch"])
-
-
-def test_rejects_a_bias_a_mask_and_a_cache_in_a_call(enabled):
-    attend = enabled[0].model.layers[0].self_attn
-    heads = torch.zeros(1, 6, 13, 16)
-    options = {"cp_batch": enabled[1].shard(batch())["cp_batch"], "position_bias": torch.zeros(1, 6, 13, 13)}
-    rejects("position_bias", planned_attention, attend, heads, heads, heads, None, **options)
-    rejects("is_causal", planned_attention, attend, heads, heads, heads, None, **options, is_causal=False)
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        ({"output_attentions": True}, "in one place"), ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep"),
+        ({"output_router_logits": True}, "no shard has"), ({"past_key_values": object()}, "no cache"),
+    ],
+)  # fmt: skip
+def test_rejects_arguments_of_a_call(enabled, named, text):
     model, context = enabled
-    attend = model.model.layers[0].self_attn
-    sharded = context.shard(batch())
-    with pytest.raises(ArgumentError, match="attention_mask"):
-        attend(
-            torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2, torch.ones(1, 1, 13, 13), cp_batch=sharded["cp_batch"]
-        )
+    rows = context.shard({"input_ids": TOKENS})
+    with pytest.raises(ArgumentError, match=text) as refused:
+        model(**rows, **named)
+    assert refused.value.argument == next(iter(named))
+    model(**rows, output_attentions=False, logits_to_keep=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "argument"),
+    [
+        ("Llama", {"sliding_window": 4}, "sliding_window"), ("Mistral", {"sliding_window": None}, "sliding_window"),
+        ("Mistral", {"sliding_window": 15}, "sliding_window"), ("Llama4", {"sliding_window": 16}, "sliding_window"),
+        ("Llama", {"position_bias": torch.zeros(1, 6, 13, 13)}, "position_bias"),
+        ("Llama", {"is_causal": False}, "is_causal"), ("DeepseekV32", {"softcap": 0.5}, "softcap"),
+        ("DeepseekV32", {"s_aux": 0.5}, "sink"), ("DeepseekV32", {"dropout": 0.5}, "dropout"),
+        ("DeepseekV32", {}, "indices"),
+    ],
+)  # fmt: skip
+def test_rejects_calls_that_a_layer_does_not_compute(name, options, argument):
+    model = copy.deepcopy(built(name))
+    planned = enable_context_parallel(model, None).shard(batch(), seed=1)["cp_batch"]
+    attend, heads = next(module for module in model.modules() if hasattr(module, "cp_slot")), torch.zeros(1, 6, 13, 16)
+    with pytest.raises(ArgumentError) as refused:
+        planned_attention(attend, heads, heads, heads, None, **options, cp_batch=planned)
+    assert refused.value.argument == argument
+
+
+def test_rejects_a_mask_and_a_cache_in_a_layer(enabled):
+    model, context = enabled
+    hidden, phases = torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2
+    attend, planned = model.model.layers[0].self_attn, context.shard(batch())["cp_batch"]
+    rejects("attention_mask", attend, hidden, phases, torch.ones(1, 1, 13, 13), cp_batch=planned)
     model = build("Mamba2", num_hidden_layers=1, dtype=torch.float32)
-    context = enable_context_parallel(model, None)
-    sharded = context.shard(batch())
-    with pytest.raises(ArgumentError, match="cache_params"):
-        model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
+    planned = enable_context_parallel(model, None).shard(batch())["cp_batch"]
+    rejects("cache_params", model.backbone.layers[0].mixer, hidden, cache_params=object(), cp_batch=planned)
 
 
-def test_rejects_calls_without_a_planned_batch_or_of_a_model_that_was_not_enabled(enabled, llama):
-    rejects("cp_batch", enabled[0], input_ids=TOKENS)
+def test_rejects_a_projection_of_latents_that_is_none():
+    model = copy.deepcopy(built("DeepseekV3"))
+    context = enable_context_parallel(model, None, latents=True)
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj = nn.Sequential(module.kv_b_proj)
+    rejects("kv_b_proj", model, **context.shard({"input_ids": TOKENS}))
+
+
+def test_rejects_calls_of_a_model_that_was_not_enabled_and_rows_without_an_axis(enabled, llama):
     stranger = copy.deepcopy(llama)
     stranger.set_attn_implementation("megatron_cp")
-    rejects("enable_context_parallel", stranger, **enabled[1].shard(batch()))
     sharded = enabled[1].shard(batch())
+    rejects("enable_context_parallel", stranger, **sharded)
     rejects(r"\[1, t, ...\]", enabled[1].gather, torch.zeros(13), sharded)
-
-
-def test_rejects_dropout_without_a_seed():
-    model = build("Llama", num_hidden_layers=1, attention_dropout=0.5, dtype=torch.float32)
-    context = enable_context_parallel(model, None)
-    rejects("seed=step", model, **context.shard(batch()))
-    same = [model(**context.shard(batch(), seed=3)).logits for _ in range(2)]
-    assert torch.equal(*same)
-    assert not torch.equal(same[0], model(**context.shard(batch(), seed=4)).logits)
-    model.eval()
-    model(**context.shard(batch()))
 
 
 @pytest.mark.parametrize(
@@ -382,91 +371,3 @@ def test_rejects_log_probs(enabled, logits, without, options, text):
     for name in without:
         del sharded[name]
     rejects(text, token_log_probs, logits, sharded, **options)
-
-
-@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
-def test_disabled_is_the_stock_model(name):
-    model = build(name, dtype=torch.float32).eval()
-    kinds = [type(module) for module in model.modules()]
-    before = model(input_ids=TOKENS, use_cache=False).logits
-    keys = list(model.state_dict())
-    context = enable_context_parallel(model, None)
-    assert list(model.state_dict()) == keys
-    ours = [type(module) for module in model.modules()]
-    assert ours != kinds
-    with context.disabled(), context.disabled():
-        assert [type(module) for module in model.modules()] == kinds
-        assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
-        with context.disabled():
-            pass
-        assert model.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (1, 15)
-    assert [type(module) for module in model.modules()] == ours
-    after = model(**context.shard({"input_ids": TOKENS})).logits
-    assert (after - before).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
-def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
-    model = build(name, dtype=torch.float32).eval()
-    rows = enable_context_parallel(model, None).shard({"input_ids": TOKENS, "lengths": LENGTHS})
-    torch.save(model, tmp_path / "model.pt")
-    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
-        assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
-        assert torch.equal(other(**rows).logits, model(**rows).logits)
-
-
-def test_explains_plans_and_a_batch_can_be_made_again_of_its_arguments(enabled):
-    sharded = enabled[1].shard(batch())
-    moved = type(sharded)(dict(sharded.items()))
-    assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
-    context = enabled[1]
-    assert isinstance(context, ContextParallel)
-    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
-    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
-
-
-def rejects_no_group_and_is_disabled_after_fully_shard(group):
-    model = build("Mamba2", dtype=torch.float32).eval()
-    before = model(input_ids=TOKENS, use_cache=False).logits
-    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    rejects("2 dimensions", enable_context_parallel, model, square)
-    for takes_a_group in (enable_context_parallel, cp.reduce_gradients):
-        rejects(r"world of 2 ranks.*dist\.group\.WORLD", takes_a_group, model, None)
-    context = enable_context_parallel(model, mesh := square["cp"])
-    assert (context.cp_size, context.rank) == (2, group.rank)
-    for block in model.backbone.layers:
-        fully_shard(block.mixer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    ours = [type(module) for module in model.modules()]
-    rows = context.shard({"input_ids": TOKENS, "lengths": LENGTHS})
-    first = model(**rows).logits
-    with context.disabled():
-        off = (model(input_ids=TOKENS, use_cache=False).logits - before).abs().max().item()
-    return off, torch.equal(model(**rows).logits, first), [type(module) for module in model.modules()] == ours
-
-
-def test_rejects_no_group_and_is_disabled_after_fully_shard():
-    for off, is_same, is_back in run_ranks(
-        rejects_no_group_and_is_disabled_after_fully_shard, 2, kind="processes", timeout=120
-    ):
-        assert off < 1e-5
-        assert is_same
-        assert is_back
-
-
-def test_vision_towers_stay_on_their_own_attention():
-    from transformers.models import clip, llama, llava
-
-    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = llava.LlavaConfig(
-        vision_config=clip.CLIPVisionConfig(**tiny, image_size=8, patch_size=4),
-        text_config=llama.LlamaConfig(**tiny, num_key_value_heads=2, vocab_size=97),
-    )
-    model = llava.LlavaForConditionalGeneration(config).eval()
-    before = model(input_ids=TOKENS, use_cache=False).logits
-    context = enable_context_parallel(model, None)
-    assert len(context.slots) == 2
-    assert model.config.text_config._attn_implementation == "megatron_cp"
-    assert model.config.vision_config._attn_implementation != "megatron_cp"
-    after = model(**context.shard({"input_ids": TOKENS})).logits
-    assert (after - before).abs().max() < 1e-5

@@ -1,20 +1,22 @@
 """Tests of the changes that enabling makes in a model of transformers: modules, options, and their lifetime."""
 
 import copy
-import importlib
-import itertools
 
 import pytest
 
 pytest.importorskip("transformers")
 import torch
 from packaging.version import Version
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import __version__ as transformers_version
 
+from megatron_cp import reduce_gradients
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable, enable_context_parallel
+from tests.limits import limit
 from tests.refusals import rejects
-from tests.transformers_cases import TINY, TOKENS, audio_model, batch, build
+from tests.transformers_cases import LENGTHS, TOKENS, batch, build
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +40,40 @@ def test_layers_drop_different_weights(dropping):
 
 
 def test_dropout_is_the_same_on_every_number_of_ranks(dropping):
-    def main(group):
+    def main(group, seed):
         own = copy.deepcopy(dropping)
         context = enable_context_parallel(own, group, layout="zigzag", scheme="exact")
-        sharded = context.shard(batch(), seed=3)
+        sharded = context.shard(batch(), seed=seed)
         return context.gather(own(**sharded, num_items_in_batch=sharded.num_items).logits.detach(), sharded)
 
-    one, two = run_ranks(main, 1)[0], run_ranks(main, 2)[0]
+    one, two, other = (run_ranks(main, ranks, seed)[0] for ranks, seed in ((1, 3), (2, 3), (2, 4)))
     assert (one - two).abs().max() < 1e-12
+    assert (one - other).abs().max() > 1e-3
     assert (one - copy.deepcopy(dropping).eval()(input_ids=TOKENS).logits).abs().max() > 1e-3
 
 
-def test_towers_have_no_slots():
-    model = audio_model()
-    tower = dict(model.named_modules())
-    enable_context_parallel(model, None)
-    slotted = [name for name, module in tower.items() if "cp_slot" in vars(module)]
-    assert len(slotted) == 2
-    assert all("language_model" in name for name in slotted)
-
-
 @pytest.mark.parametrize("name", ["Llama", "Qwen3Next", "Mamba2", "StableLm"])
-def test_disabled_leaves_nothing_on_a_module(name):
-    model = build(name, dtype=torch.float32)
-    before = [(type(module), vars(module).keys() - {"training"}) for module in model.modules()]
+def test_disabled_is_the_stock_model(name):
+    model = build(name, dtype=torch.float32).eval()
+
+    def state():
+        return [(type(module), set(vars(module))) for module in model.modules()], list(model.state_dict())
+
+    before, logits = state(), model(input_ids=TOKENS, use_cache=False).logits
     context = enable_context_parallel(model, None)
-    model(**context.shard(batch()))
-    with context.disabled():
-        assert [(type(module), vars(module).keys() - {"training"}) for module in model.modules()] == before
+    found = model(**context.shard({"input_ids": TOKENS})).logits
+    assert (found - logits).abs().max() < 1e-4
+    enabled = state()
+    assert enabled[0] != before[0]
+    assert enabled[1] == before[1]
+    with context.disabled(), context.disabled():
+        assert state() == before
+        assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, logits)
+        with context.disabled():
+            pass
+        assert model.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (1, 15)
+    assert state() == enabled
+    assert torch.equal(model(**context.shard({"input_ids": TOKENS})).logits, found)
 
 
 @pytest.mark.parametrize("name", ["Mamba2", "StableLm", "Nemotron"])
@@ -87,52 +95,6 @@ def test_hooks_of_layers_that_drop_arguments_last_for_one_call(name, fails):
     rejects("cp_batch", model, input_ids=TOKENS, use_cache=False)
 
 
-def test_layers_that_drop_arguments_can_be_recomputed():
-    model = build("StableLm", dtype=torch.float64)
-    context, losses = enable_context_parallel(model, None), []
-    for reentrant in (None, True, False):
-        if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.zero_grad()
-        model(**context.shard(batch())).loss.backward()
-        losses.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
-    for first, second in itertools.pairwise(losses):
-        assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("module", "kind", "changed", "text"),
-    [
-        ("phimoe", "Phimoe", {"sliding_window": 8, "num_local_experts": 2}, "PhimoeAttention.*leaves the window"),
-        ("qwen2_moe", "Qwen2Moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2,
-                                  "num_experts": 2, "num_experts_per_tok": 1}, "Qwen2MoeAttention.*leaves the window"),
-        ("moshi", "Moshi", {"sliding_window": 8, "ffn_dim": 64}, "Moshi(Sdpa)?Attention.*leaves the window"),
-        ("doge", "Doge", {}, "DogeAttention.*does not depend"),
-    ],
-)  # fmt: skip
-def test_rejects_windows_and_masks_that_are_in_the_mask_alone(module, kind, changed, text):
-    code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    of = getattr(code, f"{kind}ForCausalLM")
-    names = {name: value for name, value in TINY.items() if module != "moshi" or name != "intermediate_size"}
-    model = of(of.config_class(**names, **changed))
-    rejects(text, enable_context_parallel, model, None)
-
-
-def test_gather_of_the_same_loss_divides_gradients():
-    model = build("Llama", num_hidden_layers=1, dtype=torch.float64)
-
-    def main(group):
-        context = enable_context_parallel(copy.deepcopy(model), group, layout="contiguous")
-        sharded, found = context.shard(batch()), []
-        for same in (False, True):
-            rows = torch.ones(*sharded["input_ids"].shape, 2, dtype=torch.float64, requires_grad=True)
-            context.gather(rows, sharded, same_loss=same).sum().backward()
-            found.append(rows.grad[0, 0, 0].item())
-        return found
-
-    assert run_ranks(main, 2) == [[2.0, 1.0]] * 2
-
-
 def test_rows_go_to_the_device_that_is_named(monkeypatch):
     prepared = []
     monkeypatch.setattr(enable, "prepare_plans", lambda plans, rank, device: prepared.append(device.type))
@@ -147,3 +109,49 @@ def test_rows_go_to_the_device_that_is_named(monkeypatch):
 def test_plans_count_bytes_of_the_model(dtype, size):
     model = build("Qwen3Next", dtype=dtype)
     assert {slot.item_size for slot in enable_context_parallel(model, None).slots} == {size}
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
+    model = build(name, dtype=torch.float32).eval()
+    rows = enable_context_parallel(model, None).shard({"input_ids": TOKENS, "lengths": LENGTHS})
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
+        assert torch.equal(other(**rows).logits, model(**rows).logits)
+
+
+def test_explains_plans_and_a_batch_can_be_made_again_of_its_arguments():
+    context = enable_context_parallel(build("Llama", num_hidden_layers=1, dtype=torch.float32), None)
+    sharded = context.shard(batch())
+    moved = type(sharded)(dict(sharded.items()))
+    assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
+    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
+    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(sharded)
+
+
+def after_fully_shard(group):
+    model = build("Mamba2", dtype=torch.float32).eval()
+    before = model(input_ids=TOKENS, use_cache=False).logits
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    rejects("2 dimensions", enable_context_parallel, model, square)
+    for takes_a_group in (enable_context_parallel, reduce_gradients):
+        rejects(r"world of 2 ranks.*dist\.group\.WORLD", takes_a_group, model, None)
+    context = enable_context_parallel(model, mesh := square["cp"])
+    assert (context.cp_size, context.rank) == (2, group.rank)
+    for block in model.backbone.layers:
+        fully_shard(block.mixer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ours = [type(module) for module in model.modules()]
+    rows = context.shard({"input_ids": TOKENS, "lengths": LENGTHS})
+    first = model(**rows).logits
+    with context.disabled():
+        off = (model(input_ids=TOKENS, use_cache=False).logits - before).abs().max().item()
+    return off, torch.equal(model(**rows).logits, first), [type(module) for module in model.modules()] == ours
+
+
+def test_rejects_no_group_and_is_disabled_after_fully_shard():
+    for off, is_same, is_back in run_ranks(after_fully_shard, 2, kind="processes", timeout=limit(60)):
+        assert off < 1e-5
+        assert is_same
+        assert is_back
