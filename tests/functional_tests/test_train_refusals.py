@@ -68,14 +68,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
     ("arguments", "says"),
     [
         (["--spec", "no.such.module", "name"], "--spec: got 'no.such.module name'; allowed: megatron_cp.megatron"),
-        (["--spec", "megatron_cp.megatron.specs", "nothing"], "hybrid_stack_spec or megatron_cp.megatron.specs local"),
-        (["--cp-hardware", "no_such"], "--cp-hardware: got 'no_such'"),
-        (["--seq-length", "9" * 25], "--seq-length: got"),
-        (["--tokenizer-model", "a\0b"], "--tokenizer-model: got"),
         (["--hybrid-layer-pattern", "GX-"], "--hybrid-layer-pattern: got 'GX-'"),
-        (["--hybrid-layer-pattern", ""], "--hybrid-layer-pattern: got ''"),
-        (["--hybrid-layer-pattern", "G*|-"], "--hybrid-layer-pattern: got 'G*|-'"),
-        (["--num-layers", "2"], "--num-layers: got 2; allowed: only with GPTModel. --spec chooses"),
         (
             ["--hybrid-layer-pattern", "G*-", "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"],
             "--hybrid-layer-pattern: got 'G*-'; allowed: only with HybridModel",
@@ -84,35 +77,16 @@ def refused(data, tmp_path, capsys, monkeypatch):
             ["--cp-layout", "striped"],
             "--cp-layout: got 'striped'; allowed: balanced or contiguous or zigzag or auto or random.",
         ),
-        (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
         (["--cp-comm-type", "tiles"], "Did you mean tiled?"),
-        (["--cp-comm-type", "a2a", "nonsense", "a2a"], "--cp-comm-type: got 'nonsense'"),
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
-        (["--linear-conv-kernel-dim", "65"], "--linear-conv-kernel-dim: got 65"),
-        (
-            ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
-            "--mamba-num-groups: got 4",
-        ),
         (["--device", "tpu"], "--device: got 'tpu'; allowed: auto or cpu or cuda."),
-        (["--seq-length", "4", "--context-parallel-size", "5"], "--seq-length: got 4"),
-        (["--seq-length", "1"], "--seq-length: got 1; allowed: at least 2"),
-        (["--num-attention-heads", "4", "--num-query-groups", "3"], "--num-query-groups: got 3"),
         (["--tensor-model-parallel-size", "4"], "no such option. A Megatron job of your own has it, such as examples/"),
-        (["--wandb", "project"], "--wandb: there is no such option. Each step's metrics are a line of metrics.jsonl"),
         (["--context-parallel-size", "0"], "--context-parallel-size: got 0; allowed: at least 1"),
-        (["--context-parallel-size", "-2"], "--context-parallel-size: got -2"),
         (["--context-parallel-size", "two"], "--context-parallel-size: got 'two'; allowed: integers"),
-        (["--context-parallel-size", "1.5"], "--context-parallel-size: got '1.5'; allowed: integers"),
         (["--context-parallel-size", "65"], "--context-parallel-size: got 65; allowed: at most 64 local ranks"),
-        (["--train-iters", "0"], "--train-iters: got 0"),
-        (["--save-interval", "0"], "--save-interval: got 0"),
-        (["--global-batch-size", "3", "--data-parallel-size", "2"], "--global-batch-size: got 3"),
         (["--lr", "nan"], "--lr: got nan; allowed: a finite number of at least 0"),
-        (["--lr", "inf"], "--lr: got inf; allowed: a finite number of at least 0"),
-        (["--lr", "fast"], "--lr: got 'fast'; allowed: numbers"),
         (["--bf16"], "--bf16: got True; allowed: off on cpu"),
-        (["--no-such-flag"], "--no-such-flag: there is no such option."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -133,7 +107,6 @@ def test_rejects_cuda_where_there_is_none(refused):
 def test_rejects_data_that_is_not_there_or_cannot_be_read(refused, tmp_path):
     assert refused("--data-path", "no/such/folder").startswith("--data-path: got 'no/such/folder'")
     (tmp_path / "empty").mkdir()
-    assert "Nothing is there." in refused("--data-path", str(tmp_path / "empty"))
     (tmp_path / "empty" / "file").touch()
     assert "Skipped: 1 empty." in refused("--data-path", str(tmp_path / "empty"))
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
@@ -152,12 +125,6 @@ def test_rejects_data_without_permission(refused, tmp_path):
 
 
 def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    assert refused("--run-dir", str(file)) == (
-        f"--run-dir: got '{file}'; allowed: a folder that can be written. File exists."
-    )
-    assert "Not a directory." in refused("--run-dir", str(file / "below"))
     taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The steps of a run are there; "
     taken += "to go on with it: --resume"
     assert refused("--run-dir", str(uninterrupted)) == f"{taken} {uninterrupted}"
@@ -170,9 +137,6 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
 
 def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copied):
     assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
-    for content in ("{", "[1]", '{"no_such_option": 1}', '{"lr": "fast"}'):
-        (tmp_path / "options.json").write_text(content)
-        assert "Cannot read options.json" in refused("--resume", str(tmp_path))
     resume = ["--resume", str(copied), "--train-iters", "9"]
     shutil.rmtree(copied / "checkpoints" / "iter_0000008")
     assert "names iter_0000008, which is not there" in refused(*resume, also=())
@@ -233,7 +197,7 @@ def test_rejects_resuming_another_model_or_what_is_done(refused, copied, tmp_pat
     assert found.startswith("--resume: got")
     assert "--hidden-size was 32, is 64" in found
     assert "--hybrid-layer-pattern was G*-, is G-" in found
-    assert "--ffn-hidden-size" not in found
+    assert found.count(" was ") == 2
     assert "--lr was 0.005, is 1.0" in refused(*resume, "--lr", "1", also=())
     assert "--vocab-size was 257, is 6" in refused(*resume, *tokenized(tmp_path), also=())
     found = refused(*resume, "--adam-beta2", "0.5", "--adam-beta1", "0.8", also=())

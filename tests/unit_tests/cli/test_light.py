@@ -59,11 +59,7 @@ def refused_lines(tmp_path):
     nul = "a\0b"
     with locked(busy, "run_dir"):
         yield {
-            (
-                "train",
-                "--data-path",
-                "no/such/folder",
-            ): "--data-path: got 'no/such/folder'; allowed: a folder, a .jsonl",
+            ("train", "--data-path", "no/such/folder"): "--data-path: got 'no/such/folder'; allowed: a folder, a .",
             ("train", "--data-path", ""): "--data-path: got ''",
             ("train", "--data-path", nul): r"--data-path: got 'a\x00b'",
             ("train", "--tokenizer-model", "no/such/file"): "--tokenizer-model: got 'no/such/file'",
@@ -85,11 +81,7 @@ def refused_lines(tmp_path):
             ("plan", "--plot", "a\0b.png"): r"--plot: got 'a\x00b.png'",
             ("plan", "--plot", "plan.txt"): "ending in .png",
             ("train", "--data-path", str(empty)): "Nothing is there.",
-            (
-                "train",
-                "--run-dir",
-                str(busy),
-            ): "allowed: a folder in which no run is under way. A run is under way there",
+            ("train", "--run-dir", str(busy)): "allowed: a folder in which no run is under way. A run is under",
             ("train", "--resume", str(unsaved)): "It has saved none: a run saves one every --save-interval steps",
             ("train", "--run-dir", str(unsaved)): "The steps of a run are there, but no checkpoint",
             ("doctor", "--megatron", "--num-layerz", "3"): "--num-layerz is no flag of megatron-core 0.19",

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.planner.linear import plan_linear
 
 ragged = settings(max_examples=60)
@@ -20,11 +19,6 @@ LINEAR = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "key_heads": 2, "hea
 PLANNERS = pytest.mark.parametrize(
     ("planner", "arguments"), [(plan_attention, ATTENTION), (plan_linear, LINEAR)], ids=["attention", "linear"]
 )
-
-
-def refused(argument):
-    """Returns cases that the capability table refuses, and a name that it does not know."""
-    return [*(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works), "no such name"]
 
 
 @st.composite

@@ -119,10 +119,7 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            "--num-expert 8 " + SMALL,
-            "model: got '--num-expert'; allowed: flags of Megatron. Did you mean --num-experts?",
-        ),
+        ("--num-expert 8 " + SMALL, "got '--num-expert'; allowed: flags of Megatron. Did you mean --num-experts?"),
         ("--num-layers", "--num-layers: got None; allowed: one value"),
         ("num-layers 4 --hidden-size 64", "model: got 'num-layers'; allowed: flags, which begin with --"),
         ("--num-layers 4 5", "--num-layers: got '4 5'; allowed: one value"),
@@ -149,21 +146,12 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--num-experts 4 --moe-layer-freq exit(0)", PATTERN),
         (SMALL + "--num-experts 4 --moe-router-topk 5", "experts_per_token: got 5; allowed: an integer from 1 to 4"),
         (SMALL + "--window-size 9,9", "--window-size: got '9,9'; allowed: LEFT,0"),
-        (SMALL + "--window-size 9", "--window-size: got '9'"),
-        (SMALL + "--window-size 9 9", "--window-size: got '9,9'; allowed: LEFT,0 or LEFT 0"),
         (SMALL + "--window-size 9 0 1", "--window-size: got '9 0 1'; allowed: two values, or both in one"),
         (SMALL + "--window-size", "--window-size: got None; allowed: two values, or both in one"),
         (SMALL + "--hybrid-layer-pattern MM/M", "--hybrid-layer-pattern: got 'MM/M'; allowed: a pattern without /"),
-        (
-            SMALL + "--hybrid-layer-pattern *X",
-            "--hybrid-layer-pattern[1]: got 'X'; allowed: M or G or * or + or - or E",
-        ),
-        (SMALL + "--hybrid-layer-pattern *D", "--hybrid-layer-pattern[1]: got 'D'"),
+        (SMALL + "--hybrid-layer-pattern *X", "layer-pattern[1]: got 'X'; allowed: M or G or * or + or - or E"),
         (SMALL + "--hybrid-layer-pattern ''", "blocks: got 0; allowed: an integer from 1"),
-        (
-            SMALL + "--hybrid-layer-pattern M --hybrid-override-pattern M",
-            "allowed: nothing beside --hybrid-layer-pattern",
-        ),
+        (SMALL + "--hybrid-layer-pattern M --hybrid-override-pattern M", "nothing beside --hybrid-layer-pattern"),
         (SMALL + "--hybrid-layer-pattern E", "--num-experts: got None"),
     ],
 )

@@ -221,17 +221,21 @@ def test_rejects_what_tiles_are_not_made_of(argument, value):
     rejects(rf"^{argument}:", tiles_of, **given | {argument: value})
 
 
-@pytest.mark.parametrize("name", ["row_in", "row_back", "col_in", "col_back"])
-@pytest.mark.parametrize("value", [None, -1, 1.0, True, "1", 2**41])
-def test_rejects_weights_that_are_none(name, value):
-    rejects(f"^{name}:", TileWeights, **dict.fromkeys(("row_in", "row_back", "col_in", "col_back"), 1) | {name: value})
+SIDES = dict.fromkeys(("row_in", "row_back", "col_in", "col_back"), 1)
+SHAPE = {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4, "item_size": 2}
 
 
-@pytest.mark.parametrize("make", [TileWeights.forward, TileWeights.backward])
-@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim", "value_head_dim", "item_size"])
-def test_rejects_shapes_that_are_none(make, name):
-    for value in (0, -1, 1.5, True, "2"):
-        rejects(f"^{name}:", make, **{"heads": 2, "kv_heads": 1, "head_dim": 4} | {name: value})
+@pytest.mark.parametrize(
+    ("make", "given", "bad"),
+    [
+        (TileWeights, SIDES, (None, -1, 1.0, True, "1", 2**41)),
+        *((make, SHAPE, (0, -1, 1.5, True, "2")) for make in (TileWeights.forward, TileWeights.backward)),
+    ],
+)  # fmt: skip
+def test_rejects_weights_and_shapes_that_are_none(make, given, bad):
+    for name in given:
+        for value in bad:
+            rejects(f"^{name}:", make, **given | {name: value})
 
 
 def test_rejects_arrays_that_do_not_fit():

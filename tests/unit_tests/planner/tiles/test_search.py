@@ -18,7 +18,6 @@ from megatron_cp.planner.tiles import TileProblem, TileWeights, fast, solve, til
 from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
-from tests.refusals import rejects
 from tests.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
@@ -264,24 +263,7 @@ def test_ranks_that_own_nothing_are_interchangeable():
     assert found.bound == least(problem)
 
 
-def test_rejects_a_search_without_the_solver(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    problem = drawn(1)
-    rejects(r"^search_seconds: .*pip install ortools==", solve, problem, search_seconds=5)
-    assert solve(problem, steps=10).bound > 0
-
-
 def test_rejects_load_caps_that_cannot_be():
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
         solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
-
-
-def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch):
-    """With auto, a scheme that cannot be planned would silently be left out."""
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    for scheme in ("auto", "tiled"):
-        with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):
-            cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5)
-        cp.AttentionSpec(2, 2, 8, 8, scheme=scheme)
