@@ -298,20 +298,38 @@ def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slowe
     assert says in line
 
 
-def test_auto_tries_head_chunks_for_every_scheme():
-    """Without chunks all_gather is predicted to be fastest, and in four chunks it is slower than exact in four."""
-    packing, hardware = Packing([10000, 4500, 4500, 4500, 4500, 4768]), machine("h100")
-    layout, topology = Layout.balanced(packing, 8), hardware.topology(8, 8)
-    request = {"heads": 64, "kv_heads": 8, "head_dim": 128, "hardware": hardware, "topology": topology}
-    chosen = plan_attention(packing, layout, **request)
-    fixed = {
-        (scheme, chunks): plan_attention(packing, layout, **request, scheme=scheme, head_chunks=chunks)
-        for scheme in ("all_gather", "exact")
-        for chunks in (1, 2, 4)
-    }
-    times = {name: priced(plan, hardware, topology, item_size=2).total for name, plan in fixed.items()}
-    assert (chosen.scheme, chosen.attend.head_chunks) == min(times, key=times.get) == ("exact", 4)
-    assert chosen.prices[0].total == pytest.approx(times["exact", 4])
+SEVERAL = Packing([10000, 4500, 4500, 4500, 4500, 4768])
+DRAWS = np.random.default_rng(0).lognormal(8, 1.2, 64)
+HEAVY = Packing(np.diff(np.round(np.cumsum(DRAWS) / DRAWS.sum() * 2**14).astype(int), prepend=0))
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "shape", "slower", "chosen"),
+    [
+        # Without chunks all_gather is predicted to be fastest, and in four chunks it is slower than exact in four.
+        (Layout.balanced(SEVERAL, 8), 8, (64, 8, 128), [("exact", 1, 1), ("exact", 1, 2), ("all_gather", 1, 4)],
+         ("exact", 1, 4)),
+        # In two chunks, a2a+exact among four ranks is a third behind that among eight; in one it wins.
+        (Layout.balanced(HEAVY, 16), 4, (8, 8, 64), [("a2a+exact", 4, 2), ("a2a+exact", 8, 1)], ("a2a+exact", 4, 1)),
+    ],
+    ids=["every scheme", "far behind"],
+)  # fmt: skip
+def test_auto_tries_head_chunks(layout, hosts, shape, slower, chosen):
+    on, (heads, kv_heads, head_dim) = machine("h100"), shape
+    topology = on.topology(layout.cp_size, hosts)
+    request = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hardware": on, "topology": topology}
+    *others, best = (
+        priced(
+            plan_attention(
+                layout.packing, layout, **request, scheme=scheme, ulysses_degree=degree, head_chunks=chunks
+            ), on, topology, item_size=2,
+        ).total
+        for scheme, degree, chunks in (*slower, chosen)
+    )  # fmt: skip
+    assert best < min(others)
+    plan = plan_attention(layout.packing, layout, **request)
+    assert (plan.scheme, plan.ulysses_degree, plan.attend.head_chunks) == chosen
+    assert plan.prices[0].total == pytest.approx(best)
 
 
 def test_of_two_level_schemes_only_the_ranks_of_a_host_are_tried_for_very_many_fragments(monkeypatch):
@@ -323,7 +341,7 @@ def test_of_two_level_schemes_only_the_ranks_of_a_host_are_tried_for_very_many_f
 
 def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
     """The first candidate alone, which is the one that it would be without chunks."""
-    packing, hardware = Packing([10000, 4500, 4500, 4500, 4500, 4768]), machine("h100")
+    packing, hardware = SEVERAL, machine("h100")
     request = {"heads": 32, "kv_heads": 16, "head_dim": 128, "hardware": hardware, "topology": hardware.topology(8, 8)}
     all_prices = plan_attention(packing, Layout.zigzag(packing, 8), **request).prices
     monkeypatch.setattr("megatron_cp.planner.choose.VERY_MANY", 10)
@@ -338,21 +356,3 @@ def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
     times = [priced(plan, hardware, request["topology"], item_size=2).total for plan in fixed]
     assert min(times) < 0.99 * times[0]
     assert chosen.prices[0].total == pytest.approx(min(times))
-
-
-def test_chunks_are_tried_for_candidates_far_behind_in_their_first_number():
-    """In two chunks, a2a+exact among four ranks is a third behind that among eight; in one it wins."""
-    lengths = np.random.default_rng(0).lognormal(8, 1.2, 64)
-    packing = Packing(np.diff(np.round(np.cumsum(lengths) / lengths.sum() * 2**14).astype(int), prepend=0))
-    layout, on = Layout.balanced(packing, 16), machine("h100")
-    options = {"heads": 8, "kv_heads": 8, "head_dim": 64, "topology": on.topology(16, 4)}
-    given = {
-        (degree, chunks): priced(
-            plan_attention(packing, layout, scheme="a2a+exact", ulysses_degree=degree, head_chunks=chunks, **options),
-            on,
-            options["topology"],
-        ).total
-        for degree, chunks in ((4, 2), (4, 1), (8, 1))
-    }
-    assert given[4, 1] < given[8, 1] < given[4, 2] / 1.1
-    assert plan_attention(packing, layout, **options).prices[0].total == given[4, 1]

@@ -16,6 +16,7 @@ from megatron_cp.planner.predict.kernels import (
     chunked_tokens,
     convolution_seconds,
     rule_seconds,
+    stage_shapes,
 )
 
 FULL, CAUSAL = (-UNBOUNDED, UNBOUNDED), (-UNBOUNDED, 0)
@@ -56,6 +57,18 @@ def test_tiles_are_those_that_meet_a_visible_pair():
         assert (pairs[0], rows[0], bands[0], tiles[0]) == (seen.sum(), len(seen), seen.size > 0, len(columns))
         assert pairs[0] + cut[0] + padding[0] == computed
         assert pairs[0] + cut[0] == min(computed, seen.size)
+
+
+def test_stages_of_a_ring_are_those_of_their_keys():
+    """The first has a rank's own keys, where an edge of the mask runs; the others have whole squares, or nothing."""
+    layout = Layout.contiguous(Packing([400]), 4)
+    step = plan_attention(layout.packing, layout, heads=4, head_dim=16, scheme="p2p").attend
+    found = stage_shapes(step, 10)
+    assert found.cut[0].tolist() == [55 * 100 - 5050] * 4
+    assert not found.cut[1:].any()
+    assert found.pairs.sum() == 400 * 401 // 2
+    assert found.tiles.sum(axis=0).tolist() == [10, 20, 30, 40]
+    assert not found.padding.any()
 
 
 def test_a_device_computes_the_padding_of_tiles_and_a_core_does_not():

@@ -191,18 +191,6 @@ def test_a_bound_that_is_reached_is_an_optimum_and_queries_stay_with_their_owner
     assert np.array_equal(found.ranks, problem.rows.owners[problem.tile_rows])
 
 
-def test_a_pack_of_documents_on_many_hosts():
-    lengths = np.maximum((np.random.default_rng(0).pareto(1.2, 64) * 400).astype(int), 16)
-    packing = cp.Packing(lengths.tolist())
-    mask, layout = cp.Mask.causal(packing), cp.Layout.contiguous(packing, 24)
-    weights = TileWeights.forward(heads=2, kv_heads=2, head_dim=64)
-    problem = tiles_of(mask, layout, weights=weights, hosts=np.arange(24) // 8, host_cost=8)
-    found = solve(problem, steps=500)
-    assert problem.load_cap <= 1.05 * problem.total / 24
-    assert found.bound <= cost(problem, found.ranks)
-    assert cost(problem, found.ranks) < cost(problem, problem.rows.owners[problem.tile_rows])
-
-
 PRINTS_HASHES = """
 import hashlib
 from megatron_cp.planner.tiles import TileWeights, solve
