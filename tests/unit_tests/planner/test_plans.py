@@ -67,15 +67,7 @@ def test_backward_runs_the_adjoints_and_work_is_that_of_the_busiest(plan):
     assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
     mean = Fraction(sum(work), plan.cp_size)
     assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
-    text = plan.explain()
-    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
-    assert rows_of(text) == list(
-        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
-    )
-    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
-    documents, tokens = plan.packing.num_documents, plan.packing.total
-    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
-    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
+    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in plan.explain()
 
 
 def bytes_by_loop(plan, item_size, *, forward, alignment):
@@ -176,14 +168,13 @@ def test_fingerprints_differ_by(plan, other):
     assert other.fingerprint() != plan.fingerprint()
 
 
-def rows_of(text):
-    """The table of `explain`: for each rank its tokens, pad rows and fragments."""
-    return [tuple(map(int, found)) for found in re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)]
-
-
 def test_explain_says_who_holds_what():
-    text = plan_attention(PACKING, Layout.zigzag(PACKING, 70), heads=70, head_dim=8).explain()
-    assert len(rows_of(text)) == 64
+    layout = Layout.zigzag(PACKING, 70, align=2)
+    text = plan_attention(PACKING, layout, heads=70, head_dim=8).explain()
+    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)
+    tokens, pads = layout.token_counts, layout.pad_rows
+    held = [(rank, tokens[rank], pads[rank], len(layout.fragments_of(rank))) for rank in range(64)]
+    assert [tuple(map(int, row)) for row in rows] == held
     assert "... and 6 more ranks" in text
     packing = Packing([5, 0, 4])
     layout = Layout.from_fragments(packing, [[(6, 9)], [(0, 2)], [(2, 6)]])

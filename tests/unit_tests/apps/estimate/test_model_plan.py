@@ -174,14 +174,6 @@ def given(flags, name):
     return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
 
 
-def test_layers_whose_best_schemes_differ_have_a_value_each():
-    found = over_long(alternating(WINDOW, FULL))
-    (windowed, _), (full, _) = found.plans
-    assert windowed.scheme != full.scheme
-    assert given(found.flags, "--cp-comm-type") == [windowed.scheme, full.scheme] * 2
-    assert given(over_long(alternating(FULL)).flags, "--cp-comm-type") == [full.scheme]
-
-
 def test_linear_layers_and_mlps_of_a_list_have_the_value_that_they_take():
     linear = read_model("qwen3-next").blocks[0].mixer
     model = alternating(linear, WINDOW, None, FULL)

@@ -14,12 +14,6 @@ from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds
 from megatron_cp.planner.predict.program import Edges, Program
 from megatron_cp.planner.predict.simulate import simulate
 
-# FlashAttention-2 on an H100 SXM5 by the figures of FlashAttention-3's paper: 1e12 operations a second for documents of
-# 512 to 16,384 tokens, 16,384 in all, and heads of 2,048 features in all. Forward, causal, by head size; backward, not
-# causal, of size 128.
-FA2 = {64: (180, 229, 262, 284, 295, 299), 128: (191, 260, 298, 319, 333, 335), 256: (208, 251, 278, 293, 297, 298)}
-FA2_BACKWARD = 214, 260, 291, 310, 318, 322
-
 # attention/vllm/0.24.0 of h100_sxm, vllm_flash_attn_fa3; attention/sglang/0.5.14 of b200_sxm, trtllm_mha. Head size
 # 128, 32 query heads, 8 of keys: documents and tokens of each.
 ATTENTION = [
@@ -58,29 +52,6 @@ ALL_TO_ALL = [
     (8, 33554432, 0.2213),
     (8, 268435456, 1.4904),
 ]
-
-
-def fa2_rates(head_dim, mask, *, forward):
-    """Returns the predicted 1e12 operations a second for the documents of the figures."""
-    heads, found = 2048 // head_dim, []
-    for tokens in (512 << number for number in range(6)):
-        packing = Packing([tokens] * (16384 // tokens))
-        layout, sizes = Layout.contiguous(packing, 1), {"heads": heads, "kv_heads": heads, "head_dim": head_dim}
-        step = plan_attention(packing, layout, mask=mask, **sizes).attend
-        every = np.array([0]), np.array([heads])
-        seconds = attention_seconds(step, machine("h100-fa2").hardware, 2, *every, forward=forward)[0, 0]
-        operations = 4 * tokens * 16384 * 2048 * (1 if forward else 2.5) * (0.5 if mask == "causal" else 1)
-        found.append(operations / seconds / 1e12)
-    return np.array(found)
-
-
-@pytest.mark.parametrize("head_dim", FA2)
-def test_attention_of_pytorch_is_as_fast_as_published(head_dim):
-    assert fa2_rates(head_dim, "causal", forward=True) == pytest.approx(np.array(FA2[head_dim]), rel=0.04)
-    if head_dim == 128:  # the preset has rates of causal attention, in which forward is 7 % slower by the figures
-        backward = fa2_rates(128, "full", forward=False) / np.array(FA2_BACKWARD)
-        assert (backward > 0.92).all()
-        assert (backward < 1.0).all()
 
 
 def attention_ms(on, documents, tokens):
