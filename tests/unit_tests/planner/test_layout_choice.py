@@ -46,15 +46,6 @@ def test_it_is_the_layout_of_the_cheapest_plan(name, packing):
         assert prices[each] == pytest.approx(milliseconds, rel=0.005)
 
 
-def test_what_the_layers_are_decides():
-    several = cp.Packing([16000, 300, 9000, 4000, 1, 3000])
-    twice = cp.Packing([16000, 300, 9000, 4000, 1, 3000] * 2)  # of one alone zigzag and balanced differ by 1 %
-    assert choose_layout(twice, 4, [dataclasses.replace(GATHERED, scheme="exact")]).name == "balanced"
-    assert choose_layout(several, 4, [GATHERED]).name == "zigzag"  # as even, and keys of everyone come anyway
-    assert choose_layout(several, 4, [EXCHANGED]).name == "contiguous"
-    assert choose_layout(MANY, 4, [GATHERED]).name == "contiguous"  # ranges of even work, and few documents are cut
-
-
 def test_the_choice_is_explained_layout_by_layout():
     lines = choose_layout(LONG, 4, [GATHERED, LINEAR]).explain().splitlines()
     assert lines[0].startswith("chosen layout ")

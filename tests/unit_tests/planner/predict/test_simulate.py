@@ -149,20 +149,11 @@ def test_what_a_rank_keeps_is_no_message():
     rejects("the 2 ranks of the plan", simulate, Program(2), TWO_HOSTS)
 
 
-PLANS = [
-    lambda layout, scheme=scheme, degree=degree: plan_attention(
-        layout.packing, layout, heads=8, kv_heads=4, head_dim=64, scheme=scheme, ulysses_degree=degree
-    )
-    for scheme, degree in [("a2a", None), ("p2p", None), ("all_gather", None), ("exact", None), ("a2a+p2p", 2)]
-] + [
-    lambda layout, mode=mode: plan_linear(layout.packing, layout, "gdn", heads=8, head_dim=64, mode=mode)
-    for mode in ("headwise", "chunkwise")
-]  # fmt: skip
-
-
-def test_an_empty_batch_takes_no_time():
-    layout = Layout.contiguous(Packing([0]), 6)
-    for make in PLANS:
-        for forward in (True, False):
-            program = program_of(make(layout), machine().hardware, 2, forward=forward)
-            assert simulate(program, machine().topology(6)).seconds == 0.0
+@pytest.mark.parametrize("forward", [True, False])
+def test_an_empty_batch_takes_no_time(forward):
+    packing = Packing([0])
+    layout = Layout.contiguous(packing, 6)
+    made = [plan_attention(packing, layout, heads=8, head_dim=64, scheme=scheme) for scheme in ("a2a", "p2p", "exact")]
+    made += [plan_linear(packing, layout, heads=8, head_dim=64, mode=mode) for mode in ("headwise", "chunkwise")]
+    for plan in made:
+        assert simulate(program_of(plan, machine().hardware, 2, forward=forward), machine().topology(6)).seconds == 0.0
