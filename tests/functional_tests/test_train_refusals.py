@@ -135,19 +135,6 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
     assert len(metrics_of(uninterrupted)) == 8
 
 
-def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copied):
-    assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
-    assert "names iter_0000008, which is not there" in refused(*resume, also=())
-    shutil.rmtree(copied / "checkpoints")
-    found = refused(*resume, also=())
-    assert found == (
-        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
-        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
-    )
-
-
 @pytest.fixture
 def copied(uninterrupted, tmp_path):
     """A run of 8 steps that a test may damage."""
@@ -155,52 +142,66 @@ def copied(uninterrupted, tmp_path):
     return tmp_path / "copied"
 
 
-@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
-def test_rejects_resuming_from_a_damaged_checkpoint(name, refused, copied):
-    file = copied / "checkpoints" / "iter_0000008" / name
-    for damage in (lambda: os.truncate(file, 60), file.unlink):
-        damage()
-        found = refused("--resume", str(copied), "--train-iters", "9", also=())
-        assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
+@pytest.fixture
+def resumed(refused, copied):
+    """Goes on with the run, which must be refused; returns what is said."""
+    return lambda *more: refused("--resume", str(copied), "--train-iters", "9", *more, also=())
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
-def test_rejects_resuming_from_a_checkpoint_in_which_a_bit_flipped(share, refused, copied):
-    file = copied / "checkpoints" / "iter_0000008" / "__0_0.distcp"
+def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, resumed, copied, tmp_path):
+    assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
+    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
+    assert "names iter_0000008, which is not there" in resumed()
+    shutil.rmtree(copied / "checkpoints")
+    assert resumed() == (
+        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
+        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
+    )
+
+
+def cut(file):
+    os.truncate(file, 60)
+
+
+def flip_a_bit(file):
     content = bytearray(file.read_bytes())
-    content[int(share * len(content))] ^= 1
+    content[int(0.999 * len(content))] ^= 1
     file.write_bytes(content)
-    found = refused("--resume", str(copied), "--train-iters", "9", also=())
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        *((name, damage, "") for name in ("metadata.json", ".metadata", "__0_0.distcp") for damage in (cut, os.unlink)),
+        ("__0_0.distcp", flip_a_bit, "__0_0.distcp: hash mismatch"),
+        ("integrity.json", os.unlink, "Integrity manifest not found at"),
+    ],
+)
+def test_rejects_resuming_from_a_damaged_checkpoint(name, damage, says, resumed, copied):
+    file = copied / "checkpoints" / "iter_0000008" / name
+    damage(file)
+    found = resumed()
     assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
-    assert "__0_0.distcp: hash mismatch" in found
+    assert says in found
 
 
-def test_rejects_resuming_from_a_checkpoint_without_digests(refused, copied):
-    (copied / "checkpoints" / "iter_0000008" / "integrity.json").unlink()
-    found = refused("--resume", str(copied), "--train-iters", "9", also=())
-    assert "Integrity manifest not found at" in found
-
-
-def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, copied):
+def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, resumed, copied):
     # Though its metrics are gone: the run would write where the tracker points.
     assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
     with locked(copied, "run_dir"):
-        found = refused("--resume", str(copied), "--train-iters", "9", also=())
-        assert found.startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run is")
+        assert resumed().startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run")
         assert "A run is under way there" in refused("--run-dir", str(copied))
     assert json.loads((copied / "options.json").read_text())["train_iters"] == 8
 
 
-def test_rejects_resuming_another_model_or_what_is_done(refused, copied, tmp_path):
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    found = refused(*resume, "--hidden-size", "64", "--hybrid-layer-pattern", "G-", also=())
-    assert found.startswith("--resume: got")
-    assert "--hidden-size was 32, is 64" in found
+def test_rejects_resuming_another_model_or_what_is_done(refused, resumed, copied, tmp_path):
+    found = resumed("--hidden-size", "64", "--hybrid-layer-pattern", "G-")
+    assert "iter_0000008'; allowed: a checkpoint of the same model and optimizer. --hidden-size was 32, is 64" in found
     assert "--hybrid-layer-pattern was G*-, is G-" in found
     assert found.count(" was ") == 2
-    assert "--lr was 0.005, is 1.0" in refused(*resume, "--lr", "1", also=())
-    assert "--vocab-size was 257, is 6" in refused(*resume, *tokenized(tmp_path), also=())
-    found = refused(*resume, "--adam-beta2", "0.5", "--adam-beta1", "0.8", also=())
+    assert "--lr was 0.005, is 1.0" in resumed("--lr", "1")
+    assert "--vocab-size was 257, is 6" in resumed(*tokenized(tmp_path))
+    found = resumed("--adam-beta2", "0.5", "--adam-beta1", "0.8")
     assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
     says = "allowed: more than the 8 steps that the checkpoint holds."
     assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"
