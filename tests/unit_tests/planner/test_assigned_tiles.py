@@ -96,7 +96,7 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
     calls = [partial(solve, problem), *(partial(call, scheme=name) for call in (slot, partial(PLAN, layout))
                                         for name in ("auto", "tiled"))]  # fmt: skip
     for call in calls:
-        rejects(r"^search_seconds: got 5.*pip install ortools==", call, search_seconds=5)
+        rejects(r"^search_seconds: got .*pip install ortools==", call, search_seconds=5)
     assert solve(problem, steps=10).bound > 0
     assert PLAN(layout).attend.tiled is not None
     slot(scheme="tiled")
