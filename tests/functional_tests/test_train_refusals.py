@@ -196,9 +196,8 @@ def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, resumed
 
 def test_rejects_resuming_another_model_or_what_is_done(refused, resumed, copied, tmp_path):
     found = resumed("--hidden-size", "64", "--hybrid-layer-pattern", "G-")
-    assert "iter_0000008'; allowed: a checkpoint of the same model and optimizer. --hidden-size was 32, is 64" in found
-    assert "--hybrid-layer-pattern was G*-, is G-" in found
-    assert found.count(" was ") == 2
+    assert "iter_0000008'; allowed: a checkpoint of the same model" in found
+    assert found.endswith(" optimizer. --hybrid-layer-pattern was G*-, is G-; --hidden-size was 32, is 64.")
     assert "--lr was 0.005, is 1.0" in resumed("--lr", "1")
     assert "--vocab-size was 257, is 6" in resumed(*tokenized(tmp_path))
     found = resumed("--adam-beta2", "0.5", "--adam-beta1", "0.8")
