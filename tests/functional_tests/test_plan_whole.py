@@ -150,50 +150,16 @@ def test_a_size_has_a_line_and_hosts_that_are_far_apart_cost_time():
     assert times[1] > 1.1 * times[0]
 
 
-def test_the_default_plan_has_even_work():
-    _, found = printed()
-    assert found["work_imbalance"] < 1.02
-    assert found["predicted_ms"]["forward"] > 0
-    assert found["prices"][0]["candidate"].startswith(found["scheme"])
-
-
-def test_a_model_may_be_a_config_or_flags(tmp_path):
-    config = {
-        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 1000, "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    _, by_config = printed("--whole", "--model", str(path), "--lengths", "4096")
-    flags = (
-        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
-        "--ffn-hidden-size 1024 --swiglu --vocab-size 1000 --make-vocab-size-divisible-by 1 --normalization RMSNorm "
-        "--disable-bias-linear"
-    )
-    _, by_flags = printed("--whole", "--model", flags, "--lengths", "4096")
-    assert by_config["parameters"] == by_flags["parameters"]
-    assert by_config["best"]["milliseconds"] == pytest.approx(by_flags["best"]["milliseconds"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--gpu", "h1000"], "--gpu: got 'h1000'; allowed: a100"),
-        (["--whole", "--model", "llama4-900b"], "--model: got 'llama4-900b'"),
         (["--whole", "--plot", "x.png"], "--plot: got 'x.png'; allowed: only without --whole"),
-        (
-            ["--whole", "--lengths", "7,3", "--parents=-1,0"],
-            "--parents: got [-1, 0]; allowed: only without --whole",
-        ),
+        (["--whole", "--lengths", "7,3", "--parents=-1,0"], "--parents: got [-1, 0]; allowed: only without --whole"),
         (["--fit", "80GiB"], "--fit"),
         (["--whole", "--gpus", "8"], "--gpus: there is no such option. Jobs are no longer searched: give --cp 8"),
         (["--whole", "--global-batch", "8"], "--global-batch: there is no such option. Steps are no longer predicted"),
-        (["--whole", "--microbatches", "8"], "--microbatches: there is no such option. Steps are no longer predicted"),
-        (["--whole", "--interleave", "2"], "--interleave: there is no such option. Steps are no longer predicted"),
         (["--whole", "--packs", "2"], "--packs: there is no such option. Give the lengths of all documents"),
-        (["--whole", "--precision", "fp8"], "--precision: there is no such option. Steps are no longer predicted"),
-        (["--whole", "--tp-comm-overlap"], "--tp-comm-overlap: there is no such option. Steps are no longer predicted"),
         (["--whole", "--tp", "3"], "--tp: got 3; allowed: a divisor of"),
         (["--whole", "--pp", "49"], "--pp: got 49; allowed: stages that divide 48 layers"),
         (["--whole", "--recompute", "ops"], "--recompute: got 'ops'; allowed: none or selective or full"),
@@ -201,24 +167,13 @@ def test_a_model_may_be_a_config_or_flags(tmp_path):
         (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--layer", "gdn"], "--layer: got 'gdn'; allowed: only without --whole"),
-        (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
-        (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),
         (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: 0 with a2a. No layer here"),
-        (["--search", "1", "--scheme", "p2p"], "--search: got 1.0; allowed: 0 with p2p. No layer here"),
-        (["--search", "1", "--layer", "gdn"], "--search: got 1.0; allowed: 0 without attention. No layer here"),
         (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
         (["--fit", "80 apples"], "--fit: got '80 apples'; allowed: at least 1MiB, with its unit, such as 70GiB"),
         (["--fit", "70"], "--fit: got '70', which is 70 bytes; allowed: at least 1MiB"),
-        (["--fit", "1000KiB"], "--fit: got '1000KiB', which is 1.024e+06 bytes; allowed: at least 1MiB"),
-        (["--fit", "1e400"], "--fit: got '1e400'; allowed: at least 1MiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
         (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Every host must have as many"),
-        (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Every host"),
         (["--cp", "1025"], "--cp: got '1025'; allowed: integers from 1 to 1024, as in 4,8"),
-        (
-            ["--cp", "4,1000000000000", "--whole", "--tokens-per-rank", "1"],
-            "--cp: got '1000000000000'; allowed: integers",
-        ),
         (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),
     ],
 )

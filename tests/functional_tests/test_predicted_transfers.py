@@ -12,7 +12,6 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case, run_layer
-from tests.limits import limit
 from tests.random_tiles import assign_at_random
 
 Log = list[tuple[dict[int, int], dict[int, int]]]
@@ -143,27 +142,3 @@ def test_walks_over_the_transfers_of_assigned_tiles(size, scheme, chunks, monkey
     case = Case("attention", size, LENGTHS, scheme=scheme, head_chunks=chunks, **HEADS)
     for rank, log in enumerate(run_ranks(logged, case.cp, case)):
         assert log == predicted(case, rank), f"rank {rank}"
-
-
-def test_walks_over_the_transfers_of_a_run_over_gloo():
-    cases = [*CASES[:10:2], CASES[11], CASES[-12], CASES[-9]]
-    found = run_ranks(_logged_all, 5, cases, kind="processes", timeout=limit(120))
-    for number, case in enumerate(cases):
-        for rank in range(case.cp):
-            assert found[rank][number] == predicted(case, rank), f"rank {rank} of {case}"
-
-
-def _logged_all(group: RankGroup, cases: list[Case]) -> list[Log | None]:
-    import torch.distributed as dist
-
-    from megatron_cp.executor.groups.torch_group import TorchGroup
-
-    found: list[Log | None] = []
-    for case in cases:
-        ranks = dist.new_group(list(range(case.cp)))
-        inside = group.rank < case.cp
-        found.append(logged(TorchGroup(ranks), case) if inside else None)
-        dist.barrier()
-        if inside:
-            dist.destroy_process_group(ranks)
-    return found

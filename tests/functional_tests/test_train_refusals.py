@@ -68,14 +68,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
     ("arguments", "says"),
     [
         (["--spec", "no.such.module", "name"], "--spec: got 'no.such.module name'; allowed: megatron_cp.megatron"),
-        (["--spec", "megatron_cp.megatron.specs", "nothing"], "hybrid_stack_spec or megatron_cp.megatron.specs local"),
-        (["--cp-hardware", "no_such"], "--cp-hardware: got 'no_such'"),
-        (["--seq-length", "9" * 25], "--seq-length: got"),
-        (["--tokenizer-model", "a\0b"], "--tokenizer-model: got"),
         (["--hybrid-layer-pattern", "GX-"], "--hybrid-layer-pattern: got 'GX-'"),
-        (["--hybrid-layer-pattern", ""], "--hybrid-layer-pattern: got ''"),
-        (["--hybrid-layer-pattern", "G*|-"], "--hybrid-layer-pattern: got 'G*|-'"),
-        (["--num-layers", "2"], "--num-layers: got 2; allowed: only with GPTModel. --spec chooses"),
         (
             ["--hybrid-layer-pattern", "G*-", "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec"],
             "--hybrid-layer-pattern: got 'G*-'; allowed: only with HybridModel",
@@ -84,35 +77,16 @@ def refused(data, tmp_path, capsys, monkeypatch):
             ["--cp-layout", "striped"],
             "--cp-layout: got 'striped'; allowed: balanced or contiguous or zigzag or auto or random.",
         ),
-        (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
         (["--cp-comm-type", "tiles"], "Did you mean tiled?"),
-        (["--cp-comm-type", "a2a", "nonsense", "a2a"], "--cp-comm-type: got 'nonsense'"),
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
-        (["--linear-conv-kernel-dim", "65"], "--linear-conv-kernel-dim: got 65"),
-        (
-            ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
-            "--mamba-num-groups: got 4",
-        ),
         (["--device", "tpu"], "--device: got 'tpu'; allowed: auto or cpu or cuda."),
-        (["--seq-length", "4", "--context-parallel-size", "5"], "--seq-length: got 4"),
-        (["--seq-length", "1"], "--seq-length: got 1; allowed: at least 2"),
-        (["--num-attention-heads", "4", "--num-query-groups", "3"], "--num-query-groups: got 3"),
         (["--tensor-model-parallel-size", "4"], "no such option. A Megatron job of your own has it, such as examples/"),
-        (["--wandb", "project"], "--wandb: there is no such option. Each step's metrics are a line of metrics.jsonl"),
         (["--context-parallel-size", "0"], "--context-parallel-size: got 0; allowed: at least 1"),
-        (["--context-parallel-size", "-2"], "--context-parallel-size: got -2"),
         (["--context-parallel-size", "two"], "--context-parallel-size: got 'two'; allowed: integers"),
-        (["--context-parallel-size", "1.5"], "--context-parallel-size: got '1.5'; allowed: integers"),
         (["--context-parallel-size", "65"], "--context-parallel-size: got 65; allowed: at most 64 local ranks"),
-        (["--train-iters", "0"], "--train-iters: got 0"),
-        (["--save-interval", "0"], "--save-interval: got 0"),
-        (["--global-batch-size", "3", "--data-parallel-size", "2"], "--global-batch-size: got 3"),
         (["--lr", "nan"], "--lr: got nan; allowed: a finite number of at least 0"),
-        (["--lr", "inf"], "--lr: got inf; allowed: a finite number of at least 0"),
-        (["--lr", "fast"], "--lr: got 'fast'; allowed: numbers"),
         (["--bf16"], "--bf16: got True; allowed: off on cpu"),
-        (["--no-such-flag"], "--no-such-flag: there is no such option."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -133,7 +107,6 @@ def test_rejects_cuda_where_there_is_none(refused):
 def test_rejects_data_that_is_not_there_or_cannot_be_read(refused, tmp_path):
     assert refused("--data-path", "no/such/folder").startswith("--data-path: got 'no/such/folder'")
     (tmp_path / "empty").mkdir()
-    assert "Nothing is there." in refused("--data-path", str(tmp_path / "empty"))
     (tmp_path / "empty" / "file").touch()
     assert "Skipped: 1 empty." in refused("--data-path", str(tmp_path / "empty"))
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
@@ -152,12 +125,6 @@ def test_rejects_data_without_permission(refused, tmp_path):
 
 
 def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    assert refused("--run-dir", str(file)) == (
-        f"--run-dir: got '{file}'; allowed: a folder that can be written. File exists."
-    )
-    assert "Not a directory." in refused("--run-dir", str(file / "below"))
     taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The steps of a run are there; "
     taken += "to go on with it: --resume"
     assert refused("--run-dir", str(uninterrupted)) == f"{taken} {uninterrupted}"
@@ -168,22 +135,6 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
     assert len(metrics_of(uninterrupted)) == 8
 
 
-def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, tmp_path, copied):
-    assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
-    for content in ("{", "[1]", '{"no_such_option": 1}', '{"lr": "fast"}'):
-        (tmp_path / "options.json").write_text(content)
-        assert "Cannot read options.json" in refused("--resume", str(tmp_path))
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
-    assert "names iter_0000008, which is not there" in refused(*resume, also=())
-    shutil.rmtree(copied / "checkpoints")
-    found = refused(*resume, also=())
-    assert found == (
-        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
-        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
-    )
-
-
 @pytest.fixture
 def copied(uninterrupted, tmp_path):
     """A run of 8 steps that a test may damage."""
@@ -191,52 +142,65 @@ def copied(uninterrupted, tmp_path):
     return tmp_path / "copied"
 
 
-@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "__0_0.distcp"])
-def test_rejects_resuming_from_a_damaged_checkpoint(name, refused, copied):
-    file = copied / "checkpoints" / "iter_0000008" / name
-    for damage in (lambda: os.truncate(file, 60), file.unlink):
-        damage()
-        found = refused("--resume", str(copied), "--train-iters", "9", also=())
-        assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
+@pytest.fixture
+def resumed(refused, copied):
+    """Goes on with the run, which must be refused; returns what is said."""
+    return lambda *more: refused("--resume", str(copied), "--train-iters", "9", *more, also=())
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
-def test_rejects_resuming_from_a_checkpoint_in_which_a_bit_flipped(share, refused, copied):
-    file = copied / "checkpoints" / "iter_0000008" / "__0_0.distcp"
+def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, resumed, copied, tmp_path):
+    assert refused("--resume", str(tmp_path)).startswith(f"--resume: got '{tmp_path}'; allowed: the folder of a run.")
+    shutil.rmtree(copied / "checkpoints" / "iter_0000008")
+    assert "names iter_0000008, which is not there" in resumed()
+    shutil.rmtree(copied / "checkpoints")
+    assert resumed() == (
+        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
+        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
+    )
+
+
+def cut(file):
+    os.truncate(file, 60)
+
+
+def flip_a_bit(file):
     content = bytearray(file.read_bytes())
-    content[int(share * len(content))] ^= 1
+    content[int(0.999 * len(content))] ^= 1
     file.write_bytes(content)
-    found = refused("--resume", str(copied), "--train-iters", "9", also=())
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        *((name, damage, "") for name in ("metadata.json", ".metadata", "__0_0.distcp") for damage in (cut, os.unlink)),
+        ("__0_0.distcp", flip_a_bit, "__0_0.distcp: hash mismatch"),
+        ("integrity.json", os.unlink, "Integrity manifest not found at"),
+    ],
+)
+def test_rejects_resuming_from_a_damaged_checkpoint(name, damage, says, resumed, copied):
+    file = copied / "checkpoints" / "iter_0000008" / name
+    damage(file)
+    found = resumed()
     assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
-    assert "__0_0.distcp: hash mismatch" in found
+    assert says in found
 
 
-def test_rejects_resuming_from_a_checkpoint_without_digests(refused, copied):
-    (copied / "checkpoints" / "iter_0000008" / "integrity.json").unlink()
-    found = refused("--resume", str(copied), "--train-iters", "9", also=())
-    assert "Integrity manifest not found at" in found
-
-
-def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, copied):
+def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, resumed, copied):
     # Though its metrics are gone: the run would write where the tracker points.
     assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
     with locked(copied, "run_dir"):
-        found = refused("--resume", str(copied), "--train-iters", "9", also=())
-        assert found.startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run is")
+        assert resumed().startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run")
         assert "A run is under way there" in refused("--run-dir", str(copied))
     assert json.loads((copied / "options.json").read_text())["train_iters"] == 8
 
 
-def test_rejects_resuming_another_model_or_what_is_done(refused, copied, tmp_path):
-    resume = ["--resume", str(copied), "--train-iters", "9"]
-    found = refused(*resume, "--hidden-size", "64", "--hybrid-layer-pattern", "G-", also=())
-    assert found.startswith("--resume: got")
-    assert "--hidden-size was 32, is 64" in found
-    assert "--hybrid-layer-pattern was G*-, is G-" in found
-    assert "--ffn-hidden-size" not in found
-    assert "--lr was 0.005, is 1.0" in refused(*resume, "--lr", "1", also=())
-    assert "--vocab-size was 257, is 6" in refused(*resume, *tokenized(tmp_path), also=())
-    found = refused(*resume, "--adam-beta2", "0.5", "--adam-beta1", "0.8", also=())
+def test_rejects_resuming_another_model_or_what_is_done(refused, resumed, copied, tmp_path):
+    found = resumed("--hidden-size", "64", "--hybrid-layer-pattern", "G-")
+    assert "iter_0000008'; allowed: a checkpoint of the same model" in found
+    assert found.endswith(" optimizer. --hybrid-layer-pattern was G*-, is G-; --hidden-size was 32, is 64.")
+    assert "--lr was 0.005, is 1.0" in resumed("--lr", "1")
+    assert "--vocab-size was 257, is 6" in resumed(*tokenized(tmp_path))
+    found = resumed("--adam-beta2", "0.5", "--adam-beta1", "0.8")
     assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
     says = "allowed: more than the 8 steps that the checkpoint holds."
     assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"

@@ -53,10 +53,7 @@ def test_rejects_odd_values_of_every_option_in_one_line(name, parsed, capsys):
     ("name", "option", "allowed"),
     [
         ("plan", "--cp", "integers from 1 to 1024, as in 4,8"),
-        ("plan", "--documents", "integers from 1 to 134217728, such as 16"),
-        ("plan", "--dtype", "float64 or float32 or bfloat16 or float16"),
-        ("plan", "--layout", "balanced|contiguous|zigzag|auto|random"), ("plan", "--scheme", "a value"),
-        ("check", "--timeout", "seconds above 0, at most 1000000"), ("train", "--cp-comm-type", "a value"),
+        ("plan", "--layout", "balanced|contiguous|zigzag|auto|random"), ("train", "--cp-comm-type", "a value"),
     ],
 )  # fmt: skip
 def test_rejects_two_dashes_as_a_value_and_says_what_to_give(name, option, allowed, capsys):

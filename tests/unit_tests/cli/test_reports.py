@@ -51,12 +51,6 @@ def test_a_check_shows_the_worst_case_first(tmp_path, saved):
     assert schemes["rows"][0][:4] == ["auto", 2, 3, 2]
 
 
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_rejects_a_page_that_cannot_be_written_before_anything_runs(command, capsys):
-    assert main([command, "--report", "no/such/folder/page.html"]) == 2
-    assert "--report: got 'no/such/folder/page.html'; allowed: a file ending in .html" in capsys.readouterr().err
-
-
 def test_the_environment_has_versions_and_no_names():
     found = environment()
     assert found["versions"]["python"].count(".") == 2

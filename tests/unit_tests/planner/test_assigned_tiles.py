@@ -8,14 +8,13 @@ from functools import partial
 import pytest
 
 from megatron_cp.apps.estimate.model_presets import PRESETS
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import tiled
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.predict.hardware import Link, Topology
-from megatron_cp.planner.tiles import TileWeights, tiles_of
+from megatron_cp.planner.tiles import TileWeights, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.problem import volumes
 from tests.refusals import rejects
@@ -88,14 +87,19 @@ def test_a_plan_is_said_to_be_the_best_where_that_is_proven(solved):
     assert len({solution.optimal for _, _, solution in solved}) == 2
 
 
-@pytest.mark.parametrize("scheme", ["tiled", "auto"])
-def test_a_search_without_the_solver_is_refused(scheme, monkeypatch):
-    """By auto too: it was asked to search."""
+def test_rejects_a_search_without_the_solver(monkeypatch):
+    """By auto too, which would silently leave out a scheme that cannot be planned; and before a batch comes."""
     monkeypatch.setitem(sys.modules, "ortools", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    layout = Layout.contiguous(PACKING, 4)
-    rejects(r"^search_seconds: .*pip install ortools==", PLAN, layout, scheme=scheme, search_seconds=5)
+    layout, slot = Layout.contiguous(PACKING, 4), partial(AttentionSpec, 2, 2, 8, 8)
+    problem = tiles_of(Mask.causal(PACKING), layout, weights=TileWeights(1, 1, 2, 0))
+    calls = [partial(solve, problem), *(partial(call, scheme=name) for call in (slot, partial(PLAN, layout))
+                                        for name in ("auto", "tiled"))]  # fmt: skip
+    for call in calls:
+        rejects(r"^search_seconds: got .*pip install ortools==", call, search_seconds=5)
+    assert solve(problem, steps=10).bound > 0
     assert PLAN(layout).attend.tiled is not None
+    slot(scheme="tiled")
 
 
 @pytest.mark.parametrize("scheme", [each.name for each in SCHEMES.values() if not each.assigns_tiles])
@@ -118,9 +122,8 @@ def test_a_search_is_read_by_some_layers_of_a_model():
 
 
 def test_one_rank_has_all_tiles():
-    problem = tiles_of(Mask.causal(PACKING), Layout.contiguous(PACKING, 1), weights=TileWeights(1, 1, 2, 0))
+    given = Mask.causal(PACKING), Layout.contiguous(PACKING, 1)
+    problem = tiles_of(*given, weights=TileWeights(1, 1, 2, 0))
     assert problem.load_cap >= problem.total == 64 * 65 // 2
-    with pytest.raises(ArgumentError, match=r"^imbalance: got 1.06; allowed: a number from 1 to 1.05 for 1 ranks"):
-        tiles_of(
-            Mask.causal(PACKING), Layout.contiguous(PACKING, 1), weights=TileWeights(1, 1, 2, 0), imbalance=1.06
-        )  # fmt: skip
+    says = r"^imbalance: got 1.06; allowed: a number from 1 to 1.05 for 1 ranks"
+    rejects(says, tiles_of, *given, weights=TileWeights(1, 1, 2, 0), imbalance=1.06)

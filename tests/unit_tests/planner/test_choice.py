@@ -13,7 +13,7 @@ from megatron_cp.planner import choose, tiled
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.price import priced, program_on, summed
 from megatron_cp.planner.tiled import bound_of_tiles
-from tests.random_tiles import TILED, assign_at_random
+from tests.random_tiles import TILED
 
 UNTILED = tuple(name for name in SCHEMES if name not in TILED)
 
@@ -128,16 +128,6 @@ def test_sums_are_near_what_is_played(name):
         assert min(ratios) > 0.5
         assert max(ratios) < 1.3
         assert 0.8 < np.median(ratios) < 1.15
-
-
-def test_assigned_tiles_are_summed_and_played(monkeypatch):
-    assign_at_random(monkeypatch)
-    on, packing = machine("h100"), cp.Packing([3000, 1, 1095])
-    topology, layout = on.topology(4, 2), cp.Layout.zigzag(packing, 4)
-    plans = list(ways(layout, None, 4, 2, schemes=(*TILED, "exact"), topology=topology))
-    found = choose.priced_candidates(plans, on, topology, 2)
-    assert {plan.scheme for _, plan in found} == {*TILED, "exact"}
-    assert found[0][0].is_played
 
 
 def free(on):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
@@ -18,7 +17,7 @@ from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from tests.refusals import rejects
 
 LARGE = [2**31, 2**33 - 7, 2**39 + 1]
-CP = 4
+CP, CPU = 4, torch.device("cpu")
 
 
 @pytest.fixture
@@ -118,32 +117,26 @@ def test_located_tokens_are_those_of_the_tables():
             assert rows[layout.tokens(rank)].tolist() == list(range(layout.token_counts[rank]))
 
 
-def test_rejects_tables_that_32_bits_do_not_hold():
-    device = torch.device("cpu")
-    assert on_device(np.array([2**31 - 1, -(2**31)]), device).tolist() == [2**31 - 1, -(2**31)]
-    assert on_device(np.array([2**31]), device, torch.int64).tolist() == [2**31]
-    for number in (2**31, 2**40, -(2**31) - 1):
-        with pytest.raises(ArgumentError, match=re.escape("fewer than 2**31 tokens")) as caught:
-            on_device(np.array([0, number]), device)
-        assert caught.value.argument == "packing"
+def test_tables_hold_what_32_bits_hold():
+    assert on_device(np.array([2**31 - 1, -(2**31)]), CPU).tolist() == [2**31 - 1, -(2**31)]
+    assert on_device(np.array([2**31]), CPU, torch.int64).tolist() == [2**31]
 
 
-def test_rejects_masks_over_more_tokens_than_bounds_tell_apart():
-    packing = Packing([2**40, 1])
-    for argument, make in (
-        ("packing", lambda: Mask.causal(packing)),
-        ("packing", lambda: Mask.window(packing, 5)),
-        ("kv_packing", lambda: Mask.full(Packing([1, 1]), packing)),
-    ):
-        with pytest.raises(ArgumentError, match=re.escape("at most 2**40 tokens")) as caught:
-            make()
-        assert caught.value.argument == argument
+BEYOND = Packing([2**40, 1])  # of what a mask's bounds tell apart
 
 
-def test_rejects_what_64_bits_do_not_count():
-    packing = Packing([2**33])
-    rejects(r"^mask: got .*Use zigzag", Layout.balanced, packing, CP)
-    for argument, options in (("align", {"align": 2**62}), ("min_rows", {"min_rows": 2**62})):
-        with pytest.raises(ArgumentError, match=re.escape("fewer than 2**63")) as caught:
-            Layout.contiguous(Packing([5]), 2).padded(**options)
-        assert caught.value.argument == argument
+@pytest.mark.parametrize(
+    ("argument", "says", "make"),
+    [
+        *(("packing", "fewer than 2**31 tokens", lambda number=number: on_device(np.array([0, number]), CPU))
+          for number in (2**31, 2**40, -(2**31) - 1)),
+        ("packing", "at most 2**40 tokens", lambda: Mask.causal(BEYOND)),
+        ("packing", "at most 2**40 tokens", lambda: Mask.window(BEYOND, 5)),
+        ("kv_packing", "at most 2**40 tokens", lambda: Mask.full(Packing([1, 1]), BEYOND)),
+        ("mask", "Use zigzag", lambda: Layout.balanced(Packing([2**33]), CP)),
+        ("align", "fewer than 2**63", lambda: Layout.contiguous(Packing([5]), 2).padded(align=2**62)),
+        ("min_rows", "fewer than 2**63", lambda: Layout.contiguous(Packing([5]), 2).padded(min_rows=2**62)),
+    ],
+)  # fmt: skip
+def test_rejects_what_is_too_large_to_count(argument, says, make):
+    rejects(f"^{argument}: got .*{re.escape(says)}", make)

@@ -59,19 +59,6 @@ def test_shows_the_plan_of_each_kind_of_layer(drawn):
     assert f"attention by {plans[0].scheme}, gdn by chunkwise over 2 ranks" in figure.get_suptitle()
 
 
-def test_many_documents_have_no_lines_and_many_ranks_colours_that_rise(drawn):
-    packing = cp.Packing([40] * 64)
-    layout = cp.Layout.zigzag(packing, 16)
-    stream, shares = drawn(cp.plan_attention(packing, layout, heads=16, head_dim=4)).axes
-    assert len(stream.lines) == 63
-    more = cp.Packing([40] * 65)
-    stream, _ = drawn(cp.plan_attention(more, cp.Layout.zigzag(more, 2), heads=2, head_dim=4)).axes
-    assert not stream.lines
-    assert "65 documents, not marked" in stream.get_xlabel()
-    red, green, blue = (bar.get_facecolor()[:3] for bar in (shares.patches[16], shares.patches[24], shares.patches[31]))
-    assert sum(red) < sum(green) < sum(blue)  # lighter and lighter, which is read in grey too
-
-
 @pytest.mark.parametrize(("ranks", "has_bar"), [(2, False), (12, True)])
 def test_tiles_have_a_legend_of_few_ranks_and_a_colour_bar_of_many(ranks, has_bar, drawn):
     packing = cp.Packing((300, 20))

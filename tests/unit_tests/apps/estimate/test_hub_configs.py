@@ -142,6 +142,11 @@ def read(tmp_path):
     return reader
 
 
+def without(config, *names):
+    assert set(names) <= set(config)
+    return {name: value for name, value in config.items() if name not in names}
+
+
 def masks(model):
     return [slot.mask for slot in model.slots()]
 
@@ -167,11 +172,8 @@ def test_parameters_are_those_of_the_published_checkpoint(read, config, paramete
 def test_presets_are_their_configurations(read, config, name):
     model, preset = read(config), PRESETS[name]
     assert model.blocks == preset.blocks
-    assert (model.hidden_size, model.vocab_size, model.tied_embeddings) == (
-        preset.hidden_size,
-        preset.vocab_size,
-        preset.tied_embeddings,
-    )
+    for name in ("hidden_size", "vocab_size", "tied_embeddings"):
+        assert getattr(model, name) == getattr(preset, name)
     assert (model.name, model.source.endswith("config.json, model type " + config["model_type"])) == ("model", True)
 
 
@@ -194,16 +196,12 @@ def test_windows_are_in_their_layers(read, config, changes, expected):
 
 
 def test_left_out_sizes_follow_from_others(read):
-    config = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-    slot = read(config).slots()[0]
+    slot = read(without(LLAMA, "num_key_value_heads")).slots()[0]
     assert (slot.heads, slot.kv_heads, slot.head_dim) == (32, 32, 128)
     # Mistral's usual number is 8, which a configuration with null does not mean.
-    mistral = {name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"}
-    assert [read(config).slots()[0].kv_heads for config in (mistral, mistral | {"num_key_value_heads": None})] == [
-        8,
-        32,
-    ]
-    bamba = {name: value for name, value in BAMBA.items() if name != "mamba_d_head"}
+    mistral = without(MISTRAL, "num_key_value_heads"), MISTRAL | {"num_key_value_heads": None}
+    assert [read(config).slots()[0].kv_heads for config in mistral] == [8, 32]
+    bamba = without(BAMBA, "mamba_d_head")
     assert read(bamba).blocks == read(BAMBA, mamba_d_head="auto").blocks == read(BAMBA).blocks
 
 
@@ -230,9 +228,7 @@ def test_left_out_sizes_follow_from_others(read):
 )
 def test_sizes_that_are_as_usual_can_be_left_out(read, config, names):
     """Files lack what their model type has without them."""
-    rest = {name: value for name, value in config.items() if name not in names}
-    assert set(names) <= set(config)
-    assert read(rest).blocks == read(config).blocks
+    assert read(without(config, *names)).blocks == read(config).blocks
 
 
 def test_deepseek_attends_with_a_latent_and_has_dense_layers_first(read):
@@ -251,19 +247,14 @@ def test_deepseek_attends_with_a_latent_and_has_dense_layers_first(read):
 
 def test_models_of_experts_have_dense_layers_only_where_they_say_so(read):
     # The stock class has its first three layers dense unless the configuration says otherwise.
-    rest = {name: value for name, value in DEEPSEEK_V3.items() if name != "intermediate_size"}
+    rest = without(DEEPSEEK_V3, "intermediate_size")
     model = read(rest, first_k_dense_replace=0)
     assert [block.mlp.experts for block in model.blocks] == [256] * 61
     assert model.blocks == read(DEEPSEEK_V3, first_k_dense_replace=0).blocks
     for dense in ({"first_k_dense_replace": 1}, {"first_k_dense_replace": None}, {"moe_layer_freq": 2}):
         with pytest.raises(ArgumentError, match=r"intermediate_size: got None.*Add intermediate_size"):
             read(rest, **{"first_k_dense_replace": 0, **dense})
-    rest = {
-        name: value
-        for name, value in KIMI_LINEAR.items()
-        if name not in ("num_shared_experts", "first_k_dense_replace")
-    }
-    model = read(rest)
+    model = read(without(KIMI_LINEAR, "num_shared_experts", "first_k_dense_replace"))
     assert {(block.mlp.experts, block.mlp.shared_size) for block in model.blocks} == {(256, 0)}
 
 
@@ -275,9 +266,13 @@ def test_only_gemma_ties_embeddings_unless_told_otherwise(read):
     assert tied == {"gemma2", "gemma3_text"}
 
 
+FULL_RANK = {"linear_attn_config": KIMI_LINEAR["linear_attn_config"] | {"use_full_rank_gate": True}}
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "more"),
     [
+        (KIMI_LINEAR, FULL_RANK, 20 * (2304 * 4096 - 128 * (2304 + 4096))),  # a gate that is one projection
         (LLAMA, {"attention_bias": True}, 32 * (32 + 8 + 8 + 32) * 128),
         (LLAMA, {"mlp_bias": True}, 32 * (2 * 14336 + 4096)),
         (LLAMA, {"tie_word_embeddings": True}, -4096 * 128256),
@@ -292,12 +287,6 @@ def test_only_gemma_ties_embeddings_unless_told_otherwise(read):
 )
 def test_an_option_adds_its_parameters(read, config, changes, more):
     assert read(config, **changes).parameters - read(config).parameters == more
-
-
-def test_a_gate_of_full_rank_is_one_projection(read):
-    linear = KIMI_LINEAR["linear_attn_config"] | {"use_full_rank_gate": True}
-    more = 20 * (2304 * 4096 - 128 * (2304 + 4096))
-    assert read(KIMI_LINEAR, linear_attn_config=linear).parameters - read(KIMI_LINEAR).parameters == more
 
 
 def test_layers_of_nemotron_have_names_of_two_generations_and_mixtures(read):
@@ -324,12 +313,8 @@ def test_layers_of_nemotron_have_names_of_two_generations_and_mixtures(read):
     [
         (LLAMA, {"model_type": "qwen3vl"}, "model_type: got 'qwen3vl'; allowed: the model types llama, mistral"),
         (LLAMA, {"model_type": "qwen3_nxt"}, "Did you mean qwen3_next?"),
-        (LLAMA, {"model_type": None}, "model_type: got None"),
         (LLAMA, {"model_type": ["llama"]}, "model_type: got ['llama']"),
         (LLAMA, {"hidden_size": None}, "hidden_size: got None; allowed: an integer of at least 1"),
-        (LLAMA, {"hidden_size": -4}, "hidden_size: got -4; allowed: an integer of at least 1"),
-        (LLAMA, {"hidden_size": "4096"}, "hidden_size: got '4096'"),
-        (LLAMA, {"hidden_size": 4096.0}, "hidden_size: got 4096.0"),
         (LLAMA, {"hidden_size": True}, "hidden_size: got True"),
         (LLAMA, {"hidden_size": 4095}, "num_attention_heads: got 32; allowed: a divisor of 4095. Or give head_dim."),
         (LLAMA, {"num_key_value_heads": 7}, "kv_heads: got 7; allowed: a divisor of heads, 32"),
@@ -338,12 +323,7 @@ def test_layers_of_nemotron_have_names_of_two_generations_and_mixtures(read):
         (MISTRAL, {"sliding_window": 0}, "sliding_window: got 0"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "experts_per_token: got 9; allowed: an integer from 1 to 8"),
         (QWEN3, {"layer_types": ["full_attention"]}, "layer_types: got '1 types'; allowed: the types of all 36 layers"),
-        (
-            QWEN3,
-            {"layer_types": ["full_atention"] * 36},
-            "layer_types[0]: got 'full_atention'; allowed: full_attention",
-        ),
-        (QWEN3, {"layer_types": 5}, "layer_types: got 5"),
+        (QWEN3, {"layer_types": ["full_atention"] * 36}, "layer_types[0]: got 'full_atention'; allowed: full_att"),
         (QWEN3_NEXT, {"mlp_only_layers": 3}, "mlp_only_layers: got 3; allowed: a list of layers"),
         (QWEN3_NEXT, {"linear_num_key_heads": 12}, "key_heads: got 12; allowed: a divisor of heads, 32"),
         (QWEN3_NEXT, {"num_experts": None}, "num_experts: got None"),
@@ -351,9 +331,7 @@ def test_layers_of_nemotron_have_names_of_two_generations_and_mixtures(read):
         (NEMOTRON_H, {"moe_latent_size": 1024}, "moe_latent_size: got 1024; allowed: nothing, 0 or false"),
         (NEMOTRON_H, {"hybrid_override_pattern": "MX", "num_hidden_layers": 2}, "hybrid_override_pattern[1]: got 'X'"),
         (NEMOTRON_H, {"hybrid_override_pattern": None}, "layers_block_type: got None"),
-        (NEMOTRON_H, {"hybrid_override_pattern": "", "num_hidden_layers": None}, "got 0"),
         (KIMI_LINEAR, {"linear_attn_config": 5}, "linear_attn_config: got 5; allowed: the sizes of the linear layers"),
-        (KIMI_LINEAR, {"routed_expert_hidden_size": 512}, "routed_expert_hidden_size: got 512"),
         (BAMBA, {"mamba_n_heads": 96, "mamba_d_head": "auto"}, "mamba_n_heads: got 96; allowed: a divisor of 8192"),
     ],
 )

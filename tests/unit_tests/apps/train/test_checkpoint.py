@@ -25,22 +25,11 @@ def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000005"
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "It has saved none: a run saves one every"),
-        (b"", "invalid literal"),
-        (b"\xff", "utf-8"),
-        (b"7", "names iter_0000007, which is not"),
-    ],
-)
-def test_rejects_a_folder_without_a_checkpoint(content, says, tmp_path):
+@pytest.mark.parametrize(("content", "says"), [(b"", "invalid literal"), (b"\xff", "utf-8")])
+def test_rejects_a_damaged_tracker(content, says, tmp_path):
     (tmp_path / "iter_0000005").mkdir()
-    if content is not None:
-        (tmp_path / TRACKER).write_bytes(content)
-    with pytest.raises(ArgumentError, match=says) as caught:
-        latest_checkpoint(tmp_path)
-    assert caught.value.argument == "resume"
+    (tmp_path / TRACKER).write_bytes(content)
+    rejects(f"^resume: got .*{says}", latest_checkpoint, tmp_path)
 
 
 def holding(monkeypatch, common):
@@ -66,32 +55,6 @@ def test_rejects_unknown_shapes(monkeypatch, tmp_path):
     rejects(r"--adam-beta1 was not known, is 0\.9", check_checkpoint, tmp_path, TrainingOptions(), 257)
 
 
-def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
-    holding(monkeypatch, saved_by(TrainingOptions(), 7))
-    other = TrainingOptions(hidden_size=64, hybrid_layer_pattern="G", spec=("a", "b"), lr=0.1, adam_beta2=0.5)
-    with pytest.raises(ArgumentError) as caught:
-        check_checkpoint(tmp_path, other, 300)
-    text = str(caught.value)
-    assert text.startswith(f"resume: got '{tmp_path}'; allowed: a checkpoint of the same model and optimizer.")
-    for difference in (
-        "--hidden-size was 128, is 64",
-        "--hybrid-layer-pattern was GG*-GG*-, is G",
-        "--vocab-size was 257, is 300",
-        "--lr was 0.001, is 0.1",
-        "--adam-beta2 was 0.95, is 0.5",
-        "--spec was ['megatron_cp.megatron.specs', 'hybrid_stack_spec'], is ['a', 'b']",
-    ):
-        assert difference in text
-    assert text.count(" was ") == 6
-
-
-@pytest.mark.parametrize("train_iters", [6, 7])
-def test_rejects_a_checkpoint_with_all_steps(train_iters, monkeypatch, tmp_path):
-    holding(monkeypatch, saved_by(TrainingOptions(), 7))
-    with pytest.raises(ArgumentError, match=f"train_iters: got {train_iters}; allowed: more than the 7 steps"):
-        check_checkpoint(tmp_path, TrainingOptions(train_iters=train_iters, lr_warmup_iters=0), 257)
-
-
 @pytest.mark.parametrize(
     ("common", "says"),
     [
@@ -105,9 +68,8 @@ def test_rejects_a_checkpoint_with_all_steps(train_iters, monkeypatch, tmp_path)
 )
 def test_rejects_a_damaged_checkpoint(common, says, monkeypatch, tmp_path):
     holding(monkeypatch, common)
-    with pytest.raises(ArgumentError, match=says) as caught:
+    with pytest.raises(ArgumentError, match=f"^resume: got .*{says}") as caught:
         check_checkpoint(tmp_path, TrainingOptions(), 257)
-    assert caught.value.argument == "resume"
     assert "\n" not in str(caught.value)
 
 

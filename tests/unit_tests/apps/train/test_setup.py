@@ -7,7 +7,6 @@ pytest.importorskip("megatron.core")
 
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.apps.train.setup import transformer_config
-from megatron_cp.errors import ArgumentError
 from tests.refusals import rejects
 
 CPU = torch.device("cpu")
@@ -26,9 +25,8 @@ def test_a_configuration_has_the_layers_that_the_flags_say():
     each = ("a2a", "auto")
     assert transformer_config(TrainingOptions(**options, cp_comm_type=each), CPU).cp_comm_type == list(each)
     for cp_size in (1, 2):
-        options["context_parallel_size"] = cp_size
-        with pytest.raises(ArgumentError, match=r"cp_comm_type: .* one value, or one for each of 2 layers"):
-            transformer_config(TrainingOptions(**options, cp_comm_type=("a2a",) * 3), CPU)
+        given = TrainingOptions(**options | {"context_parallel_size": cp_size}, cp_comm_type=("a2a",) * 3)
+        rejects(r"cp_comm_type: .* one value, or one for each of 2 layers", transformer_config, given, CPU)
 
 
 def test_nothing_is_dropped():
@@ -36,11 +34,7 @@ def test_nothing_is_dropped():
     assert (config.attention_dropout, config.hidden_dropout) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("pattern", ["", "GX", "G*|-", "G*/G", "G-[", "|"])
+@pytest.mark.parametrize("pattern", ["", "GX", "G*|-", "G*/G", "G-["])
 def test_rejects_patterns(pattern):
-    with pytest.raises(ArgumentError, match=r"hybrid_layer_pattern: got .* G for GatedDeltaNet"):
-        transformer_config(TrainingOptions(hybrid_layer_pattern=pattern), CPU)
-
-
-def test_rejects_bf16_without_cuda():
-    rejects("bf16: got True; allowed: off on cpu", transformer_config, TrainingOptions(bf16=True), CPU)
+    given = TrainingOptions(hybrid_layer_pattern=pattern)
+    rejects(r"hybrid_layer_pattern: got .* G for GatedDeltaNet", transformer_config, given, CPU)

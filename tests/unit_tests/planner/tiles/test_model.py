@@ -10,59 +10,10 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import bands as band
 from megatron_cp.planner.tiles import TileProblem, TileWeights, bands_by_rank, solve, tiles_of
-from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, volumes
-from tests.mask_oracle import pairs_of
+from megatron_cp.planner.tiles.problem import Chunks, check, cost
 from tests.refusals import rejects
 
 WEIGHTS = TileWeights(3, 5, 7, 11)
-
-
-def drawn(seed, rows=5, columns=4, ranks=3):
-    """A table of random work and owners."""
-    random = np.random.default_rng(seed)
-    work = random.integers(1, 9, (rows, columns)) * (random.random((rows, columns)) < 0.7)
-    return TileProblem.from_table(
-        work, random.integers(0, ranks, rows), random.integers(0, ranks, columns), ranks, WEIGHTS
-    )
-
-
-def told(problem, ranks):
-    """Bytes sent and received, one transfer after the other."""
-    sent, received = [0] * problem.num_ranks, [0] * problem.num_ranks
-    weights = problem.weights
-    for lines, chunks, out, back in (
-        (problem.tile_rows, problem.rows, weights.row_in, weights.row_back),
-        (problem.tile_columns, problem.columns, weights.col_in, weights.col_back),
-    ):
-        for line, rank in {(int(line), int(rank)) for line, rank in zip(lines, ranks, strict=True)}:
-            owner, size = int(chunks.owners[line]), int(chunks.sizes[line])
-            if owner != rank:
-                sent[owner] += out * size
-                received[rank] += out * size
-                sent[rank] += back * size
-                received[owner] += back * size
-    return sent, received
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_volumes_are_those_of_transfers_one_by_one(seed):
-    problem = drawn(seed)
-    ranks = np.random.default_rng(seed).integers(0, 3, problem.num_tiles)
-    sent, received = volumes(problem, ranks)
-    assert (sent.tolist(), received.tolist()) == told(problem, ranks)
-    assert sent.sum() == received.sum()
-
-
-def test_bytes_between_hosts_cost_more_and_are_reported_as_they_are():
-    work = np.ones((2, 2), dtype=int)
-    problem = TileProblem.from_table(work, [0, 1], [0, 1], 2, TileWeights(1, 0, 10, 0))
-    chunks = problem.rows, problem.columns
-    apart = TileProblem(
-        2, *chunks, problem.tile_rows, problem.tile_columns, problem.work, problem.weights, hosts=[0, 1], host_cost=8
-    )
-    ranks = np.array([0, 0, 1, 1])  # each computes its own row, and receives a column
-    assert [each.tolist() for each in volumes(apart, ranks)] == [[10, 10], [10, 10]]
-    assert (cost(problem, ranks), cost(apart, ranks), cost(apart.single_host(), ranks)) == (10, 80, 10)
 
 
 def test_weights_of_a_direction():
@@ -72,56 +23,6 @@ def test_weights_of_a_direction():
     assert backward == TileWeights(8 * (96 * 2 + 8), 8 * 64 * 2, 2 * 96 * 2, 2 * 96 * 2)
     wide = TileWeights.forward(**shape | {"item_size": 8})
     assert wide.row_back == 8 * 33 * 8
-
-
-RAGGED = cp.Packing([35, 1, 151, 19, 0, 5])
-
-
-def layouts(packing, size):
-    yield cp.Layout.contiguous(packing, size)
-    yield cp.Layout.zigzag(packing, size)
-    yield cp.Layout.balanced(packing, size)
-
-
-MASKS = ["causal", "full", "window:20,3", "first:2+window:9,0", "strided", "global_local", "star", "streaming"]
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("size", [3, 4])
-def test_bands_of_ranks_are_the_mask_once(mask, size):
-    mask = cp.Mask.named(RAGGED, mask)
-    for layout in layouts(RAGGED, size):
-        problem = tiles_of(mask, layout, weights=WEIGHTS)
-        random = np.random.default_rng(size)
-        problem = problem._but(load_cap=problem.total)
-        ranks = random.integers(0, size, problem.num_tiles)
-        bands, offsets = bands_by_rank(mask, problem, ranks)
-        seen = np.zeros((RAGGED.total, RAGGED.total), dtype=int)
-        for rank in range(size):
-            own = bands[offsets[rank] : offsets[rank + 1]]
-            pairs = shown(own)
-            assert pairs.max(initial=0) <= 1
-            assert np.array_equal(pairs, expected(mask, layout, problem, ranks, rank))
-            assert band.area(own) == loads(problem, ranks)[rank]
-            assert (np.diff(own[:, 0]) >= 0).all()
-            seen += pairs
-        assert np.array_equal(seen, shown(mask.bands))
-
-
-def shown(bands):
-    return pairs_of(bands, RAGGED.total, RAGGED.total)
-
-
-def expected(mask, layout, problem, ranks, rank):
-    """Computes the cost by the tile of each pair, and checks that chunks are of one owner."""
-    tile = np.full((problem.rows.owners.size, problem.columns.owners.size), -1)
-    tile[problem.tile_rows, problem.tile_columns] = ranks
-    of_token = []
-    for chunks in (problem.rows, problem.columns):
-        chunk = np.repeat(chunks.chunk_of_range, np.diff(chunks.starts, append=chunks.total))
-        assert np.array_equal(chunks.owners[chunk], layout.owners)
-        of_token.append(chunk)
-    return shown(mask.bands) * (tile[of_token[0][:, None], of_token[1]] == rank)
 
 
 def test_adjacent_tiles_of_a_rank_are_one_band():
@@ -134,6 +35,9 @@ def test_adjacent_tiles_of_a_rank_are_one_band():
     assert offsets.tolist() == [0, 1, 2, 3, 4]
     grid = ranks // 2 * 2 + problem.columns.owners[problem.tile_columns] % 2
     assert len(bands_by_rank(mask, problem, grid)[0]) == 8
+
+
+MASKS = ("causal", "full", "window:20,3", "first:2+window:9,0", "strided", "global_local", "star", "streaming")
 
 
 def test_tiles_are_small_and_few():
@@ -221,17 +125,21 @@ def test_rejects_what_tiles_are_not_made_of(argument, value):
     rejects(rf"^{argument}:", tiles_of, **given | {argument: value})
 
 
-@pytest.mark.parametrize("name", ["row_in", "row_back", "col_in", "col_back"])
-@pytest.mark.parametrize("value", [None, -1, 1.0, True, "1", 2**41])
-def test_rejects_weights_that_are_none(name, value):
-    rejects(f"^{name}:", TileWeights, **dict.fromkeys(("row_in", "row_back", "col_in", "col_back"), 1) | {name: value})
+SIDES = dict.fromkeys(("row_in", "row_back", "col_in", "col_back"), 1)
+SHAPE = {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4, "item_size": 2}
 
 
-@pytest.mark.parametrize("make", [TileWeights.forward, TileWeights.backward])
-@pytest.mark.parametrize("name", ["heads", "kv_heads", "head_dim", "value_head_dim", "item_size"])
-def test_rejects_shapes_that_are_none(make, name):
-    for value in (0, -1, 1.5, True, "2"):
-        rejects(f"^{name}:", make, **{"heads": 2, "kv_heads": 1, "head_dim": 4} | {name: value})
+@pytest.mark.parametrize(
+    ("make", "given", "bad"),
+    [
+        (TileWeights, SIDES, (None, -1, 1.0, True, "1", 2**41)),
+        *((make, SHAPE, (0, -1, 1.5, True, "2")) for make in (TileWeights.forward, TileWeights.backward)),
+    ],
+)  # fmt: skip
+def test_rejects_weights_and_shapes_that_are_none(make, given, bad):
+    for name in given:
+        for value in bad:
+            rejects(f"^{name}:", make, **given | {name: value})
 
 
 def test_rejects_arrays_that_do_not_fit():

@@ -18,7 +18,6 @@ from megatron_cp.planner.tiles import TileProblem, TileWeights, fast, solve, til
 from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
-from tests.refusals import rejects
 from tests.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
@@ -192,18 +191,6 @@ def test_a_bound_that_is_reached_is_an_optimum_and_queries_stay_with_their_owner
     assert np.array_equal(found.ranks, problem.rows.owners[problem.tile_rows])
 
 
-def test_a_pack_of_documents_on_many_hosts():
-    lengths = np.maximum((np.random.default_rng(0).pareto(1.2, 64) * 400).astype(int), 16)
-    packing = cp.Packing(lengths.tolist())
-    mask, layout = cp.Mask.causal(packing), cp.Layout.contiguous(packing, 24)
-    weights = TileWeights.forward(heads=2, kv_heads=2, head_dim=64)
-    problem = tiles_of(mask, layout, weights=weights, hosts=np.arange(24) // 8, host_cost=8)
-    found = solve(problem, steps=500)
-    assert problem.load_cap <= 1.05 * problem.total / 24
-    assert found.bound <= cost(problem, found.ranks)
-    assert cost(problem, found.ranks) < cost(problem, problem.rows.owners[problem.tile_rows])
-
-
 PRINTS_HASHES = """
 import hashlib
 from megatron_cp.planner.tiles import TileWeights, solve
@@ -264,24 +251,7 @@ def test_ranks_that_own_nothing_are_interchangeable():
     assert found.bound == least(problem)
 
 
-def test_rejects_a_search_without_the_solver(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    problem = drawn(1)
-    rejects(r"^search_seconds: .*pip install ortools==", solve, problem, search_seconds=5)
-    assert solve(problem, steps=10).bound > 0
-
-
 def test_rejects_load_caps_that_cannot_be():
     work = np.full((3, 1), 2)
     with pytest.raises(ArgumentError, match=r"^load_cap: got 3; allowed: at least 4 with these tiles"):
         solve(TileProblem.from_table(work, [0, 0, 1], [0], 2, FORWARD, load_cap=3))
-
-
-def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch):
-    """With auto, a scheme that cannot be planned would silently be left out."""
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    for scheme in ("auto", "tiled"):
-        with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):
-            cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5)
-        cp.AttentionSpec(2, 2, 8, 8, scheme=scheme)
