@@ -18,12 +18,11 @@ TOLERANCE = 1e-12
 # Of other lengths every time. No rank has 0 rows or 1, for which a compiler always makes code of its own.
 PACKS = ((7, 1, 40, 16), (5, 50, 1, 3), (33, 2, 2, 40), (64,), (9, 9, 70, 1))
 VALUES, KEYS = HEADS * DIM, GROUPS * DIM
+MODES = ("headwise", "chunkwise")
 OPERATIONS = {
     "attention": ("a2a", "a2a, 2 chunks", "p2p", "all_gather", "exact"),
-    "projected_attention": ("a2a, 2 chunks", "p2p"), "gated_delta_rule": ("headwise", "chunkwise"),
-    "gated_delta_net": ("headwise", "chunkwise"), "kda": ("headwise", "chunkwise"),
-    "kda_mixer": ("headwise", "chunkwise"), "mamba2": ("headwise", "chunkwise"),
-    "mamba2_mixer": ("headwise", "chunkwise"), "causal_conv1d": ("headwise", "chunkwise"), "gather": ("",),
+    "projected_attention": ("a2a, 2 chunks", "p2p"), "gated_delta_rule": MODES, "gated_delta_net": MODES, "kda": MODES,
+    "kda_mixer": MODES, "mamba2": MODES, "mamba2_mixer": MODES, "causal_conv1d": MODES, "gather": ("",),
     "relayout": ("",),
 }  # fmt: skip
 _KINDS = {"gated": "gdn", "kda": "kda", "mamba2": "mamba", "causal": "conv1d"}
@@ -37,36 +36,28 @@ _INPUTS = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Plans:
-    """The plans and layouts of a batch. `plan` is None for operations without a plan."""
-
-    layout: cp.Layout
-    target: cp.Layout
-    plan: cp.Plan | None
-
-
 def plans(operation, mode, lengths, cp_size):
+    """Returns what an operation is told of a batch: its plan, or a layout, or two; the first is that of the rows."""
     packing = cp.Packing(lengths)
-    layout, target = cp.Layout.zigzag(packing, cp_size), cp.Layout.contiguous(packing, cp_size)
+    layout = cp.Layout.zigzag(packing, cp_size)
     scheme, _, chunks = mode.partition(", ")
     shape = {"heads": HEADS, "head_dim": DIM, "head_chunks": 2 if chunks else None}
     if operation in ("gather", "relayout"):
-        return Plans(layout, target, None)
+        return (layout, cp.Layout.contiguous(packing, cp_size))[: 1 + (operation == "relayout")]
     if "attention" in operation:
-        return Plans(layout, target, cp.plan_attention(packing, layout, kv_heads=GROUPS, scheme=scheme, **shape))
+        return (cp.plan_attention(packing, layout, kv_heads=GROUPS, scheme=scheme, **shape),)
     kind = _KINDS[operation.split("_")[0]]
     sizes = {"gdn": {"key_heads": GROUPS}, "kda": {"key_heads": GROUPS}, "mamba": {"groups": GROUPS, "state": DIM}}
     shape = {"channels": VALUES} if kind == "conv1d" else shape | sizes[kind]
-    return Plans(layout, target, cp.plan_linear(packing, layout, kind, mode=scheme, conv_width=WIDTH, **shape))
+    return (cp.plan_linear(packing, layout, kind, mode=scheme, conv_width=WIDTH, **shape),)
 
 
 class Layer(nn.Module):
-    """The parameters around an operation: a projection before it, those that it takes, a projection after it."""
+    """An operation and the parameters around it: a projection before it, those that it takes, a projection after it."""
 
     def __init__(self, operation):
         super().__init__()
-        self.widths = _INPUTS[operation]
+        self.widths, self.name = _INPUTS[operation], operation
         torch.manual_seed(0)
         self.before = nn.Linear(HIDDEN, sum(self.widths))
         self.after = nn.Linear(VALUES, HIDDEN)
@@ -76,98 +67,55 @@ class Layer(nn.Module):
         self.rows = nn.Parameter(torch.randn(3, HEADS, DIM, HIDDEN))
         self.double()
 
-    def projected(self, x):
-        """Returns the inputs of the operation, each `[t, features]`."""
-        return self.before(x).split(self.widths, -1)
-
-    def finished(self, out):
+    def forward(self, x, batch, group):
+        """Calls the operation itself: a compiler that cannot look into a call breaks every function around it."""
+        out = getattr(cp, self.name)(*self._inputs(x), *batch, group, **self._options())
         return torch.tanh(self.after(out.flatten(1)))
 
+    def _inputs(self, x):
+        parts = self.before(x).split(self.widths, -1)
+        match self.name:
+            case "attention":
+                return [x.unflatten(1, (-1, DIM)) for x in parts]
+            case "projected_attention":
+                return (self._projection(torch.tanh(parts[0])),)
+            case "gated_delta_rule":
+                q, k, v = (x.unflatten(1, (-1, DIM)) for x in parts[:3])
+                return q, k, v, -parts[3].exp(), parts[4].sigmoid()
+            case "kda":
+                q, k, v, g = (x.unflatten(1, (-1, DIM)) for x in parts[:4])
+                return q, k, v, -g.exp(), parts[4].sigmoid()
+            case "mamba2":
+                x, b, c = (x.unflatten(1, (-1, DIM)) for x in (parts[0], *parts[2:]))
+                return x, parts[1], -self.heads.exp(), b, c
+            case "causal_conv1d":
+                return parts[0], self.conv, self.features
+        return parts
 
-def _by_heads(*tensors):
-    return [x.unflatten(1, (-1, DIM)) for x in tensors]
+    def _projection(self, x):
+        def project(heads, kv_heads):
+            rows = (self.rows[0, heads], self.rows[1, kv_heads], self.rows[2, kv_heads])
+            return tuple((x @ row.flatten(0, 1).T).unflatten(1, (-1, DIM)) for row in rows)
 
+        return project
 
-# A function for each operation, which is called in it and in nothing deeper: a compiler that cannot look into a call
-# breaks the graph in every function around it that it would have inlined.
-
-
-def attention(layer, x, batch, group):
-    q, k, v = _by_heads(*layer.projected(x))
-    return layer.finished(cp.attention(q, k, v, batch.plan, group, sink=layer.heads))
-
-
-def projected_attention(layer, x, batch, group):
-    x = torch.tanh(layer.before(x))
-
-    def project(heads, kv_heads):
-        rows = (layer.rows[0, heads], layer.rows[1, kv_heads], layer.rows[2, kv_heads])
-        return tuple((x @ row.flatten(0, 1).T).unflatten(1, (-1, DIM)) for row in rows)
-
-    return layer.finished(cp.projected_attention(project, batch.plan, group))
-
-
-def gated_delta_rule(layer, x, batch, group):
-    *qkv, g, beta = layer.projected(x)
-    q, k, v = _by_heads(*qkv)
-    g, beta = -g.exp(), beta.sigmoid()
-    return layer.finished(cp.gated_delta_rule(q, k, v, g, beta, batch.plan, group, use_qk_l2norm_in_kernel=True))
-
-
-def gated_delta_net(layer, x, batch, group):
-    parameters = {"conv": layer.conv, "A_log": layer.heads, "dt_bias": layer.heads}
-    return layer.finished(cp.gated_delta_net(*layer.projected(x), batch.plan, group, **parameters))
-
-
-def kda(layer, x, batch, group):
-    *qkvg, beta = layer.projected(x)
-    q, k, v, g = _by_heads(*qkvg)
-    g, beta = -g.exp(), beta.sigmoid()
-    return layer.finished(cp.kda(q, k, v, g, beta, batch.plan, group, use_qk_l2norm_in_kernel=True))
-
-
-def kda_mixer(layer, x, batch, group):
-    parameters = {"conv": layer.conv, "A_log": layer.heads, "dt_bias": layer.features}
-    return layer.finished(cp.kda_mixer(*layer.projected(x), batch.plan, group, **parameters))
-
-
-def mamba2(layer, x, batch, group):
-    values, dt, b, c = layer.projected(x)
-    values, b, c = _by_heads(values, b, c)
-    decay = -layer.heads.exp()
-    out = cp.mamba2(
-        values, dt, decay, b, c, batch.plan, group, D=layer.heads, dt_bias=layer.heads, dt_softplus=True
-    )  # fmt: skip
-    return layer.finished(out)
-
-
-def mamba2_mixer(layer, x, batch, group):
-    parameters = {"conv": layer.conv, "A_log": layer.heads, "D": layer.heads, "dt_bias": layer.heads}
-    return layer.finished(cp.mamba2_mixer(*layer.projected(x), batch.plan, group, **parameters))
-
-
-def causal_conv1d(layer, x, batch, group):
-    (x,) = layer.projected(x)
-    return layer.finished(cp.causal_conv1d(x, layer.conv, layer.features, batch.plan, group, activation="silu"))
-
-
-def gather(layer, x, batch, group):
-    (x,) = layer.projected(x)
-    return layer.finished(cp.gather(x, batch.layout, group))
-
-
-def relayout(layer, x, batch, group):
-    (x,) = layer.projected(x)
-    return layer.finished(cp.relayout(x, batch.layout, batch.target, group))
-
-
-FUNCTIONS = {
-    function.__name__: function
-    for function in (
-        attention, projected_attention, gated_delta_rule, gated_delta_net, kda, kda_mixer, mamba2, mamba2_mixer,
-        causal_conv1d, gather, relayout,
-    )
-}  # fmt: skip
+    def _options(self):
+        match self.name:
+            case "attention":
+                return {"sink": self.heads}
+            case "gated_delta_rule" | "kda":
+                return {"use_qk_l2norm_in_kernel": True}
+            case "gated_delta_net":
+                return {"conv": self.conv, "A_log": self.heads, "dt_bias": self.heads}
+            case "kda_mixer":
+                return {"conv": self.conv, "A_log": self.heads, "dt_bias": self.features}
+            case "mamba2":
+                return {"D": self.heads, "dt_bias": self.heads, "dt_softplus": True}
+            case "mamba2_mixer":
+                return {"conv": self.conv, "A_log": self.heads, "D": self.heads, "dt_bias": self.heads}
+            case "causal_conv1d":
+                return {"activation": "silu"}
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +142,15 @@ def compile_and_compare(group, operation, mode, backend, packs=PACKS[:1], compil
     """
     torch._dynamo.reset()
     counters.clear()
-    function, layer = FUNCTIONS[operation], Layer(operation)
-    compiled = torch.compile(function, backend=backend) if compiles else function
+    vars(cp).pop(operation, None)  # as in a program that compiles before it has looked an operation up
+    layer = Layer(operation)
+    compiled = torch.compile(layer, backend=backend) if compiles else layer
     breaks, graphs, differences = 0, [], []
     with complaints() as found:
         for number, lengths in enumerate(packs):
             batch = plans(operation, mode, lengths, group.size)
             x = drawn(batch, number, group.rank)
-            expected, had = (results(run, layer, x, batch, given(group)) for run in (function, compiled))
+            had, expected = (results(run, layer, x, batch, given(group)) for run in (compiled, layer))
             differences.append(difference(had, expected))
             breaks = breaks or sum(counters["graph_break"].values())
             graphs.append(counters["stats"]["unique_graphs"])
@@ -216,14 +165,14 @@ def given(group):
 def drawn(batch, seed, rank):
     """This rank's rows of hidden states."""
     random = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(batch.layout.packing.total, HIDDEN, dtype=torch.float64, generator=random)
-    return batch.layout.shard(hidden, rank)
+    layout = batch[0] if isinstance(batch[0], cp.Layout) else batch[0].layout
+    return layout.shard(torch.randn(layout.packing.total, HIDDEN, dtype=torch.float64, generator=random), rank)
 
 
 def results(run, layer, x, batch, group):
-    """The output and the gradient of every tensor that has one."""
+    """The output of `run`, which is the layer or a compiled one, and the gradient of every tensor that has one."""
     leaves = [x.clone().requires_grad_(), *layer.parameters()]
-    out = run(layer, leaves[0], batch, group)
+    out = run(leaves[0], batch, group)
     gradients = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
     return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
 

@@ -41,14 +41,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=_turn)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    """Forks the workers from this process; see `tests.forked_workers`."""
-    from tests.forked_workers import fork_workers
-
-    fork_workers(config, len(specs))
-
-
 # These take half of the time: the dearest first, so that at the end no process is left alone with one of them.
 _DEAR = (
     "test_entries", "transformers_generation", "transformers_preference", "transformers_evaluation", "megatron_models",

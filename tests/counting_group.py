@@ -2,7 +2,10 @@
 
 from collections import Counter
 
+from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.softmax.attention import attention
+from megatron_cp.testing.parity import draw, run_linear
 
 
 class CountingGroup(RankGroup):
@@ -72,3 +75,17 @@ class _Noted(Pending):
     def wait(self):
         self.events.append("wait")
         self.pending.wait()
+
+
+def bytes_of_layer(group, case):
+    """Returns the bytes that this rank's operation of a parity case sends to others, forward and backward."""
+    compare_calls(group, False)  # what a plan costs once is not part of it
+    counting, problem, plan = CountingGroup(group), draw(case), case.plan()
+    inputs = {name: plan.layout.shard(x, group.rank).requires_grad_() for name, x in problem.inputs.items()}
+    if case.layer == "attention":
+        out = attention(*inputs.values(), plan, counting)
+    else:
+        out = run_linear(counting, case, plan, inputs, problem.parameters)
+    forward = counting.bytes_sent
+    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
+    return forward, counting.bytes_sent - forward

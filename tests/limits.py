@@ -4,8 +4,7 @@ A limit is there to end what hangs. What it must not do is fail because others u
 longer, and the start of a rank does too.
 """
 
-import mmap
-import struct
+import functools
 import subprocess
 import sys
 import time
@@ -13,16 +12,12 @@ import time
 IDLE = 1.5  # seconds that a rank's process takes to start on an idle core of the machines that limits were chosen on
 
 
-_measured = mmap.mmap(-1, 8)  # shared by the workers of a run, which are forks of a process that has imported this
-
-
+@functools.cache
 def start_up() -> float:
-    """Seconds that a process needs until it could join a group: measured once a session, when first asked for."""
-    if not any(_measured[:]):
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "import torch.distributed"], timeout=240, check=True)
-        _measured[:] = struct.pack("d", time.perf_counter() - begun)
-    return struct.unpack("d", _measured[:])[0]
+    """Seconds that a process needs until it could join a group: measured once a process, when first asked for."""
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch.distributed"], timeout=240, check=True)
+    return time.perf_counter() - begun
 
 
 def limit(seconds: float) -> float:

@@ -4,8 +4,7 @@
     make fuzz CASES=20000 SEED=1     the same cases always
     python tools/fuzz.py --case '{"cp_size":2,...}'     one case, as a failure prints it
     python tools/fuzz.py --row nn,gdn,auto,zigzag,...   one row of the table of entries, likewise
-    python tools/fuzz.py --only forest --cases 2000     those alone that have a feature of `tests/fuzz_features.py`
-    python tools/fuzz.py --features --cases 10000 --seed 1     what these draws have, without running them
+    python tools/fuzz.py --only parents --cases 2000    those alone of which a call has this field of `Call`
 
 What is drawn: `tests/fuzz_draw.py`. What it is compared with: `tests/fuzz_oracle.py`. A failing case is made smaller
 and printed as the line that runs it again. Among the cases are rows of `tests/entries.py`: layers and models, each with
@@ -35,7 +34,6 @@ from tests.entries import drawn as drawn_row
 from tests.fuzz_cases import OPERATIONS, Case, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
-from tests.fuzz_features import Seen, features_of
 
 SAY_EVERY = 30.0  # seconds
 ROW_EVERY = 10  # cases
@@ -53,8 +51,6 @@ def main() -> int:
     if args.row:
         print(judged(Row.read(args.row)) or "exact")
         return 0
-    if args.features:
-        return _print_features(args)
     print(f"seed {args.seed}", flush=True)
     started = said = time.monotonic()
     drawn: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -63,7 +59,7 @@ def main() -> int:
     number, ran = args.first, 0
     while (ran < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
         case = case_of(args.seed, number, args.operations)
-        if args.only and not any(features_of(case, call).get(args.only) for call in case.calls):
+        if args.only and not any(getattr(call, args.only) for call in case.calls):
             number += 1
             continue
         ran += 1
@@ -92,23 +88,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first case: draws can be shared out")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OPERATION",
                         help=f"draw these alone, of {', '.join(OPERATIONS)}")  # fmt: skip
-    parser.add_argument("--only", metavar="FEATURE", help="pass over cases without it: forest, cross, sink, ...")
+    parser.add_argument("--only", metavar="FIELD", help="pass over cases without it: parents, kv_lengths, sink, ...")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a case counts as hung")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")
     parser.add_argument("--case", metavar="JSON", help="run this case")
     parser.add_argument("--row", metavar="VALUES", help="run this row of the table of entries")
-    parser.add_argument("--features", action="store_true",
-                        help="run nothing: count what the draws have, and name the pairs that no call has")  # fmt: skip
     return parser.parse_args()
-
-
-def _print_features(args: argparse.Namespace) -> int:
-    seen = Seen()
-    for number in range(args.first, args.first + (args.cases or 10_000)):
-        seen.add(case_of(args.seed, number, args.operations))
-    print("\n".join(seen.lines()))
-    return 0
 
 
 def _failure(case: Case, limit: float) -> BaseException | None:

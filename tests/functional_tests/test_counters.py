@@ -6,7 +6,6 @@ import torch
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.messages import like_rows
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.head_exchange import to_heads
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
@@ -16,7 +15,7 @@ from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, draw
-from tests.counting_group import CountingGroup
+from tests.counting_group import bytes_of_layer
 
 RAGGED = (7, 1, 130, 64, 2)
 OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
@@ -30,33 +29,24 @@ def count_layer(group, case, steps=2):
         inputs = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
         gradient = plan.layout.shard(problem.output_gradient, group.rank)
         with forward:
-            out = OPERATIONS[case.layer](*inputs, plan, watched(group, forward, backward), **problem.parameters)
+            watched = backward.watch(forward.watch(group))
+            out = OPERATIONS[case.layer](*inputs, plan, watched, **problem.parameters)
         forward_collectives = forward.collectives
         with backward:
             out.backward(gradient)
     return forward_collectives, forward.collectives - forward_collectives, forward.host_syncs + backward.host_syncs
 
 
-def watched(group, forward, backward):
-    return backward.watch(forward.watch(group))
-
-
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("layer", OPERATIONS)
-@pytest.mark.few
-def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, layout, kind):
-    scheme = "a2a" if layer == "attention" else "headwise"
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced", "random"])
+@pytest.mark.parametrize(
+    ("layer", "scheme"),
+    [("attention", "a2a"), *((layer, way) for layer in ("gdn", "kda", "mamba") for way in ("headwise", "chunkwise"))],
+)
+@pytest.mark.few(of=lambda layer, scheme, layout, kind: ((layer, scheme), layout, kind))
+def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, scheme, layout, kind):
+    """Those of a head exchange, or a halo and a scan."""
     for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout, scheme=scheme), kind=kind):
-        assert counted == (2, 2, {})
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "balanced", "random"])
-@pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
-@pytest.mark.few
-def test_a_chunkwise_layer_is_a_halo_and_a_scan_each_way_and_never_waits(layer, layout):
-    case = Case(layer, 3, RAGGED, layout, scheme="chunkwise")
-    for counted in run_ranks(count_layer, 3, case):
         assert counted == (2, 2, {})
 
 
@@ -67,18 +57,6 @@ def test_documents_within_ranks_send_nothing_chunkwise(layer):
     assert (plan.collectives(forward=True), plan.bytes_sent(2, forward=True)) == (0, [0, 0, 0])
     for counted in run_ranks(count_layer, 3, case):
         assert counted == (0, 0, {})
-
-
-def bytes_of_layer(group, case):
-    """Returns the bytes that this rank's collectives send to others, forward and backward."""
-    problem, plan = draw(case), case.plan()
-    compare_calls(group, False)  # what a plan costs once is not part of it
-    counting = CountingGroup(group)
-    inputs = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
-    out = OPERATIONS[case.layer](*inputs, plan, counting, **problem.parameters)
-    forward = counting.bytes_sent
-    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
-    return forward, counting.bytes_sent - forward
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "balanced", "random", "zigzag"])

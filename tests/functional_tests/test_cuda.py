@@ -31,7 +31,6 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
-from tests.gates_host_work import host_work, stage_of
 from tests.limits import limit
 from tests.unit_tests import test_autocast
 from tests.unit_tests.exchange import test_kernel_copies
@@ -89,6 +88,12 @@ def on(device, problem, dtype=None):
     return Problem(moved(problem.inputs), moved(problem.parameters), problem.output_gradient.to(device, dtype))
 
 
+def assert_close(case, ranks, alone, tolerance):
+    """Fails unless all results over ranks are those of one rank in float64."""
+    parity = judge(case, whole(case, ranks), in_float64(alone))
+    assert all(error <= tolerance for error in parity.errors.values()), f"other numbers than in float64: {parity}"
+
+
 @cache
 def in_float64(case):
     """Computes the same inputs on one rank of the CPU, by the reference kernel."""
@@ -109,8 +114,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
     except ArgumentError as error:
         pytest.skip(str(error))
     ranks = run_ranks(layer_on_device, cp, case, poison, kind=RANKS, timeout=seconds_of_ranks())
-    parity = judge(case, whole(case, ranks), in_float64(one_case))
-    assert all(error <= tolerance for error in parity.errors.values()), parity
+    assert_close(case, ranks, one_case, tolerance)
 
 
 @pytest.mark.parametrize("mask", ["causal", "window:20,0", "first:4+window:16,0", "prefix:9"])
@@ -119,8 +123,7 @@ def test_scheme_equals_float64(scheme, mask):
     alone = replace(ATTENTION, mask=mask, scheme="a2a", learned_sink=True)
     case = replace(alone, cp=4, layout="balanced", scheme=scheme)
     ranks = run_ranks(layer_on_device, 4, case, False, kind=RANKS, timeout=seconds_of_ranks())
-    parity = judge(case, whole(case, ranks), in_float64(alone))
-    assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
+    assert_close(case, ranks, alone, KERNELS["varlen"][1])
 
 
 # An emulated device takes minutes for KDA's kernels, and asks nothing else of autocast than Gated DeltaNet's.
@@ -296,39 +299,6 @@ def test_mambas_gated_norm_equals_the_cpus(has_gate):
         results.append([out, *torch.autograd.grad(out, [*leaves, norm.weight], gradient.to(device))])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
-
-
-# Python calls and operators, and launches by name. As torch had them, Gated DeltaNet's were 37 and 48 operators.
-GATES = {
-    "gdn": ((33, 4), (81, 7), ("delta_forward", "delta_backward", "delta_parameters")),
-    "kda": ((33, 4), (82, 7), ("delta_forward", "delta_backward", "delta_parameters")),
-    "mamba": ((28, 2), (57, 4), ("step_forward", "step_backward", "step_parameters")),
-}
-
-
-@pytest.mark.parametrize("layer", GATES)
-def test_gates_are_one_kernel_forward_and_two_backward(layer, monkeypatch):
-    """Backward the second one adds up the parameters' gradients; operators allocate."""
-    if not copies.runs_on(torch.device(DEVICE)):
-        pytest.skip("needs Triton")
-    from megatron_cp.linear.gates import triton
-
-    forward, backward, names = GATES[layer]
-    found = host_work(layer, DEVICE)
-    assert found.forward.calls <= forward[0]
-    assert found.forward.operators <= forward[1]
-    assert found.backward.calls <= backward[0]
-    assert found.backward.operators <= backward[1]
-
-    launches, (gates, sections, parameters) = Counter(), stage_of(layer, DEVICE)
-    for name in names:
-        monkeypatch.setattr(triton, name, test_kernel_copies.Counted(getattr(triton, name), name, launches))
-    outputs = [y for y in gates(*sections) if y.grad_fn is not None]
-    assert launches == {names[0]: 1}
-    with torch.autograd.set_multithreading_enabled(False):
-        leaves = [x for x in (*sections, *parameters) if x.requires_grad]
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
-    assert launches == dict.fromkeys(names, 1)
 
 
 def count_launches(monkeypatch):

@@ -12,14 +12,12 @@ import torch
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.softmax.kernels import AttentionCall, flash_attn_4
-from megatron_cp.softmax.kernels.reference import ReferenceAttention
-from megatron_cp.testing.parity import Case, judge, whole
-from tests.functional_tests.test_cuda import RANKS, in_float64, layer_on_device
-from tests.functional_tests.test_cuda_flex import CPU, CUDA, MASKS, NAMES, narrow, run
+from megatron_cp.testing.parity import Case
+from tests.functional_tests.test_cuda import RANKS, assert_close, layer_on_device
+from tests.functional_tests.test_cuda_flex import CUDA, MASKS, TOLERANCES, assert_equals_float64
 from tools.nullgpu import flash_attn_4 as dense
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-TOLERANCE = 2e-2
 LAYER = Case("attention", 3, (7, 1, 130, 64, 2), head_dim=64, dtype=torch.bfloat16, kernel="flash_attn_4")
 IS_EMULATED = "NULLGPU" in os.environ
 
@@ -47,21 +45,7 @@ def test_kernel_equals_float64_whole_and_as_a_part(name, key_size, value_size, s
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     shapes = [(4, key_size), (2, key_size), (2, value_size), (4, value_size)]
     call = AttentionCall(0.2, key_size, value_size, torch.bfloat16, CUDA, softcap=softcap)
-    exact = replace(call, dtype=torch.float64, device=CPU)
-    kernel = flash_attn_4.FlashAttention4()
-    assert kernel.refusal(call) is None
-    expected = run(ReferenceAttention(), MASKS[name].bands, exact, shapes)
-    part, given = narrow(MASKS[name].bands), expected[:2]
-    pairs = [
-        (run(kernel, MASKS[name].bands, call, shapes), expected),
-        (run(kernel, part, call, shapes, given), run(ReferenceAttention(), part, exact, shapes, given)),
-    ]
-    for actual, true in pairs:
-        for what, a, b in zip(NAMES, actual, true, strict=True):
-            seen = b.isfinite()  # lse is -inf where a query sees nothing
-            assert torch.equal(a[~seen], b[~seen]), what
-            error = (a - b)[seen].abs().max() / b[seen].abs().max()
-            assert error <= TOLERANCE, (what, float(error))
+    assert_equals_float64(flash_attn_4.FlashAttention4(), name, call, shapes)
 
 
 def layer_with_package(group, case):
@@ -77,8 +61,7 @@ def test_layer_equals_float64(scheme, mask):
     alone = replace(LAYER, mask=mask, scheme="a2a", learned_sink=True, softcap=3.0)
     case = replace(alone, scheme=scheme)
     ranks = run_ranks(layer_with_package, 3, case, kind=RANKS, timeout=280.0)
-    parity = judge(case, whole(case, ranks), in_float64(alone))
-    assert all(error <= TOLERANCE for error in parity.errors.values()), parity
+    assert_close(case, ranks, alone, TOLERANCES[torch.bfloat16])
 
 
 def test_rejects_other_devices_and_wide_heads_of_blackwell(monkeypatch):

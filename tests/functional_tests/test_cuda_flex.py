@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,8 +20,8 @@ from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import AttentionCall, flex
 from megatron_cp.softmax.kernels.base import AttentionKernel
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
-from megatron_cp.testing.parity import Case, judge, whole
-from tests.functional_tests.test_cuda import RANKS, in_float64, layer_on_device
+from megatron_cp.testing.parity import Case
+from tests.functional_tests.test_cuda import RANKS, assert_close, layer_on_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,11 +40,11 @@ LAYER = Case("attention", 3, (7, 1, 130, 64, 2), head_dim=32, value_head_dim=48,
 
 @contextlib.contextmanager
 def operator() -> Iterator[None]:
-    """Returns the operator that the kernel calls on a GPU; on the emulated device, torch's eager one."""
-    with contextlib.ExitStack() as stack:
+    """Lets the kernel call what it calls on a GPU; on the emulated device, torch's eager operator."""
+    with pytest.MonkeyPatch.context() as patch:
         if "NULLGPU" in os.environ:
-            stack.enter_context(mock.patch.object(flex, "_operator", return_value=torch_flex.flex_attention))
-            stack.enter_context(mock.patch.object(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+            patch.setattr(flex, "_operator", lambda *_: torch_flex.flex_attention)
+            patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         yield
 
 
@@ -61,17 +60,11 @@ def run(
     # Rounded as the kernel has them, whatever type it computes with.
     drawn = [torch.randn(TOTAL, *shape, generator=random).bfloat16() for shape in shapes]
     q, k, v, dout = (x.to(call.device, call.dtype) for x in drawn)
-    out = torch.full_like(dout, torch.nan)
-    lse = torch.full(
-        (shapes[0][0], TOTAL), torch.nan, device=call.device, dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+    out, wide = torch.full_like(dout, torch.nan), torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full((shapes[0][0], TOTAL), torch.nan, device=call.device, dtype=wide)
     kernel.forward(out, lse, q, k, v, tiles, call, 0)
     gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    given = (
-        (out, lse)
-        if of_whole is None
-        else [x.to(call.device, y.dtype) for x, y in zip(of_whole, (out, lse), strict=True)]
-    )
+    given = [x.to(call.device, y.dtype) for x, y in zip(of_whole or (out, lse), (out, lse), strict=True)]
     kernel.backward(*gradients, dout, q, k, v, *given, tiles, call, 0)
     assert all(x.device.type == call.device.type for x in (out, lse, *gradients))
     return [x.to(CPU, torch.float64) for x in (out, lse, *gradients)]
@@ -82,30 +75,32 @@ def narrow(bands: np.ndarray) -> np.ndarray:
     return band.cut(bands, np.array([50]), np.array([420]), queries=False)[0]
 
 
+def assert_equals_float64(
+    kernel: AttentionKernel, name: str, call: AttentionCall, shapes: list[tuple[int, int]]
+) -> None:
+    """Holds a kernel's results of a mask, as a whole softmax and as a part of one, to the reference's in float64."""
+    assert kernel.refusal(call) is None
+    exact, reference = replace(call, dtype=torch.float64, device=CPU), ReferenceAttention()
+    given = None
+    for bands in (MASKS[name].bands, narrow(MASKS[name].bands)):
+        expected = run(reference, bands, exact, shapes, given)
+        for what, a, b in zip(NAMES, run(kernel, bands, call, shapes, given), expected, strict=True):
+            seen = b.isfinite()  # lse is -inf where a query sees nothing
+            assert torch.equal(a[~seen], b[~seen]), what
+            error = (a - b)[seen].abs().max() / b[seen].abs().max()
+            assert error <= TOLERANCES[call.dtype], (what, float(error))
+        given = expected[:2]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "groups", "softcap"), [(4, 2, 0.0), (6, 2, 2.0), (3, 3, 0.0)])
 @pytest.mark.parametrize("name", MASKS)
 def test_kernel_equals_float64_whole_and_as_a_part(name, heads, groups, softcap, dtype):
     shapes = [(heads, 64), (groups, 64), (groups, 48), (heads, 48)]
-    on_cuda = AttentionCall(0.2, 64, 48, dtype, CUDA, softcap=softcap)
-    exact = replace(on_cuda, dtype=torch.float64, device=CPU)
-    assert flex.FlexAttention().refusal(on_cuda) is None
-    expected = run(ReferenceAttention(), MASKS[name].bands, exact, shapes)
-    part, given = narrow(MASKS[name].bands), expected[:2]
     with operator():
-        pairs = [
-            (run(flex.FlexAttention(), MASKS[name].bands, on_cuda, shapes), expected),
-            (
-                run(flex.FlexAttention(), part, on_cuda, shapes, given),
-                run(ReferenceAttention(), part, exact, shapes, given),
-            ),
-        ]
-    for actual, true in pairs:
-        for what, a, b in zip(NAMES, actual, true, strict=True):
-            seen = b.isfinite()  # lse is -inf where a query sees nothing
-            assert torch.equal(a[~seen], b[~seen]), what
-            error = (a - b)[seen].abs().max() / b[seen].abs().max()
-            assert error <= TOLERANCES[dtype], (what, float(error))
+        assert_equals_float64(
+            flex.FlexAttention(), name, AttentionCall(0.2, 64, 48, dtype, CUDA, softcap=softcap), shapes
+        )
 
 
 def layer_with_operator(group, case):
@@ -120,5 +115,4 @@ def test_layer_equals_float64(scheme, mask):
     alone = replace(LAYER, mask=mask, scheme="a2a", softcap=3.0, learned_sink=True)
     case = replace(alone, scheme=scheme)
     ranks = run_ranks(layer_with_operator, 3, case, kind=RANKS, timeout=280.0)
-    parity = judge(case, whole(case, ranks), in_float64(alone))
-    assert all(error <= TOLERANCES[torch.float32] for error in parity.errors.values()), parity
+    assert_close(case, ranks, alone, TOLERANCES[torch.float32])

@@ -13,14 +13,13 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.testing.parity import judge, whole
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.functional_tests.test_cuda import (
     ATTENTION,
     GDN,
     KERNELS,
     SMALL,
-    in_float64,
+    assert_close,
     layer_on_device,
     seconds_of_ranks,
 )
@@ -34,8 +33,7 @@ def agree_with_float64(case, alone, tolerance):
     from tools.nullgpu.nccl import run_ranks_over_nccl
 
     ranks = run_ranks_over_nccl(layer_on_device, case.cp, case, False, timeout=seconds_of_ranks())
-    parity = judge(case, whole(case, ranks), in_float64(alone))
-    assert all(error <= tolerance for error in parity.errors.values()), parity
+    assert_close(case, ranks, alone, tolerance)
 
 
 @pytest.mark.parametrize("mask", ["causal", "first:4+window:16,0"])

@@ -18,8 +18,7 @@ from megatron_cp.executor.groups.symmetric_memory import Window, _Queued
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.transport import Transport
-from megatron_cp.testing.parity import judge, whole
-from tests.functional_tests.test_cuda import ATTENTION, GDN, SMALL, in_float64, layer_on_device
+from tests.functional_tests.test_cuda import ATTENTION, GDN, SMALL, assert_close, layer_on_device
 from tests.limits import limit
 from tests.refusals import rejects
 
@@ -61,8 +60,7 @@ def test_layers_equal_float64(name):
     case = CASES[name]
     ranks = over_symmetric_memory(layer_on_device, case.cp, replace(case, transport=BY.name), False)
     alone, tolerance = (ATTENTION, 2e-2) if case.layer == "attention" else (GDN, 1e-5)
-    parity = judge(case, whole(case, ranks), in_float64(alone))
-    assert all(error <= tolerance for error in parity.errors.values()), parity
+    assert_close(case, ranks, alone, tolerance)
 
 
 def talk(group, turns, sync_debug=False):
@@ -116,43 +114,42 @@ def test_messages_arrive_and_the_host_waits_for_none(size):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def a_signal_not_waited_for(patch):
-    def reads_at_once(self, piece, peer, slot, at, limit):
-        piece.copy_(self._place(peer, slot, at, piece))
-        self._handle.put_signal(peer, 2 + slot, limit)
-
-    patch.setattr(Window, "_read", reads_at_once)
+def a_signal_not_waited_for(window, piece, peer, slot, at, limit):
+    piece.copy_(window._place(peer, slot, at, piece))
+    window._handle.put_signal(peer, 2 + slot, limit)
 
 
-def a_slot_written_before_its_reader_is_done(patch):
-    def forgets(self, slot, limit):
-        for reader in self._unread[slot]:  # the signal is taken back, and nobody waits for it
-            self._handle.memory.signals.pop((self.rank, reader, 2 + slot), None)
-        self._unread[slot] = []
-
-    patch.setattr(Window, "_await_readers", forgets)
+def a_slot_written_before_its_reader_is_done(window, slot, limit):
+    for reader in window._unread[slot]:  # the signal is taken back, and nobody waits for it
+        window._handle.memory.signals.pop((window.rank, reader, 2 + slot), None)
+    window._unread[slot] = []
 
 
-def a_signal_sent_before_the_copy(patch):
-    def signals_first(self, piece, readers, slot, at, limit):
-        for reader in readers:
-            self._handle.put_signal(reader, slot, limit)
-        self._place(self.rank, slot, at, piece).copy_(piece)
-        self._unread[slot] += readers
-
-    patch.setattr(Window, "_stage", signals_first)
+def a_signal_sent_before_the_copy(window, piece, readers, slot, at, limit):
+    for reader in readers:
+        window._handle.put_signal(reader, slot, limit)
+    window._place(window.rank, slot, at, piece).copy_(piece)
+    window._unread[slot] += readers
 
 
-def a_signal_back_before_the_read(patch):
-    def signals_first(self, piece, peer, slot, at, limit):
-        self._handle.wait_signal(peer, slot, limit)
-        self._handle.put_signal(peer, 2 + slot, limit)
-        piece.copy_(self._place(peer, slot, at, piece))
+def a_signal_back_before_the_read(window, piece, peer, slot, at, limit):
+    window._handle.wait_signal(peer, slot, limit)
+    window._handle.put_signal(peer, 2 + slot, limit)
+    piece.copy_(window._place(peer, slot, at, piece))
 
-    patch.setattr(Window, "_read", signals_first)
+
+def a_start_before_what_is_sent_is_written(window, work, tensors):
+    with torch.cuda.stream(window._stream):
+        work()
+    return _Queued(window._stream.record_event(), window.device, tensors)
+
+
+def a_wait_forgotten(queued):
+    pass
 
 
 def in_the_callers_stream(patch, method):
+    """The copies of a method are in the caller's stream, and its signals in the window's."""
     queue, plain = Window.queue, getattr(Window, method)
 
     def remembers(self, work, tensors):
@@ -161,9 +158,8 @@ def in_the_callers_stream(patch, method):
 
     def copies_there(self, piece, *rest):
         with torch.cuda.stream(self.callers), pytest.MonkeyPatch.context() as inner:
-            side = self._stream
             for name in ("put_signal", "wait_signal"):
-                inner.setattr(self._handle, name, beside(side, getattr(self._handle, name)), raising=False)
+                inner.setattr(self._handle, name, beside(self._stream, getattr(self._handle, name)), raising=False)
             plain(self, piece, *rest)
 
     patch.setattr(Window, "queue", remembers)
@@ -178,45 +174,26 @@ def beside(stream, call):
     return called
 
 
-def a_piece_staged_in_the_wrong_stream(patch):
-    in_the_callers_stream(patch, "_stage")
-
-
-def a_piece_read_in_the_wrong_stream(patch):
-    in_the_callers_stream(patch, "_read")
-
-
-def a_start_before_what_is_sent_is_written(patch):
-    def queues_at_once(self, work, tensors):
-        with torch.cuda.stream(self._stream):
-            work()
-        return _Queued(self._stream.record_event(), self.device, tensors)
-
-    patch.setattr(Window, "queue", queues_at_once)
-
-
-def a_wait_forgotten(patch):
-    patch.setattr(_Queued, "wait", lambda self: None)
-
-
-FAULTS = {
-    a_signal_not_waited_for: "copy_.* reads what .*copy_.* writes in another stream|copy_.* writes what .* reads",
-    a_slot_written_before_its_reader_is_done: "copy_.* writes what .*copy_.* reads in another stream|copy_.* reads",
-    a_signal_sent_before_the_copy: "copy_.* reads what .*copy_.* writes in another stream|copy_.* writes what .* reads",
-    a_signal_back_before_the_read: "copy_.* writes what .*copy_.* reads in another stream|copy_.* reads",
-    a_piece_staged_in_the_wrong_stream: "in another stream, in no order",
-    a_piece_read_in_the_wrong_stream: "in another stream, in no order",
-    a_start_before_what_is_sent_is_written: "copy_.* reads what .*fill_.* writes in another stream",
-    a_wait_forgotten: "(sum|fill_).* (reads|writes) what .*copy_.* (writes|reads) in another stream",
-}
+IN_NO_ORDER = "copy_.* reads what .*copy_.* writes in another stream|copy_.* writes what .* reads"
+WRITTEN_EARLY = "copy_.* writes what .*copy_.* reads in another stream|copy_.* reads"
+FAULTS = [
+    (Window, "_read", a_signal_not_waited_for, IN_NO_ORDER),
+    (Window, "_await_readers", a_slot_written_before_its_reader_is_done, WRITTEN_EARLY),
+    (Window, "_stage", a_signal_sent_before_the_copy, IN_NO_ORDER),
+    (Window, "_read", a_signal_back_before_the_read, WRITTEN_EARLY),
+    (Window, "_stage", None, "in another stream, in no order"),
+    (Window, "_read", None, "in another stream, in no order"),
+    (Window, "queue", a_start_before_what_is_sent_is_written, "copy_.* reads what .*fill_.* writes in another stream"),
+    (_Queued, "wait", a_wait_forgotten, "(sum|fill_).* (reads|writes) what .*copy_.* (writes|reads) in another stream"),
+]
 
 
 @emulated
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_of_order_is_seen(fault, monkeypatch):
+@pytest.mark.parametrize(("owner", "name", "fault", "seen"), FAULTS)
+def test_a_fault_of_order_is_seen(owner, name, fault, seen, monkeypatch):
     """A fault is seen in whatever order the ranks' threads run; without one, `talk` and all layers pass."""
-    fault(monkeypatch)
-    with pytest.raises(RankError, match=f"OrderError: .*({FAULTS[fault]})"):
+    in_the_callers_stream(monkeypatch, name) if fault is None else monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(RankError, match=f"OrderError: .*({seen})"):
         over_symmetric_memory(talk, 3, 6)
 
 

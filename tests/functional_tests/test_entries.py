@@ -134,33 +134,3 @@ def test_an_entry_that_ignores_an_option_is_seen(column, monkeypatch):
     monkeypatch.setattr(Layer, "_run", ignoring)
     with pytest.raises(EntryError, match="ran other plans than was asked for"):
         judged(Row("nn", layer, **options))
-
-
-def test_an_entry_that_ignores_the_layout_is_seen(monkeypatch):
-    """Rows that a plan wants moved and nobody moves, and rows of another layout than was asked for."""
-    monkeypatch.setattr("megatron_cp.nn.base.moved", lambda hidden, *_: hidden)
-    with pytest.raises(EntryError, match="off by"):
-        judged(Row("nn", "gdn", "redistribute", "zigzag", align=4))  # as many rows on each rank before as after
-    monkeypatch.undo()
-    made = entries.layout_by_name
-    monkeypatch.setattr(
-        "megatron_cp.transformers.enable.layout_by_name", lambda name, *args, **more: made("contiguous", *args, **more)
-    )
-    with pytest.raises(EntryError, match="ran other plans than was asked for"):
-        judged(Row("transformers", "attention", "a2a", "zigzag"))
-
-
-def test_an_entry_that_moves_rows_by_another_transport_is_seen(monkeypatch):
-    move = cp.relayout
-    monkeypatch.setattr("megatron_cp.nn.base.relayout", lambda *args, transport: move(*args))
-    with pytest.raises(EntryError, match="rows were moved by"):
-        judged(Row("nn", "gdn", "redistribute", "zigzag", "pairwise"))
-
-
-def test_a_refusal_that_ran_and_a_row_that_was_refused_are_seen(monkeypatch):
-    monkeypatch.setattr(entries, "refusals", lambda row: {"codec"})
-    with pytest.raises(EntryError, match="ran, and was to be refused by codec"):
-        judged(Row())
-    monkeypatch.setattr(entries, "refusals", lambda row: set())
-    with pytest.raises(EntryError, match="refused, and must be exact"):
-        judged(Row(layer="gdn", scheme="chunkwise", codec="int8"))

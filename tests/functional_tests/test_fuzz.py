@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,12 +15,11 @@ from megatron_cp.executor.transports import hierarchical
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.layout.branches import Branches
-from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.schemes import MODES, SCHEMES
 from tests import fuzz_check
-from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
+from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case, layout_named, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
-from tests.fuzz_features import Seen
 from tools import fuzz
 
 CASES = 24  # times 8
@@ -84,52 +84,65 @@ def many():
     return [case_of(1, number) for number in range(3000)]
 
 
-@functools.cache
-def features():
-    drawn = Seen()
-    for case in many():
-        drawn.add(case)
-    return drawn
-
-
 def test_a_case_is_read_from_its_line():
     assert all(Case.read(case.line()) == case for case in many())
     assert many()[:50] == [case_of(1, number) for number in range(50)]
 
 
+def calls():
+    return [(case, call) for case in many() for call in case.calls]
+
+
 def seen(name):
-    return {getattr(call, name) for case in many() for call in case.calls}
+    return {getattr(call, name) for _, call in calls()}
+
+
+def orders_of(case, call):
+    """Returns the orders of the ranks' tokens in the stream."""
+    layout = layout_named(call.layout, call.packing, case.cp_size, align=call.align, seed=call.seed)
+    held = [layout.fragments_of(rank) for rank in range(case.cp_size)]
+    of_ranks = [sorted(fragments) for fragments in held if fragments]
+    are_blocks = all(one[-1].end - one[0].start == sum(end - start for start, end in one) for one in of_ranks)
+    counts = layout.token_counts.tolist()
+    return {
+        "ranks hold a block each" if are_blocks else "ranks hold several",
+        "ranks in order" if of_ranks == sorted(of_ranks) else "ranks turned",
+        "shares equal" if len(set(counts)) == 1 else "shares uneven" if all(counts) else "some shares empty",
+        *(["within ranks turned"] if held != [sorted(fragments) for fragments in held] else []),
+        *(["one token a rank"] if max(counts) == 1 else []),
+    }
 
 
 def test_draws_have_rows_in_every_order():
     """Rows in every order are drawn by themselves and with each scheme, since a trait of all draws hides faults."""
-    drawn = features()
-    for family, least in (("attention", 30), ("linear", 30), ("moved", 5)):
-        for feature in (
-            ("within ranks", "turned"), ("ranks", "turned"), ("ranks", "in order"), ("ranks hold", "a block each"),
-            ("ranks hold", "several"), ("shares", "equal"), ("shares", "some empty"), ("shares", "uneven"),
-            ("one token a rank", True), ("cp_size", 1),
-        ):  # fmt: skip
-            assert drawn.values[family][feature] >= least, (family, feature)
-        assert drawn.pairs[family][("ranks hold", "a block each"), ("within ranks", "turned")] >= least
+    orders = ("ranks turned", "within ranks turned", "ranks hold a block each")
+    others = ("ranks in order", "ranks hold several", "shares equal", "some shares empty", "shares uneven")
+    met = Counter()
+    for case, call in calls():
+        family = "softmax" if call.operation in ATTENTIONS else "linear" if call.operation in KINDS else "moved"
+        met.update((of, order) for of in (family, call.scheme) for order in orders_of(case, call))
+    for family in ("softmax", "linear", "moved"):
+        assert all(met[family, order] >= 5 for order in (*orders, *others, "one token a rank")), family
     for scheme in SCHEMES:
-        for feature in (("ranks", "turned"), ("within ranks", "turned"), ("ranks hold", "a block each")):
-            assert drawn.pairs["attention"][tuple(sorted([feature, ("scheme", scheme)]))] >= 5, (scheme, feature)
+        assert all(met[scheme, order] >= 5 for order in orders), scheme
+
+
+def levels_of(call):
+    """The segments of the longest path."""
+    levels = []
+    for parent in call.parents:
+        levels.append(1 if parent < 0 else levels[parent] + 1)
+    return max(levels)
 
 
 def test_draws_have_forests():
     """A fifth of the calls have documents that branch, with each operation, scheme and mode; in all shapes."""
-    drawn = features()
-    for family, names in (("attention", ("operation", "scheme", "mask")), ("linear", ("operation", "scheme"))):
-        counts = drawn.values[family]
-        assert 0.15 < counts["forest", True] / (counts["forest", True] + counts["forest", False]) < 0.25
-        met = {feature for pair in drawn.pairs[family] if ("forest", True) in pair for feature in pair}
-        for name, value in counts:
-            often = name in names and counts[name, value] > 60
-            if often and value not in ("full", "prefix", "shared_question", "slices", "blocks", "table"):
-                assert (name, value) in met
-        assert {value for name, value in counts if name == "levels"} == {1, 2, 3, 4, 5, 6}
-    forests = [call for case in many() for call in case.calls if call.parents]
+    forests = [call for _, call in calls() if call.parents]
+    alone = [call for _, call in calls() if not call.parents and call.operation in (*ATTENTIONS, *KINDS)]
+    assert 0.15 < len(forests) / len(forests + alone) < 0.3
+    assert {call.operation for call in forests} == {*ATTENTIONS, *KINDS}
+    assert {call.scheme for call in forests} >= {*SCHEMES, *MODES}
+    assert {levels_of(call) for call in forests} == {1, 2, 3, 4, 5, 6}
     assert {call.lengths[0] for call in forests} >= {0, 1, 2}
     assert max(call.packing.num_documents for call in forests) > 1
     assert max(np.bincount(np.array(call.parents) + 1)[1:].max(initial=0) for call in forests) > 4
@@ -138,8 +151,7 @@ def test_draws_have_forests():
 def test_draws_are_wide():
     assert seen("operation") == set(OPERATIONS)
     assert {scheme for scheme in seen("scheme") if scheme != "auto"} == {
-        *SCHEMES, "headwise", "chunkwise", "redistribute",
-        "same_loss", "own_loss",
+        *SCHEMES, *MODES, "same_loss", "own_loss",
     }  # fmt: skip
     assert seen("layout") == set(LAYOUTS)
     assert seen("transport") == {"collective", "pairwise", "hierarchical", "shared_memory"}
@@ -156,7 +168,7 @@ def test_draws_are_wide():
     assert {case.cp_size for case in many()} == {1, 2, 3, 4, 5, 6, 8}
     assert {(0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)} <= {case.schedule for case in many()}
     assert max(seen("head_chunks") - {None}) > 2
-    assert 0 in {sum(call.lengths) for case in many() for call in case.calls}
+    assert 0 in {sum(call.lengths) for _, call in calls()}
 
 
 def failures(cases):
@@ -169,102 +181,78 @@ def failures(cases):
     return found
 
 
-def calls_of(operation, heads=4, layouts=("random", "zigzag"), lengths=(9, 5), **fields):
-    """Calls of one operation with these fields."""
-    return tuple(
-        Call(operation, lengths, layout=layout, heads=heads, groups=heads, seed=seed, **fields)
-        for seed, layout in enumerate(layouts)
-    )
+def cases_of(operation, ranks=4, heads=4, lengths=(9, 5), **fields):
+    """Cases of one call with these fields, in two layouts."""
+    sizes = {"heads": heads, "groups": heads, "lengths": lengths}
+    return [
+        Case(ranks, (Call(operation, layout=layout, seed=seed, **sizes, **fields),))
+        for seed, layout in enumerate(("random", "zigzag"))
+    ]
 
 
-def cases_of(operation, ranks=4, **fields):
-    """A case of each of them."""
-    return [Case(ranks, (call,)) for call in calls_of(operation, **fields)]
+def in_another_order(payload, scales, kind):
+    return coding.decode(payload, scales.roll(1, -1), kind)
 
 
-def break_sum(patch):
-    patch.setattr(transfers, "accumulation_dtype", lambda dtype: dtype)
+def never_transposed(transition, state, transpose, real=scan._applied):
+    return real(transition, state, transpose=False)
 
 
-def break_pads(patch):
-    patch.setattr(torch.Tensor, "zero_", lambda self: self)
+def turned(transport, pieces, ranks=(), real=hierarchical._TwoHopAllToAll._bundle):
+    return real(transport, pieces if ranks else pieces[::-1], ranks)
 
 
-def break_codes(patch):
-    turned = lambda payload, scales, kind: coding.decode(payload, scales.roll(1, -1), kind)  # noqa: E731
-    for side in (head_side, token_side):
-        patch.setattr(side, "decode", turned)
-
-
-def break_fold(patch):
-    applied = scan._applied
-    patch.setattr(scan, "_applied", lambda transition, state, transpose: applied(transition, state, transpose=False))
-
-
-def break_branches(patch):
-    patch.setattr(Branches, "predecessors", property(lambda self: np.arange(int(self.lengths.sum())) - 1))
-
-
-def break_paths(patch):
-    patch.setattr(Mask, "_path_mask", lambda packing, mask_of: mask_of(Packing(packing.lengths)))
-
-
-def break_hosts(patch):
-    bundle = hierarchical._TwoHopAllToAll._bundle
-    turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
-    patch.setattr(hierarchical._TwoHopAllToAll, "_bundle", turned)
-
-
-def break_pool(patch):
-    patch.setattr(head_exchange, "keeps_message", lambda at: False)
-
-
-def break_losses(patch):
-    backward = gather._Gather.backward
-
-    def own(ctx, gradient):
-        ctx.same_loss = True
-        return backward(ctx, gradient)
-
-    patch.setattr(gather._Gather, "backward", staticmethod(own))
-
-
-def break_buffers(patch):
-    patch.setattr(Buffers, "release", lambda self, *tensors: None)
+def of_everybody(ctx, gradient, real=gather._Gather.backward):
+    ctx.same_loss = True
+    return real(ctx, gradient)
 
 
 STAR = {"lengths": (6, 4, 5), "parents": (-1, 0, 0)}
+OVER_HOSTS = {"ranks": 5, "transport": "hierarchical", "hosts": (0, 0, 1, 1, 1)}
+TWO = tuple(Call("attention", (9, 5), heads=4, groups=4, scheme="a2a", seed=seed) for seed in range(2))
+LOSSES = (gather._Gather, "backward", staticmethod(of_everybody))
+# The function that is another one, and the cases that show it.
 BROKEN = {
     "a ring adds gradients in bfloat16": (
-        break_sum,
+        transfers, "accumulation_dtype", lambda dtype: dtype,
         cases_of("attention", scheme="p2p", dtype="bfloat16", whole=True, mask=("full",)),
     ),
-    "pad rows hold what they held": (break_pads, cases_of("gated_delta_net", scheme="headwise", align=4)),
-    "scales of other heads": (break_codes, cases_of("attention", heads=8, scheme="a2a", codec="int8")),
-    "maps are not transposed in backward": (break_fold, cases_of("kda", scheme="chunkwise")),
-    "a query sees other answers": (break_paths, cases_of("attention", scheme="exact", **STAR)),
+    "pad rows hold what they held": (
+        torch.Tensor, "zero_", lambda self: self, cases_of("gated_delta_net", scheme="headwise", align=4),
+    ),
+    "scales of other heads at heads": (
+        head_side, "decode", in_another_order, cases_of("attention", heads=8, scheme="a2a", codec="int8"),
+    ),
+    "scales of other heads at tokens": (
+        token_side, "decode", in_another_order, cases_of("attention", heads=8, scheme="a2a", codec="int8"),
+    ),
+    "maps are not transposed in backward": (scan, "_applied", never_transposed, cases_of("kda", scheme="chunkwise")),
+    "a query sees other answers": (
+        Mask, "_path_mask", lambda packing, mask_of: mask_of(Packing(packing.lengths)),
+        cases_of("attention", scheme="exact", **STAR),
+    ),
     "an answer goes on from another one": (
-        break_branches,
+        Branches, "predecessors", property(lambda self: np.arange(int(self.lengths.sum())) - 1),
         cases_of("gated_delta_rule", scheme="chunkwise", **STAR),
     ),
     "senders of other hosts change places": (
-        break_hosts,
-        cases_of("mamba2", scheme="headwise", ranks=5, transport="hierarchical", hosts=(0, 0, 1, 1, 1)),
+        hierarchical._TwoHopAllToAll, "_bundle", turned, cases_of("mamba2", scheme="headwise", **OVER_HOSTS),
     ),
     "a message that is kept goes back to the pool": (
-        break_pool,
-        [Case(4, calls_of("attention", layouts=("contiguous", "contiguous"), scheme="a2a"), (0, 1, 0, 1))],
+        head_exchange, "keeps_message", lambda at: False, [Case(4, TWO, (0, 1, 0, 1))],
     ),
-    "buffers are not released": (break_buffers, cases_of("kda_mixer", scheme="chunkwise")),
-    "a loss of one's own is everybody's": (break_losses, cases_of("gather", scheme="own_loss", batch=2)),
-}
+    "buffers are not released": (
+        Buffers, "release", lambda self, *tensors: None, cases_of("kda_mixer", scheme="chunkwise"),
+    ),
+    "a loss of one's own is everybody's": (*LOSSES, cases_of("gather", scheme="own_loss", batch=2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_the_check_sees(broken, monkeypatch):
-    breaking, cases = BROKEN[broken]
+    *function, cases = BROKEN[broken]
     assert failures(cases) == []
-    breaking(monkeypatch)
+    monkeypatch.setattr(*function)
     assert failures(cases)
 
 
@@ -275,7 +263,7 @@ def run_fuzz(monkeypatch, capsys, *arguments):
 
 
 def test_failures_are_printed_as_lines_that_run_them(monkeypatch, capsys):
-    break_losses(monkeypatch)
+    monkeypatch.setattr(*LOSSES)
     arguments = ("--seed", "0", "--cases", "40", "--operations", "gather", "--stop")
     code, said = run_fuzz(monkeypatch, capsys, *arguments)
     assert code == 1

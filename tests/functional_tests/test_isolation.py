@@ -1,33 +1,20 @@
-"""A change in one document moves no bit of another, forward or backward."""
+"""`leaks` sees whether a change in one document moves a bit of another; `test_nan.py` has NaN in every operation."""
 
 import pytest
 
 from megatron_cp.testing import isolation
 from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, run_layer
-from tests.random_tiles import TILED, assign_at_random
 
 
-@pytest.mark.parametrize("document", [0, 1, 2, 4])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
 @pytest.mark.parametrize(
-    ("layer", "scheme"),
-    [("attention", "a2a"), *((layer, way) for layer in ("gdn", "kda", "mamba") for way in ("headwise", "chunkwise"))],
-)
-@pytest.mark.few(of=lambda layer, scheme, layout, document: ((layer, scheme), layout, document))
-def test_documents_are_isolated(layer, scheme, layout, document):
-    found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout, scheme=scheme), document)
-    assert found["out"] == []
-    assert not any(found.values()), found
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("scheme", TILED)
-@pytest.mark.few
-def test_documents_are_isolated_whichever_rank_computes_a_tile(scheme, seed, monkeypatch):
-    assign_at_random(monkeypatch, seed)
+    ("layer", "scheme", "layout"),
+    [("attention", "a2a", "zigzag"), ("attention", "exact", "random"), ("gdn", "chunkwise", "random"),
+     ("kda", "headwise", "zigzag"), ("mamba", "chunkwise", "contiguous")],
+)  # fmt: skip
+def test_documents_are_isolated(layer, scheme, layout):
     for document in (1, 2):
-        found = leaks(Case("attention", 4, (7, 1, 66, 64, 2), scheme=scheme, learned_sink=True), document)
+        found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout, scheme=scheme), document)
         assert not any(found.values()), found
 
 

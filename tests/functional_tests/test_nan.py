@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import MODES, SCHEMES
 from tests import fuzz_check
 from tests.fuzz_cases import ATTENTIONS, KINDS, Call
 from tests.fuzz_draw import case_of
@@ -110,9 +111,13 @@ CASES = [
     (Call("sparse_attention", scheme="exact", width=2, options=("dense",), **TREE), 1, 2),
     (Call("sparse_attention", scheme="exact", width=2, block=2, **TREE), 1, 2),
 ]  # fmt: skip
+RAGGED = {"lengths": (7, 1, 30, 14, 2), "layout": "zigzag", "heads": 6, "groups": 2}
+CASES += [(Call("attention", scheme=scheme, sink=True, **RAGGED), 4, 2) for scheme in SCHEMES]
+CASES += [(Call(operation, scheme=mode, **RAGGED), 3, 2) for operation in KINDS for mode in MODES]
 
 
 @pytest.mark.parametrize(("call", "size", "chosen"), CASES)
+@pytest.mark.few(of=lambda call, size, chosen: (call.operation, call.scheme, call.parents, call.mask, call.block))
 def test_a_nan_stays_in_its_document(call, size, chosen):
     check(call, size, chosen)
 

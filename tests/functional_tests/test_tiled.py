@@ -1,17 +1,24 @@
 """Attention over tiles that a planner assigned: exact, in the bytes that were planned, taken by auto where it pays."""
 
+import contextlib
 import functools
 import warnings
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import _search_notes, plan_attention
-from megatron_cp.testing.parity import Case, run_layer
+from megatron_cp.testing.isolation import _changed, _changed_documents
+from megatron_cp.testing.parity import Case, draw, run_layer, whole
+from megatron_cp.testing.poison import poisoned
 from tests.counting_group import CountingGroup
-from tests.scheme_cases import check
+from tests.covering import covering
+from tests.limits import limit
+from tests.scheme_cases import check, check_results
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,74 +30,104 @@ def quick_search():
         yield
 
 
-ONE, FIVE = (131,), (37, 1, 60, 5, 28)
+TOKENS, BLOCK = 47, 5
+PACKS = {"1 document": (TOKENS,), "5 documents": (11, 1, 19, 3, 13)}
 SHAPES = {
-    "MHA": {"heads": 3, "groups": 3},
-    "8:2": {"heads": 8, "groups": 2},
-    "one head": {"heads": 1, "groups": 1},
+    "MHA": {"heads": 3, "groups": 3, "head_dim": 8, "value_head_dim": 8},
+    "8:2": {"heads": 8, "groups": 2, "head_dim": 8, "value_head_dim": 8},
+    "one head": {"heads": 1, "groups": 1, "head_dim": 8, "value_head_dim": 8},
     "MLA": {"heads": 2, "groups": 2, "head_dim": 24, "value_head_dim": 16},
 }
-MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
-# Every mask with every shape, number of ranks and kind of pack, each pair at least once.
-CASES = [
-    (mask, tuple(SHAPES)[(row + column) % 4], (3, 4, 5, 8)[column], (ONE, FIVE)[(row + column // 2) % 2])
-    for row, mask in enumerate(MASKS)
-    for column in range(4)
-]
 
 
-def case_of(mask, shape, size, lengths, **changes):
-    sizes = {"head_dim": 8, "value_head_dim": 8, **SHAPES[shape]}
-    layout = ("contiguous", "zigzag")[size % 2]
-    return Case("attention", size, lengths, **{"layout": layout, "scheme": "tiled", "mask": mask, **sizes, **changes})
+def table():
+    """Makes a table in which blocks of queries see themselves and a few others; one sees none, the last is short."""
+    blocks = -(-TOKENS // BLOCK)
+    found = np.random.default_rng(3).random((blocks, blocks)) < 0.35
+    found |= np.eye(blocks, dtype=bool)
+    found[3] = False
+    return found
 
 
-@pytest.mark.parametrize(("mask", "shape", "size", "lengths"), CASES, ids=lambda value: str(value))
-@pytest.mark.few(of=lambda mask, shape, size, lengths: (mask, shape, size, lengths))
-def test_planned_tiles_are_dense_attention(mask, shape, size, lengths):
-    check(case_of(mask, shape, size, lengths))
+# Masks of one spelling for both packs, and such that depend on the pack.
+MASKS = {
+    **{name: name for name in ("full", "causal", "strided", "global_local", "star", "streaming")},
+    **{name: name for name in ("window:6,0", "window:4,3", "first:2+window:5,0", "prefix:7", "chunk:6")},
+    "shared questions": {
+        "1 document": ("shared_question", ((17, 11, 4, 15),)),
+        "5 documents": ("shared_question", ((5, 4, 2), (1,), (7, 0, 12), (1, 1, 1), (13,))),
+    },
+    "slices": (
+        "from_slices",
+        ((0, 30, 5, 47, "causal"), (2, 40, 0, 11, "full"), (20, 47, 8, 30, "inverse_causal"), (9, 33, 14, 47, "both")),
+    ),
+    "blocks": ("from_blocks", table(), BLOCK),
+    "blocks below the diagonal": ("from_blocks", np.tril(table()), BLOCK),
+}
 
 
-def bytes_of(group, case):
+def case_of(mask, pack, shape, size, layout="zigzag", seed=0):
+    given = MASKS[mask]
+    given = given[pack] if isinstance(given, dict) else given
+    return Case("attention", size, PACKS[pack], layout, scheme="tiled", mask=given, seed=seed, **SHAPES[shape])
+
+
+def run_twice(group, case, problem, other):
+    """This rank's results of two problems, and the bytes that it sent for the first."""
     compare_calls(group, False)  # what a plan costs once is not part of it
     counted = CountingGroup(group)
-    run_layer(counted, case)
-    return counted.bytes_sent
+    with poisoned() if case.seed % 8 == 0 else contextlib.nullcontext():
+        first = run_layer(counted, case, problem)
+    return first, counted.bytes_sent, run_layer(group, case, other)
 
 
-@pytest.mark.parametrize("mask", ["full", "strided", "star"])
-def test_ranks_send_what_was_planned(mask):
-    case = case_of(mask, "8:2", 4, FIVE)
-    plan = case.plan()
+AXES = tuple(MASKS), tuple(PACKS), tuple(SHAPES), (3, 4, 5, 8), ("contiguous", "zigzag", "balanced", "random")
+
+
+@pytest.mark.parametrize("axes", covering(*AXES), ids=str)
+@pytest.mark.few(of=lambda axes: axes)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of ranks without tokens
+def test_planned_tiles_are_dense_attention_in_the_planned_bytes(axes):
+    """A case is run twice: as it is, for the same bits, or with one document changed, of which no other may notice."""
+    case = case_of(*axes, seed=list(MASKS).index(axes[0]))
+    plan, problem = case.plan(), draw(case)  # a plan that all share while it is held
+    document = 2 if len(case.lengths) > 1 else None
+    other = problem if document is None else _changed(problem, case, document)
+    ranks = run_ranks(run_twice, case.cp, case, problem, other, timeout=limit(60))
     planned = [sum(pair) for pair in zip(*(plan.bytes_sent(8, forward=way) for way in (True, False)), strict=True)]
-    assert run_ranks(bytes_of, 4, case) == planned
-    assert max(planned) > 0
+    assert [sent for _, sent, _ in ranks] == planned
+    first, second = (whole(case, [each[place] for each in ranks]) for place in (0, 2))
+    check_results(case, first)
+    for name, value in first.items():
+        if document is None:
+            assert torch.equal(value, second[name]), name
+        else:
+            assert _changed_documents(case, value, second[name], document) == [], name
+
+
+def test_tiles_travel_in_the_cases():
+    """Most of them: in most, queries leave their owners too."""
+    plans = [case_of(mask, "1 document", "8:2", 4).plan() for mask in MASKS]
+    assert all(max(plan.bytes_sent(8, forward=True)) > 0 for plan in plans)
+    visited = [plan for plan in plans if plan.attend.moves_queries(forward=True)]
+    assert len(visited) >= len(plans) // 3
 
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 @pytest.mark.parametrize(("heads", "groups", "chunks"), [(6, 3, 2), (1, 1, None)])
 def test_head_ranks_may_have_no_heads_in_a_chunk(heads, groups, chunks):
     shape = {"heads": heads, "groups": groups, "head_chunks": chunks, "head_dim": 8, "value_head_dim": 8}
-    check(Case("attention", 4, FIVE, scheme="a2a+tiled", ulysses_degree=2, mask="strided", **shape))
+    check(Case("attention", 4, PACKS["5 documents"], scheme="a2a+tiled", ulysses_degree=2, mask="strided", **shape))
 
 
 def test_the_chunks_planned_before_do_not_change_a_plan():
-    packing = Packing(list(FIVE))
+    packing = Packing(PACKS["5 documents"])
     shape = {"heads": 2, "kv_heads": 2, "head_dim": 1, "value_head_dim": 2, "scheme": "tiled"}
     mask = Mask.named(packing, "strided")
     fresh = plan_attention(packing, Layout.contiguous(packing, 4), **shape, mask=mask, head_chunks=2)
     layout = Layout.contiguous(packing, 4)
     plan_attention(packing, layout, **shape, mask=mask, head_chunks=1)
     assert plan_attention(packing, layout, **shape, mask=mask, head_chunks=2).fingerprint() == fresh.fingerprint()
-
-
-def bits_of(group, case):
-    return {name: tensor.view(-1).tolist() for name, tensor in run_layer(group, case).items()}
-
-
-def test_the_same_run_twice_gives_the_same_bits():
-    case = case_of("causal", "8:2", 5, FIVE)
-    assert run_ranks(bits_of, 5, case) == run_ranks(bits_of, 5, case)
 
 
 @functools.cache

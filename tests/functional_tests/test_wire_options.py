@@ -16,13 +16,12 @@ from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.predict.memory import buffer_bytes
-from megatron_cp.softmax.attention import attention, projected_attention
+from megatron_cp.softmax.attention import projected_attention
 from megatron_cp.softmax.kernels import cpu
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
-from tests.counting_group import CountingGroup, Diary
-from tests.random_tiles import assign_at_random
+from tests.counting_group import CountingGroup, Diary, bytes_of_layer
 from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
@@ -159,15 +158,15 @@ def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     )  # fmt: skip
     plan = case.plan()
 
-    def rank_main(inner: RankGroup) -> tuple[Counter[str], int]:
+    def rank_main(inner: RankGroup) -> Counter[str]:
         compare_calls(inner, False)  # what a plan costs once is not part of it
         group = CountingGroup(inner)
         run_layer(group, case)
-        return group.calls, group.bytes_sent
+        return group.calls
 
-    forward, backward = (plan.bytes_sent(2, forward=way) for way in (True, False))
-    calls = Counter(all_to_all=4 * chunks)
-    assert run_ranks(rank_main, 3) == [(calls, a + b) for a, b in zip(forward, backward, strict=True)]
+    expected = [plan.bytes_sent(2, forward=way) for way in (True, False)]
+    assert run_ranks(bytes_of_layer, 3, case) == list(zip(*expected, strict=True))
+    assert run_ranks(rank_main, 3) == [Counter(all_to_all=4 * chunks)] * 3
     assert plan.collectives(forward=True) == plan.collectives(forward=False) == 2 * chunks
 
 
@@ -203,49 +202,6 @@ def test_chunks_arrive_while_others_are_computed():
     assert run_ranks(rank_main, 2) == [forward * 2] * 2
 
 
-PROJECTED = {
-    f"{case}": case
-    for case in (
-        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2),
-        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, head_chunks=3, layout="random"),
-        Case("attention", 5, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2, learned_sink=True),  # shared
-        Case("attention", 3, LENGTHS, scheme="exact", heads=6, groups=2),
-        Case("attention", 1, LENGTHS, scheme="a2a", heads=6, groups=2),
-    )
-}
-
-
-@pytest.mark.parametrize("name", PROJECTED)
-def test_projections_in_chunks_give_what_one_projection_gives(name):
-    case = PROJECTED[name]
-    plan, d = case.plan(), case.head_dim
-    random = torch.Generator().manual_seed(1)
-    stream = torch.randn(sum(case.lengths), 24, generator=random, dtype=torch.float64)
-    weights = [torch.randn(n, d, 24, generator=random, dtype=torch.float64) for n in (case.heads, *[case.groups] * 2)]
-    sink = torch.randn(case.heads, generator=random, dtype=torch.float64) if case.learned_sink else None
-
-    def rank_main(group: RankGroup, in_chunks: bool) -> list[torch.Tensor]:
-        x = plan.layout.shard(stream, group.rank).requires_grad_()
-        own = [weight.clone().requires_grad_() for weight in weights]
-
-        def project(heads: list[int], groups: list[int]) -> tuple[torch.Tensor, ...]:
-            chosen = (own[0][heads], own[1][groups], own[2][groups])
-            return tuple((x @ weight.flatten(0, 1).T).unflatten(-1, (-1, d)) for weight in chosen)
-
-        if in_chunks:
-            out = projected_attention(project, plan, group, sink=sink)
-        else:
-            everything = project(list(range(case.heads)), list(range(case.groups)))
-            out = attention(*everything, plan, group, sink=sink)
-        out.square().sum().backward()
-        return [out.detach(), x.grad, *(weight.grad for weight in own)]
-
-    whole, chunked = (run_ranks(rank_main, case.cp, in_chunks) for in_chunks in (False, True))
-    for mine, theirs in zip(chunked, whole, strict=True):
-        for actual, expected in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
-
-
 def test_projections_happen_while_chunks_travel():
     case = Case("attention", 2, LENGTHS, scheme="a2a", heads=6, groups=6, head_chunks=3)
     plan = case.plan()
@@ -268,79 +224,6 @@ def test_projections_happen_while_chunks_travel():
 def test_rejects_a_projection_that_is_not_queries_keys_and_values(made):
     plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
     rejects(r"^project: got .*one that returns q, k and v", projected_attention, lambda *_: made, plan)
-
-
-STEADY = {
-    f"{case}": case
-    for case in (
-        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
-        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2, codec="int8"),
-        Case("attention", 5, LENGTHS, scheme="a2a", heads=10, groups=5, transport="hierarchical", layout="random"),
-        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, transport="pairwise"),
-        Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_chunks=2),
-        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="contiguous"),
-        *(Case("attention", 3, LENGTHS, scheme=scheme, layout=layout, dtype=dtype)
-          for scheme in ("p2p", "all_gather", "exact")
-          for layout, dtype in (("zigzag", torch.bfloat16), ("contiguous", torch.float32), ("random", torch.float64))),
-        *(Case("attention", 3, LENGTHS, scheme="a2a", layout=layout, heads=12, groups=6, head_dim=d, value_head_dim=v,
-               dtype=torch.bfloat16)
-          for d, v in ((9, 7), (5, 5), (24, 24)) for layout in ("contiguous", "zigzag")),
-        Case("conv1d", 3, LENGTHS, scheme="headwise", layout="contiguous"),
-        Case("attention", 3, LENGTHS, scheme="p2p", mask="full", dtype=torch.bfloat16),
-        Case("attention", 3, LENGTHS, scheme="all_gather", heads=12, groups=6, head_chunks=3, dtype=torch.bfloat16),
-        Case("attention", 3, LENGTHS, scheme="exact", heads=12, groups=6, head_chunks=3, layout="random"),
-        *(Case("attention", 4, LENGTHS, scheme=scheme, heads=12, groups=6, layout=layout, dtype=torch.bfloat16)
-          for scheme in ("a2a+p2p", "a2a+all_gather", "a2a+exact") for layout in ("zigzag", "random")),
-        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, head_chunks=3),
-        Case("gdn", 3, LENGTHS, scheme="chunkwise", layout="zigzag"),
-        Case("kda", 3, LENGTHS, scheme="chunkwise", layout="contiguous", dtype=torch.float32),
-        Case("mamba", 3, LENGTHS, scheme="chunkwise", layout="random"),
-        Case("conv1d", 3, LENGTHS, scheme="chunkwise", layout="zigzag"),
-    )
-}  # fmt: skip
-
-
-def steady_features(name):
-    case = STEADY[name]
-    return case.layer, case.scheme, case.layout, case.dtype, case.head_chunks, case.codec, case.transport, case.head_dim
-
-
-@pytest.mark.parametrize("name", STEADY)
-@pytest.mark.few(of=steady_features)
-def test_messages_are_allocated_in_the_first_step_alone(name):
-    check_buffers(STEADY[name])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("scheme", "size", "chunks"), [("tiled", 3, 1), ("tiled", 3, 3), ("a2a+tiled", 4, 1), ("a2a+tiled", 4, 3)]
-)
-@pytest.mark.few
-def test_messages_of_assigned_tiles_are_allocated_in_the_first_step_alone(scheme, size, chunks, dtype, monkeypatch):
-    assign_at_random(monkeypatch)
-    shape = {"heads": 12, "groups": 6, "head_chunks": chunks, "dtype": dtype}
-    check_buffers(Case("attention", size, LENGTHS, scheme=scheme, head_dim=9, value_head_dim=12, **shape))
-
-
-def check_buffers(case):
-    """Fails unless the second step takes what the first made, and that is the formula's."""
-    plan = case.plan()
-
-    def rank_main(group: RankGroup) -> tuple[int, int, int]:
-        run_layer(group, case)
-        first, size = group.buffers.allocations, group.buffers.size
-        run_layer(group, case)
-        return first, group.buffers.allocations - first, size
-
-    for rank, (first, later, size) in enumerate(run_ranks(rank_main, case.cp)):
-        assert first > 0
-        assert later == 0
-        if case.transport == "collective":  # nothing is staged besides
-            formula = buffer_bytes(plan, rank, case.dtype.itemsize)
-            low, high = (
-                (0.99, 1.01) if case.layer == "attention" else (0.85, 1.2) if case.scheme == "headwise" else (0.5, 1.5)
-            )
-            assert low * formula <= size <= high * formula, (size, formula)
 
 
 def test_ragged_packs_of_one_size_share_buffers():

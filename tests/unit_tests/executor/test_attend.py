@@ -16,9 +16,11 @@ from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case
+from tests import fuzz_cases, fuzz_check
 from tests.counting_group import CountingGroup
+from tests.fuzz_cases import Call
 from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_query_owners, random_assignment
-from tests.scheme_cases import check, check_sequences_alone, over_ranks
+from tests.scheme_cases import check, over_ranks
 from tests.scheme_in_halves import add_by_distance, add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
@@ -252,6 +254,7 @@ def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_assigned_tiles_of_a_batch_are_those_of_each_sequence(monkeypatch):
+def test_assigned_tiles_of_a_batch_are_dense(monkeypatch):
     assign_at_random(monkeypatch)
-    check_sequences_alone(3, 31, 2, "tiled")
+    call = Call("attention", (31,), layout="zigzag", scheme="tiled", heads=4, groups=2, batch=2)
+    fuzz_check.check(fuzz_cases.Case(3, (call,)))
