@@ -9,6 +9,7 @@ import copy
 import importlib.machinery
 import sys
 import types
+from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -28,52 +29,43 @@ from tests.stable_topk import first_of_equal
 
 pytest.importorskip("megatron.core")
 
-# By name: what is not as usual in the model's arguments, in its configuration, and set on that afterwards.
-MODELS = {
-    "gpt": ({}, {}, {}),
-    "gpt without rope": ({"position_embedding_type": "learned_absolute"}, {}, {}),
-    "gpt with half of rope": ({"rotary_percent": 0.5}, {"rotary_interleaved": True, "softmax_scale": 0.5}, {}),
-    "gpt with yarn": (
-        {"position_embedding_type": "yarn"},
-        {},
-        {
-            "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32, "yarn_beta_fast": 32.0,
-            "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
-            "yarn_correction_range_round_to_int": True,
-        },
-    ),
-    "gpt with a layer without rope": ({}, {}, {"no_rope_freq": [0, 1]}),
-    "gpt with positions of three axes": ({"position_embedding_type": "mrope"}, {"mrope_section": [2, 1, 1]}, {}),
-    # Megatron's core attention takes the size of values from kv_channels, so that it can differ from that of keys.
-    "mla": ({}, {}, {}),
-    "mla without a rank of queries": ({}, {"q_lora_rank": None, "qk_layernorm": False}, {}),
-    "mla with yarn": (
-        {},
-        {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "mscale_all_dim": 0.5,
-        },
-        {},
-    ),
-    # The second of three layers takes the choice of the first.
-    "dsa_mla": ({}, {"cp_comm_type": "all_gather", "dsa_indexer_topk_freq": 2}, {}),
-    "hybrid_both": ({}, {}, {}),
+
+# What is not as usual in a model: its arguments, its configuration, what is set on that afterwards, and the arguments
+# of its linear layers.
+Model = namedtuple("Model", ["arguments", "settings", "attributes", "gdn", "mamba"], defaults=[{}] * 5)
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32, "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0, "yarn_correction_range_round_to_int": True,
 }  # fmt: skip
-# One linear layer: its arguments, and what is not as usual in its configuration.
-LAYERS = {
-    "gdn": ({}, {}),
-    "gdn with biases": ({"bias": True, "conv_bias": True}, {}),
-    "mamba": ({}, {}),
-    "mamba with three taps and D for each feature": ({"d_conv": 3, "D_has_hdim": True}, {}),
-    "mamba with one group and no norm": ({"rmsnorm": False}, {"mamba_num_groups": 1}),
+YARN_OF_LATENTS = {
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 32, "mscale_all_dim": 0.5,
+}  # fmt: skip
+MODELS = {
+    "gpt": Model(),
+    "gpt without rope": Model({"position_embedding_type": "learned_absolute"}),
+    "gpt with half of rope": Model({"rotary_percent": 0.5}, {"rotary_interleaved": True, "softmax_scale": 0.5}),
+    "gpt with yarn": Model({"position_embedding_type": "yarn"}, attributes=YARN),
+    "gpt with a layer without rope": Model(attributes={"no_rope_freq": [0, 1]}),
+    "gpt with positions of three axes": Model({"position_embedding_type": "mrope"}, {"mrope_section": [2, 1, 1]}),
+    # Megatron's core attention takes the size of values from kv_channels, so that it can differ from that of keys.
+    "mla": Model(),
+    "mla without a rank of queries": Model({}, {"q_lora_rank": None, "qk_layernorm": False}),
+    "mla with yarn": Model({}, YARN_OF_LATENTS),
+    # The second of three layers takes the choice of the first.
+    "dsa_mla": Model({}, {"cp_comm_type": "all_gather", "dsa_indexer_topk_freq": 2}),
+    "hybrid_both": Model(),
+    "hybrid_both with biases, three taps, and D for each feature": Model(
+        gdn={"bias": True, "conv_bias": True}, mamba={"d_conv": 3, "D_has_hdim": True}
+    ),
+    "hybrid_mamba with one group and no norm": Model(
+        {}, {"mamba_num_groups": 1, "params_dtype": torch.float64}, mamba={"rmsnorm": False}
+    ),
 }
+SPLIT = ["hybrid_both", "hybrid_both with biases, three taps, and D for each feature"]  # over tensor-parallel ranks
 PLACES = [("cp1", "contiguous"), ("cp2", "zigzag"), ("cp2", "random")]
-# Of a linear layer, by the layout of several ranks.
+# Of linear layers, by the layout of two ranks.
 MODES = {"zigzag": "headwise", "random": "chunkwise"}
 TOLERANCE = 1e-5
-HIDDEN = 32
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +76,17 @@ def ranks(request):
 
 
 def compare(group, chosen):
-    found, names = {}, [*MODELS, *LAYERS]
+    found = {}
     stand_in_for_mamba_ssm()
     with pytest.MonkeyPatch.context() as patch:
-        tiny.start()
         replace_cuda_kernels(patch)
-        stock = {name: stock_model(name) if name in MODELS else stock_layer(name) for name in names}
-        found["states"] = {name: exchanged_states(ours(name), stock[name]) for name in names}
-        found["inference"] = [attempt(infer)]
-        alone = {
-            name: (each_document_alone if name in MODELS else layer_on_each_document)(stock[name])
-            for name in names[group.rank :: group.size]
-        }
+        tiny.start(tp=2)
+        found["tensor parallel"] = {name: [stored(our_model(name)), stored(stock_model(name))] for name in SPLIT}
+        tiny.start()
+        stock = {name: stock_model(name) for name in MODELS}
+        found["states"] = {name: exchanged_states(our_model(name), stock[name]) for name in MODELS}
+        found["inference"] = [infer()]
+        alone = {name: each_document_alone(stock[name]) for name in list(MODELS)[group.rank :: group.size]}
     everyone = [None] * group.size
     dist.all_gather_object(everyone, alone)
     expected = {name: results for one in everyone for name, results in one.items()}
@@ -103,32 +94,14 @@ def compare(group, chosen):
         tiny.start(cp=int(place[2:]))
         if place == "cp1" and group.rank > 0:  # which would do what the first does
             continue
-        for kind in names:
+        for kind in MODELS:
             if (kind, place, layout) in chosen:
-                step = packed if kind in MODELS else packed_layer
-                found[kind, place, layout] = errors(step(kind, layout), expected[kind])
-    found["inference"].append(attempt(infer))
-    tiny.start(tp=2)
-    found["tensor parallel"] = {name: [stored(make(name)) for make in (our_layer, stock_layer)] for name in LAYERS}
-    return found
-
-
-def ours(name):
-    return our_model(name) if name in MODELS else our_layer(name)
-
-
-def attempt(action):
+                found[kind, place, layout] = tiny.distances(packed(kind, layout), expected[kind])
     try:
-        return action()
+        infer()
     except NotImplementedError as error:
-        return str(error)
-
-
-def errors(actual, expected):
-    """The largest of the losses or outputs, and the largest of the gradients."""
-    by_name = tiny.distances(actual, expected)
-    rows = {name: by_name.pop(name) for name in ("losses", "out") if name in by_name}
-    return max(rows.values()), max(by_name.values())
+        found["inference"].append(str(error))
+    return found
 
 
 def replace_cuda_kernels(patch):
@@ -208,8 +181,10 @@ def split_conv1d_scan(
 
 
 def stock_model(name):
-    qk_norm = MODELS[name][1].get("qk_layernorm", True)
-    spec = stock_stack() if name == "hybrid_both" else stock_layer_spec(qk_norm, name.startswith(("mla", "dsa")))
+    if name.startswith("hybrid"):
+        spec = stock_stack()
+    else:
+        spec = stock_layer_spec(MODELS[name].settings.get("qk_layernorm", True), name.startswith(("mla", "dsa")))
     if name.startswith("dsa"):
         spec.submodules.self_attention = stock_sparse_attention()
     return our_model(name, spec=spec, deterministic_mode=True, transformer_impl="local")
@@ -322,16 +297,23 @@ def axes_of(model):
 
 
 def our_model(name, spec=None, **changes):
-    kind, (arguments, settings, attributes) = name.split()[0], MODELS[name]
-    config = tiny.configure(kind, **settings | changes)
-    for attribute, value in attributes.items():
+    from megatron_cp.megatron.specs import hybrid_stack_spec
+
+    kind, model = name.split()[0], MODELS[name]
+    config = tiny.configure(kind, **model.settings | changes)
+    for attribute, value in model.attributes.items():
         setattr(config, attribute, value)
-    return tiny.build(kind, config=config, spec=spec, arguments=arguments)
+    if kind.startswith("hybrid"):
+        spec = copy.deepcopy(hybrid_stack_spec if spec is None else spec)
+        spec.submodules.gdn_layer.submodules.self_attention.params = model.gdn
+        spec.submodules.mamba_layer.submodules.mixer.params = model.mamba
+    return tiny.build(kind, config=config, spec=spec, arguments=model.arguments)
 
 
-def packed(kind, layout):
+def packed(name, layout):
     """Returns the results of the packed batch, from all ranks."""
-    model = our_model(kind)
+    mode = {"linear_cp_mode": MODES[layout]} if name.startswith("hybrid") and layout in MODES else {}
+    model = our_model(name, **mode)
     batch = tiny.shards(model, tiny.RAGGED, layout, 0, position_ids=axes_of(model))
     params, layout = batch.packed_seq_params, batch.packed_seq_params.plans.layout
     losses = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=params)
@@ -361,70 +343,14 @@ def summed(gradients, cp_size):
     return gradients
 
 
-def build_layer(name, spec, **more):
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import build_module
-
-    arguments, changes = LAYERS[name]
-    arguments = arguments | ({"d_model": HIDDEN} if name.startswith("mamba") else {})
-    config = tiny.configure("hybrid_both", **changes, **more)
-    groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-    layer = build_module(spec, config=config, layer_number=1, pg_collection=groups, **arguments)
-    tiny.fill(layer, config)
-    return layer
-
-
-def stock_layer(name):
-    return build_layer(name, stock_mamba() if name.startswith("mamba") else stock_gdn(), deterministic_mode=True)
-
-
-def our_layer(name, linear_cp_mode="auto"):
-    from megatron_cp.megatron.specs import hybrid_stack_spec
-
-    layers = hybrid_stack_spec.submodules
-    is_mamba = name.startswith("mamba")
-    spec = layers.mamba_layer.submodules.mixer if is_mamba else layers.gdn_layer.submodules.self_attention
-    return build_layer(name, spec, linear_cp_mode=linear_cp_mode)
-
-
-def rows_and_gradient():
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(sum(tiny.RAGGED), 1, HIDDEN, generator=generator) for _ in range(2)]
-
-
-def layer_on_each_document(layer):
-    rows, gradient = rows_and_gradient()
-    rows.requires_grad_()
-    pieces = [layer(rows[start:end], None) for start, end in Packing(tiny.RAGGED).spans() if end > start]
-    return layer_results(layer, torch.cat([out for out, _ in pieces]), pieces[0][1], rows, gradient)
-
-
-def packed_layer(name, layout):
-    rows, gradient = rows_and_gradient()
-    layer = our_layer(name, MODES.get(layout, "auto"))
-    params = tiny.shards(layer, tiny.RAGGED, layout, 0).packed_seq_params
-    layout, rank = params.plans.layout, dist.get_rank() % params.plans.cp_size
-    own = layout.shard(rows, rank).requires_grad_()
-    out, bias = layer(own, None, packed_seq_params=params)
-    found = layer_results(layer, out, bias, own, layout.shard(gradient, rank))
-    placed = {name: stream_of(found.pop(name), layout) for name in ("out", "rows")}
-    return placed | summed(found, layout.cp_size)
-
-
-def layer_results(layer, out, bias, rows, gradient):
-    """The output, with the bias that the layer leaves to others, and all gradients."""
-    out = out if bias is None else out + bias
-    out.backward(gradient)
-    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
-    return {"out": out.detach(), "rows": rows.grad, **gradients}
-
-
 def infer():
+    """True if both mixers infer the same bits."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    context, rows = StaticInferenceContext(1, 8), torch.randn(5, 1, HIDDEN)
+    context, rows = StaticInferenceContext(1, 8), torch.randn(5, 1, tiny.SETTINGS["hidden_size"])
     with torch.no_grad():
-        return torch.equal(our_layer("mamba")(rows, context)[0], stock_layer("mamba")(rows, context)[0])
+        makes = our_model, stock_model
+        return torch.equal(*(make("hybrid_both").decoder.layers[0].mixer(rows, context)[0] for make in makes))
 
 
 def exchanged_states(ours, stock):
@@ -449,38 +375,32 @@ def stored(module):
 
 @pytest.mark.few
 @pytest.mark.parametrize(("place", "layout"), [pytest.param(*PLACES[0], marks=pytest.mark.thorough), *PLACES[1:]])
-@pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_packed_batch_is_each_document_alone_through_megatrons_modules(ranks, kind, place, layout):
     for found in ranks[: int(place[2:])]:
-        rows, gradients = found[kind, place, layout]
-        assert rows <= TOLERANCE
-        assert gradients <= TOLERANCE
-
-
-@pytest.mark.parametrize("kind", [*MODELS, *LAYERS])
-def test_states_and_distributed_checkpoints_are_megatrons(ranks, kind):
-    for found in ranks:
-        (mine, theirs), (my_checkpoint, their_checkpoint) = found["states"][kind]
-        assert mine == theirs
-        fused = FUSED if kind == "hybrid_both" else {}
-        assert len(my_checkpoint) > 10, kind
-        assert my_checkpoint == sorted((fused.get(name, name), *rest) for name, *rest in their_checkpoint)
+        errors = found[kind, place, layout]
+        assert max(errors.values()) <= TOLERANCE, list(errors.items())[:4]
 
 
 # Megatron's names are those of Transformer Engine, which has these norms inside the linear layers after them.
 FUSED = {
     "decoder.layers.0.norm.weight": "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+    "decoder.layers.1.norm.weight": "decoder.layers.1.mixer.in_proj.layer_norm_weight",
     "decoder.layers.1.input_layernorm.weight": "decoder.layers.1.self_attention.in_proj.layer_norm_weight",
     "decoder.layers.2.input_layernorm.weight": "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
     "decoder.layers.3.pre_mlp_layernorm.weight": "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
 }
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_checkpoints_of_tensor_parallel_ranks_are_megatrons(ranks, kind):
+@pytest.mark.parametrize("kind", MODELS)
+def test_states_and_distributed_checkpoints_are_megatrons(ranks, kind):
     for found in ranks:
-        mine, theirs = found["tensor parallel"][kind]
+        (mine, theirs), checkpoints = found["states"][kind]
         assert mine == theirs
+        fused = FUSED if kind.startswith("hybrid") else {}
+        for own, stock in (checkpoints, *([found["tensor parallel"][kind]] if kind in SPLIT else [])):
+            assert len(own) > 10, kind
+            assert own == sorted((fused.get(name, name), *rest) for name, *rest in stock)
 
 
 def test_mambas_inference_is_megatrons_on_one_rank_and_refused_on_others(ranks):
