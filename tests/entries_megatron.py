@@ -9,13 +9,11 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -24,20 +22,8 @@ from megatron_cp.planner.layouts import layout_by_name
 from tests.entries import recorded
 from tests.functional_tests import tiny_megatron as tiny
 
-# Layers of HybridModel's stack by symbol: M Mamba, G Gated DeltaNet, * attention, + latent attention, D sparse
-# attention, E experts, - an MLP; and of GPTModel's by a name.
-STACKS = {
-    "gpt": {"num_layers": 1},
-    "gpt_gdn": {"num_layers": 3, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3},
-    "mla": {"num_layers": 1, **tiny.LATENT},
-    "dsa_mla": {"num_layers": 1, "experimental_attention_variant": "dsa", **tiny.SPARSE},
-}
-EXPERTS = {
-    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall",
-    "moe_router_dtype": "fp64", "moe_permute_fusion": False, "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1, "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
-}  # fmt: skip
+# Of GPTModel by a name; others are patterns of HybridModel: M Mamba, G Gated DeltaNet, D sparse attention, - an MLP.
+STACKS = {"gpt": {"num_layers": 1}, "mla": {"num_layers": 1, **tiny.LATENT}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +32,13 @@ class Case:
 
     Attributes:
         stack: a name of `STACKS`, or a pattern of HybridModel.
-        experts: True for mixtures of experts in place of a GPT stack's MLPs.
         hosts: number of hosts on which the ranks seem to be, for the transport that asks.
-        sizes: `--hierarchical-context-parallel-sizes`.
     """
 
     stack: str
     cp_size: int = 2
     lengths: tuple = (52, 1, 21)
     align: int = 1
-    experts: bool = False
     comm_type: str | None = "a2a"
     linear_mode: str = "auto"
     layout: str = "zigzag"
@@ -64,11 +47,10 @@ class Case:
     codec: str = "none"
     head_chunks: int | None = None
     latent_mode: str = "heads"
-    sizes: tuple | None = None
 
     @property
     def on_one_rank(self):
-        return Case(self.stack, 1, self.lengths, experts=self.experts, comm_type=None)
+        return Case(self.stack, 1, self.lengths, comm_type=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +61,12 @@ class Outcome:
         errors: the largest distances from one rank, as a share of the largest value, of the output, of the input's
             gradient, and of the gradients of all parameters; empty if the case was refused.
         refusal: the error that refused the case, the same on every rank; None if it ran.
-        plans: for each kind of layer, its scheme, transport, codec and numbers that show that its options were used.
-        calls: what went through rank 0's group, by the methods' names.
         ran: the lines of each plan that rank 0 ran.
         slots: the stack's slots.
     """
 
     errors: dict
     refusal: ArgumentError | None = None
-    plans: tuple = ()
-    calls: Counter = dataclasses.field(default_factory=Counter)
     ran: frozenset = frozenset()
     slots: tuple = ()
 
@@ -134,14 +112,14 @@ def outcome(case):
         assert len({str(each) for each in refusals}) == 1, refusals
         assert len(refusals) == case.cp_size
         return Outcome({}, refusals[0])
-    layout, plans, calls = found[0].layout, found[0].plans, found[0].calls
+    layout = found[0].layout
     errors = {
         name: tiny.distance(layout.unshard([getattr(each, name) for each in found]), getattr(expected, name))
         for name in ("output", "input_gradient")
     }
     summed = {name: sum(each.gradients[name] for each in found) for name in expected.gradients}
     errors["gradients"] = max(tiny.distances(summed, expected.gradients).values())
-    return Outcome(errors, None, plans, calls, found[0].ran, found[0].slots)
+    return Outcome(errors, None, found[0].ran, found[0].slots)
 
 
 @functools.lru_cache(64)
@@ -189,8 +167,6 @@ class _Share:
     input_gradient: torch.Tensor
     gradients: dict
     layout: object
-    plans: tuple
-    calls: Counter
     ran: frozenset
     slots: tuple
 
@@ -213,40 +189,28 @@ def _on_rank(group, case):
                          group.rank)
             for _ in range(2)
         )  # fmt: skip
-        counted.calls.clear()
         out = stack(hidden.requires_grad_(), None, rotary_pos_emb=_rotary(config), packed_seq_params=params)
         out = out[0] if isinstance(out, tuple) else out
         out.backward(gradient)
     except ArgumentError as error:
         return error
     gradients = {name: _gradient(parameter) for name, parameter in stack.named_parameters()}
-    gradients |= {name: bias / case.cp_size for name, bias in stack.named_buffers() if "expert_bias" in name}
-    plans = tuple(_shown(kind, params.plans.plan(kind)) for kind in params.plans.kinds)
     ran, slots = frozenset(counted.agreed.plans), tuple(params.plans.kinds)
-    return _Share(out.detach(), hidden.grad, gradients, layout, plans, counted.calls, ran, slots)
+    return _Share(out.detach(), hidden.grad, gradients, layout, ran, slots)
 
 
 def _gradient(parameter):
     return np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
 
 
-def _shown(slot, plan):
-    return {
-        "kind": plan.kind, "scheme": plan.scheme, "is_redistributed": plan.redistribution is not None,
-        "transport": plan.transport.name, "codec": slot.codec, "head_chunks": slot.head_chunks,
-    }  # fmt: skip
-
-
 def _built(group, case):
     """The stack's configuration, and the stack with the parameters that belong to their names."""
     from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe import moe_logging
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     from megatron_cp.megatron import specs
 
-    moe_logging.get_moe_metrics_tracker()._metrics.clear()
     config = _config(case)
     groups = ProcessGroupCollection()
     for field in dataclasses.fields(groups):
@@ -269,22 +233,9 @@ def _config(case):
 
     from megatron_cp.megatron.config import TransformerConfig, with_options
 
-    settings = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_conv_kernel_dim": 4, "mamba_num_heads": 6, "mamba_head_dim": 6, "mamba_state_dim": 5,
-        "mamba_num_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-        "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
-        "bias_activation_fusion": False, "use_cpu_initialization": True, "calculate_per_token_loss": True,
-        "context_parallel_size": case.cp_size, "params_dtype": torch.float64,
-        "hierarchical_context_parallel_sizes": None if case.sizes is None else list(case.sizes),
-    }  # fmt: skip
-    settings |= STACKS.get(case.stack) or {"num_layers": len(case.stack)}
-    if set("+D") & set(case.stack) and case.stack not in STACKS:
-        settings |= tiny.SPARSE if "D" in case.stack else tiny.LATENT
+    settings = tiny.SETTINGS | {"context_parallel_size": case.cp_size, "params_dtype": torch.float64}
+    settings |= STACKS.get(case.stack) or {"num_layers": len(case.stack)} | (tiny.SPARSE if "D" in case.stack else {})
     settings["cp_comm_type"] = case.comm_type
-    if case.experts or ("E" in case.stack and case.stack not in STACKS):
-        settings |= EXPERTS
     own = {
         "cp_layout": case.layout, "linear_cp_mode": case.linear_mode, "cp_head_chunks": case.head_chunks,
         "cp_transport": case.transport, "cp_codec": case.codec, "cp_latent_mode": case.latent_mode,

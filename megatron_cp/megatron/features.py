@@ -104,8 +104,8 @@ FEATURES = (
         " dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32"),
     row("attention", REFUSED, "these kernels are not called here; none", "dsa-kernel-backend", depends=True),
     row("positions", PROVED, f"{_MODELS}: rope and YaRN", "position-embedding-type rotary-base rotary-percent"),
-    row("positions", PROVED, "tests/functional_tests/test_megatron_positions.py"
-        "::test_positions_of_three_axes_are_those_of_each_document_alone", "mrope-section"),
+    row("positions", PROVED, "tests/functional_tests/test_megatron_stock.py"
+        "::test_a_packed_batch_is_each_document_alone_through_megatrons_modules", "mrope-section"),
     row("positions", EXPECTED, "phases come from one table by position", "rotary-interleaved use-rope-scaling"
         " rope-scaling-factor rotary-seq-len-interpolation-factor no-rope-freq no-position-embedding"
         " use-rotary-position-embeddings"),

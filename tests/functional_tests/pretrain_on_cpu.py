@@ -1,4 +1,4 @@
-"""examples/pretrain_hybrid.py where there is no CUDA device: what a rank of test_pretrain_example.py runs.
+"""Ranks of test_pretrain_example.py, on CPUs: examples/pretrain_hybrid.py, or docs/moving-a-megatron-job.md's step.
 
 Under `--sft` with stand-ins for the two packages that Megatron's SFT needs and that are not installed here: `datasets`,
 which reads the lines, and a tokenizer that knows conversations.
@@ -7,14 +7,17 @@ which reads the lines, and a tokenizer that knows conversations.
 import importlib.util
 import json
 import logging
+import re
 import sys
 import types
 import warnings
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_hybrid.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE, PAGE = ROOT / "examples/pretrain_hybrid.py", ROOT / "docs/moving-a-megatron-job.md"
 
 
 class Tokenizer:
@@ -56,5 +59,46 @@ def main():
     example.main()
 
 
-if __name__ == "__main__":
-    main()
+def main_of_the_page():
+    """Runs Megatron's GPT with its own data sets and the forward step that the page adds to Megatron's script."""
+    from megatron_cp.megatron.cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu(pretrain=True)
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+
+    from megatron_cp.megatron.config import TransformerConfig, add_arguments
+
+    dataset_utils.compile_helpers = lambda: None  # the wheel brings them compiled
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    config = core_transformer_config_from_args(args, TransformerConfig)
+    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args, config))
+    diffs = re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (added,) = [block for block in diffs if "def " in block]
+    code = "\n".join(line[1:] for line in added.splitlines() if line.startswith("+")).replace('"cuda"', '"cpu"')
+    scope = {"get_args": get_args, "lru_cache": cache}
+    exec(code, scope)
+    data_sets.is_distributed = True
+    pretrain(container, data_sets, ModelType.encoder_or_decoder, scope["packed_step"])
+
+
+def data_sets(samples):
+    """Builds the data sets by Megatron's builder."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    args = get_args()
+    blend, of_splits = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, blend=blend, blend_per_split=of_splits,
+        split=args.split, tokenizer=build_tokenizer(args), reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False, path_to_cache=args.data_cache_path,
+        inter_document_masking=args.dataloader_inter_document_masking,
+    )  # fmt: skip
+    return BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()

@@ -4,15 +4,18 @@ There losses of experts and of multi-token prediction are Megatron's own, over r
 """
 
 import dataclasses
+import itertools
 
 import pytest
 
 pytest.importorskip("megatron.core")
 import torch
+import torch.distributed as dist
 
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.megatron.batch import layout_options
+from megatron_cp.megatron.groups import BatchGroups
 from tests.functional_tests import tiny_megatron as tiny
-from tests.functional_tests import whole_megatron as whole
 from tests.shared import once, selected
 
 TIMEOUT = 300
@@ -124,8 +127,33 @@ def models_in(place):
     return [model for model in MODELS if not any(option in asked and name == model for option, name in skipped.items())]
 
 
+def own_batches(model, config, place):
+    """This rank's shares of its microbatches; alone they do not say what lies ahead, which Megatron then looks up."""
+    from megatron.core import parallel_state
+
+    first, step, group = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(), None
+    if place is not None and place.groups:
+        first, step, group = own_group(place.groups)
+    align = place.align if place is not None and place.align else layout_options(config)["align"]
+    batches = [
+        tiny.shards(model, lengths, "zigzag", index, align=align, group=group)
+        for index, lengths in list(enumerate(PACKS))[first::step]
+    ]
+    if place is None:
+        for batch in batches:
+            batch.packed_seq_params.stream = None
+    return batches
+
+
+def own_group(sizes):
+    """Returns the index of this rank's group, the number of groups, and the group; creates all groups in rank order."""
+    ends = list(itertools.accumulate(sizes))
+    mine = next(number for number, end in enumerate(ends) if dist.get_rank() < end)
+    return mine, len(sizes), BatchGroups.make().part(range(ends[mine] - sizes[mine], ends[mine]))
+
+
 def run(group, places):
-    """Returns, by place and model, loss, gradients and drift of all ranks, on rank 0; all places have as many ranks.
+    """Returns the step of each place and model, whole on rank 0; all places have as many ranks.
 
     Args:
         places: each with its sizes of groups and the models to run there.
@@ -138,39 +166,36 @@ def run(group, places):
             kind, config, pattern = configured(model, place, sizes)
             if "pp" not in sizes and pattern is not None:
                 pattern = pattern.replace("|", "")
-            chunks = whole.build(kind, config, pattern=pattern, mtp=place.mtp)
-            there = {"align": place.align, "groups": place.groups} if sizes else {"looks_ahead": False}
-            found[name, model] = whole.step(config, chunks, PACKS, optimizes=place.optimizes, **there)
+            chunks = tiny.build_stages(kind, config, pattern=pattern, mtp=place.mtp)
+            batches = own_batches(chunks[0], config, place if sizes else None)
+            found[name, model] = tiny.train(chunks, config, batches, optimizes=place.optimizes)
     return found
-
-
-def launched(world, places):
-    return run_ranks(run, world, places, kind="processes", timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def steps(request, tmp_path_factory):
-    """Returns, by place and selected model, the results alone and those of the ranks."""
+    """Returns, by place and selected model, the step alone and that of the ranks."""
     models = {}
     for case in selected(request, test_equals_one_rank):
         models.setdefault(case["place"], []).append(case["model"])
 
+    def launched(world, places):
+        return run_ranks(run, world, places, kind="processes", timeout=TIMEOUT)[0]
+
     def compute():
-        (alone,) = launched(1, {name: ({}, models[name]) for name in models})
-        spread = {}
+        alone, spread = launched(1, {name: ({}, models[name]) for name in models}), {}
         for world in sorted({PLACES[name].world for name in models}):
-            places = {name: (PLACES[name].sizes, models[name]) for name in models if PLACES[name].world == world}
-            spread |= launched(world, places)[0]
+            spread |= launched(world, {n: (PLACES[n].sizes, models[n]) for n in models if PLACES[n].world == world})
         return {key: (alone[key], spread[key]) for key in alone}
 
     return once(tmp_path_factory, "megatron_matrix", compute)
 
 
-@pytest.mark.few(of=lambda place, model: (place, model))
+@pytest.mark.few
 @pytest.mark.parametrize(("place", "model"), [(place, model) for place in PLACES for model in models_in(place)])
 def test_equals_one_rank(place, model, steps):
-    (expected_loss, expected, _), (loss, gradients, drift) = steps[place, model]
-    assert abs(loss - expected_loss) <= 1e-5
-    errors = tiny.distances(gradients, expected)
+    alone, spread = steps[place, model]
+    assert abs(spread.loss - alone.loss) <= 1e-5
+    errors = tiny.distances(spread.gradients, alone.gradients)
     assert max(errors.values()) <= 1e-5, list(errors.items())[:4]
-    assert max(drift.values()) == 0
+    assert max(spread.drift.values()) == 0

@@ -1,38 +1,43 @@
 """examples/pretrain_hybrid.py, run whole through Megatron's own `pretrain`: flags, schedules, checkpoints and all."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from tests.forked_ranks import forking_context
+from megatron_cp.executor.launch import run_ranks
+from tests.forked_ranks import as_launched
 from tests.functional_tests import pretrain_on_cpu
 from tests.limits import limit
 
 pytest.importorskip("megatron.training")
+from tests.unit_tests.megatron.indexed_files import write_indexed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FLAGS = """
-    --spec megatron_cp.megatron.specs hybrid_stack_spec --hybrid-layer-pattern GG*- --position-embedding-type rope
+COMMON = """
+    --position-embedding-type rope
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16
-    --linear-conv-kernel-dim 4 --normalization RMSNorm --swiglu --disable-bias-linear
+    --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --seq-length 256 --max-position-embeddings 256 --vocab-size 64 --make-vocab-size-divisible-by 32
-    --tokenizer-type NullTokenizer --dataloader-type external
+    --tokenizer-type NullTokenizer
     --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 100
-    --calculate-per-token-loss --cp-comm-type a2a --eval-iters 1 --eval-interval 100 --split 9,1,0 --log-interval 1
+    --eval-iters 1 --eval-interval 100 --split 9,1,0 --log-interval 1
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local --no-rope-fusion
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-load-rng
+"""
+OF_THE_EXAMPLE = """
+    --spec megatron_cp.megatron.specs hybrid_stack_spec --hybrid-layer-pattern GG*-
+    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16
+    --linear-conv-kernel-dim 4 --dataloader-type external --calculate-per-token-loss --cp-comm-type a2a
 """
 
 
@@ -48,13 +53,8 @@ def others(tmp_path_factory):
 
 def indexed(prefix, seed):
     """The prefix of a `.bin/.idx` pair of ragged documents."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     random = np.random.default_rng(seed)
-    for length in random.integers(1, 90, 100):
-        builder.add_document(torch.tensor(random.integers(0, 60, length)), [int(length)])
-    builder.finalize(f"{prefix}.idx")
+    write_indexed(prefix, [[random.integers(0, 60, length)] for length in random.integers(1, 90, 100)], np.uint16)
     return prefix
 
 
@@ -66,14 +66,16 @@ def checkpoint(documents, tmp_path_factory):
     return folder
 
 
-def pretrain(num_ranks, documents, *flags, run=None):
-    """Loss and gradient norm of each step. `run` starts the ranks: `forked` or `under_torchrun`."""
-    return trained(num_ranks, "--data-path", documents, *flags, run=run)[0]
+def pretrain(num_ranks, documents, *flags):
+    """Returns the loss and gradient norm of each step."""
+    return trained(num_ranks, "--data-path", documents, *flags)[0]
 
 
-def trained(num_ranks, *flags, run=None):
-    """Returns the loss of each step, and of all evaluations."""
-    printed = (run or forked)(num_ranks, [*FLAGS.split(), *map(str, flags)])
+def trained(num_ranks, *flags, main=pretrain_on_cpu.main):
+    """Returns the loss and gradient norm of each step, and the losses of all evaluations."""
+    own = OF_THE_EXAMPLE if main is pretrain_on_cpu.main else ""
+    arguments = [*COMMON.split(), *own.split(), *map(str, flags)]
+    printed = "".join(run_ranks(printed_by, num_ranks, arguments, main, kind="processes", timeout=limit(240)))
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
     evaluations = re.findall(r"validation loss at .*? lm loss value: (\S+) ", printed)
     return {int(step): (float(loss), float(norm)) for step, loss, norm in found}, [float(loss) for loss in evaluations]
@@ -88,56 +90,19 @@ def assert_same_training(actual, expected):
     assert evaluations == pytest.approx(expected[1], abs=1e-5)
 
 
-def under_torchrun(num_ranks, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, pretrain_on_cpu.__file__, *arguments], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def forked(num_ranks, arguments):
-    """Runs a job with the variables that torchrun sets, in forks, so that ranks do not import Megatron again."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    shared |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
-    with tempfile.TemporaryDirectory() as folder:
-        prints = [Path(folder) / str(rank) for rank in range(num_ranks)]
-        ranks = [
-            forking_context().Process(target=start, args=(shared | {"RANK": n, "LOCAL_RANK": n}, arguments, prints[n]))
-            for n in range(num_ranks)
-        ]
-        try:
-            for rank in ranks:
-                rank.start()
-            wait_for(ranks)
-            printed = [path.read_text() for path in prints]
-            assert [rank.exitcode for rank in ranks] == [0] * num_ranks, "".join(text[-6000:] for text in printed)
-            return "".join(printed)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-
-
-def wait_for(ranks, seconds=240):
-    """Waits until all have ended, or one has failed."""
-    deadline = time.monotonic() + seconds
-    while any(rank.exitcode is None for rank in ranks) and all(rank.exitcode in (None, 0) for rank in ranks):
-        assert time.monotonic() < deadline, f"the ranks did not finish in {seconds} s"
-        time.sleep(0.05)
-
-
-def start(environment, arguments, prints):
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    with prints.open("w") as out:
+def printed_by(group, arguments, main):
+    """Returns what a rank of a job prints, which finds the variables that torchrun sets."""
+    as_launched(group, 29993, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    sys.argv = ["job", *arguments]
+    with tempfile.TemporaryFile("w+") as out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # `run_ranks` made the group and needs it
         for descriptor in (1, 2):
             os.dup2(out.fileno(), descriptor)
-    sys.argv = [pretrain_on_cpu.__file__, *arguments]
-    torch.set_num_threads(1)
-    pretrain_on_cpu.main()
+        with contextlib.suppress(SystemExit):  # at --exit-interval
+            main()
+        sys.stdout.flush()
+        out.seek(0)
+        return out.read()
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +112,11 @@ def one_rank(documents, checkpoint):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("run", "num_ranks", "flags"),
+    ("num_ranks", "flags"),
     [
-        (forked, 2, "--context-parallel-size 2 --cp-layout contiguous"),
-        pytest.param(under_torchrun, 2, "--context-parallel-size 2", marks=pytest.mark.thorough),
+        (2, "--context-parallel-size 2 --cp-layout contiguous"),
         *(
-            pytest.param(forked, 4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
+            pytest.param(4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
             for more in (
                 "--tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto",
                 "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-",
@@ -160,14 +124,12 @@ def one_rank(documents, checkpoint):
             )
         ),
     ],
-    ids=["cp2", "cp2-under-torchrun", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
+    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
 )
-def test_the_example_continues_a_one_rank_checkpoint(run, num_ranks, flags, documents, checkpoint, one_rank):
-    steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split(), run=run)
-    assert steps.keys() == one_rank.keys() == {3, 4}
-    for step, (loss, norm) in steps.items():
-        assert loss == pytest.approx(one_rank[step][0], abs=1e-5)
-        assert norm == pytest.approx(one_rank[step][1], abs=2e-3)  # printed with three digits
+def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents, checkpoint, one_rank):
+    steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split())
+    assert steps.keys() == {3, 4}
+    assert_same_training((steps, []), (one_rank, []))
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +178,22 @@ def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
     assert of_splits[0][1] != of_splits[1][1]
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.thorough
+def test_step_of_the_page_trains_packed_documents_the_same_over_ranks(documents, others, tmp_path):
+    """The page's diff of Megatron's pretrain_gpt.py: its data set says where documents of a sample begin."""
+    flags = ["--spec", "megatron_cp.megatron.specs", "gpt_layer_spec", "--num-layers", 2, "--num-workers", 0,
+             "--dataloader-inter-document-masking", "--calculate-per-token-loss", "--train-iters", 2,
+             "--data-path", 0.3, documents, 0.7, others]  # fmt: skip
+    alone, spread = (
+        trained(ranks, *flags, "--context-parallel-size", ranks, "--data-cache-path", tmp_path / str(ranks),
+                main=pretrain_on_cpu.main_of_the_page)
+        for ranks in (1, 2)
+    )  # fmt: skip
+    assert (alone[0].keys(), len(alone[1])) == ({1, 2}, 1)
+    assert_same_training(spread, alone)
+
+
 def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     """The script with stand-ins for torchrun and nvidia-smi, its flags read by Megatron's parser."""
     for name, body in {"torchrun": 'printf "%s\\n" "$@"', "nvidia-smi": "echo GPU 0; echo GPU 1"}.items():
@@ -226,24 +204,17 @@ def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     done = subprocess.run([script, "docs", "ckpt"], env=environment, capture_output=True, text=True, check=True)
     launcher, flags = done.stdout.splitlines()[:3], done.stdout.splitlines()[4:]
     assert launcher == ["--standalone", "--nproc-per-node", "2"]
-    parser, printed = forking_context().Process(target=parse, args=(flags, tmp_path / "said")), tmp_path / "said"
-    parser.start()  # in a fork, which has imported Megatron
-    parser.join(limit(120))
-    assert parser.exitcode == 0, printed.read_text()[-2000:]
+    (printed,) = run_ranks(printed_by, 1, flags, parse, kind="processes", timeout=limit(120))
     expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
-    assert printed.read_text().splitlines()[-2:] == [expected, "False False False None"]
+    assert printed.splitlines()[-2:] == [expected, "False False False None"]
 
 
-def parse(flags, prints):
+def parse():
     """Prints options by the names by which our configuration is filled."""
-    with prints.open("w") as out:
-        for descriptor in (1, 2):
-            os.dup2(out.fileno(), descriptor)
-    sys.argv = ["pretrain_hybrid.py", *flags]
     from megatron.training.arguments import parse_args
 
     from megatron_cp.megatron.config import add_arguments
 
     args = parse_args(add_arguments)
     print(args.spec, args.context_parallel_size, args.cp_layout, args.load)
-    print(args.sft, args.dataloader_inter_document_masking, args.reset_attention_mask, args.cp_packed_order, flush=True)
+    print(args.sft, args.dataloader_inter_document_masking, args.reset_attention_mask, args.cp_packed_order)

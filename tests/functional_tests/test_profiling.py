@@ -23,7 +23,7 @@ def seen(group):
         model = tiny.build("hybrid_both", config=config)
         batches = tiny.microbatches(model, "ragged")[:1]
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as record:
-            tiny.train(model, config, batches)
+            tiny.train([model], config, batches)
         names = [event.name for event in record.events() if event.name.startswith("cp ")]
         found.append({name: names.count(name) for name in dict.fromkeys(names)})
     return found

@@ -4,12 +4,15 @@ Parameters are drawn by their names, whole, and assigned to tensor-parallel rank
 """
 
 import argparse
+import contextlib
 import dataclasses
 import logging
+import re
 import warnings
 import zlib
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -28,6 +31,14 @@ BATCHES = {
     "packs": ((23, 0, 41, 8), (24, 48)),  # whose totals it can
 }
 
+SETTINGS = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4, "mamba_num_heads": 6, "mamba_head_dim": 6, "mamba_state_dim": 5,
+    "mamba_num_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+    "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
+    "bias_activation_fusion": False, "use_cpu_initialization": True, "calculate_per_token_loss": True,
+}  # fmt: skip
 KINDS = {
     "gpt": {"num_layers": 2, "qk_layernorm": True},
     "hybrid": {"num_layers": 4},  # GG*-
@@ -98,17 +109,11 @@ def configure(kind, **changes):
     from megatron_cp.megatron.config import TransformerConfig as OurConfig
     from megatron_cp.megatron.config import with_options
 
-    settings = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_conv_kernel_dim": 4, "mamba_num_heads": 6, "mamba_head_dim": 6, "mamba_state_dim": 5,
-        "mamba_num_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-        "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
-        "bias_activation_fusion": False, "use_cpu_initialization": True, "calculate_per_token_loss": True,
+    settings = SETTINGS | {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "cp_comm_type": "a2a",  # where nothing is said, the prices of all schemes take as long as the rest of a step
-    }  # fmt: skip
+    }
     settings |= KINDS[kind] | changes
     # Our options are not Megatron's, and most models are to do without them.
     own = {name: settings[name] for name in vars(OurConfig)["__annotations__"] if name in settings}
@@ -147,6 +152,28 @@ def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **chang
     return model.to(config.params_dtype)  # Megatron's wrapper of torch's norms leaves their weights in float32
 
 
+def build_stages(kind, config, *, pattern=None, mtp=False):
+    """This rank's chunks of a model, one for each of its virtual pipeline stages."""
+    from megatron.core import parallel_state
+
+    from megatron_cp.megatron import specs
+
+    chunks, stages = [], config.virtual_pipeline_model_parallel_size
+    for stage in range(stages) if stages else [None]:
+        arguments = {
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            "share_embeddings_and_output_weights": False,
+            "vp_stage": stage,
+        }
+        spec = None
+        if not kind.startswith("hybrid"):
+            spec = specs.gpt_layer_spec(config, stage)
+            arguments["mtp_block_spec"] = specs.gpt_mtp_block_spec(config, stage) if mtp else None
+        chunks.append(build(kind, spec=spec, pattern=pattern, arguments=arguments, config=config))
+    return chunks
+
+
 def fused(spec):
     """Makes Megatron's Transformer Engine spec with `mla_down_proj_fusion` out of local parts."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -160,12 +187,12 @@ def fused(spec):
     return spec
 
 
-def fill(model, config, parameters=None):
-    """Gives every parameter the values that belong to its name: the model's, or those of `parameters`."""
+def fill(model, config):
+    """Gives every parameter the values that belong to its name in the whole model."""
     from megatron.core import parallel_state
 
     size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter, split in parameters or parameters_of(model, config):
+    for name, parameter, split in parameters_of(model, config):
         shape = list(parameter.shape)
         if split is not None:
             shape[split[0]] *= size
@@ -199,18 +226,19 @@ def keep_dot_products_from_zero(values, width):
 
 
 def parameters_of(model, config):
-    """Name, parameter, and how tensor parallelism splits it: the dimension and the local sizes of its sections."""
+    """Whole name, parameter, and how tensor parallelism splits it: the dimension and the local sizes of sections."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
+    for own_name, parameter in model.named_parameters():
+        name = whole_name(own_name, modules, config)
         is_whole = ".experts." in name and config.expert_tensor_parallel_size == 1
         if is_whole or not getattr(parameter, "tensor_model_parallel", False):
             yield name, parameter, None
             continue
         dimension = parameter.partition_dim
         sizes = [parameter.shape[dimension]]
-        owner = modules[name.rpartition(".")[0].rpartition(".")[0]]
+        owner = modules[own_name.rpartition(".")[0].rpartition(".")[0]]
         if hasattr(parameter, "partition_sizes"):  # as Mamba's mixer says it
             sizes = list(parameter.partition_sizes)
         elif isinstance(owner, GatedDeltaNet):
@@ -221,6 +249,22 @@ def parameters_of(model, config):
         elif "linear_fc1" in name and config.gated_linear_unit:
             sizes = [sizes[0] // 2] * 2
         yield name, parameter, (dimension, sizes)
+
+
+def whole_name(name, modules, config):
+    """The name that a parameter of this stage, and of these experts, has in the whole model."""
+    from megatron.core import parallel_state
+
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if found:
+        number = modules[found[0][:-1]].layer_number
+        name = f"decoder.layers.{number - 1}.{name[found.end() :]}"
+    if config.num_moe_experts:
+        first = parallel_state.get_expert_model_parallel_rank() * (
+            config.num_moe_experts // config.expert_model_parallel_size
+        )
+        name = re.sub(r"local_experts\.(\d+)\.", lambda one: f"local_experts.{first + int(one[1])}.", name)
+    return name
 
 
 def share(whole, split, rank, size):
@@ -257,11 +301,12 @@ def stream(index, total):
     return tokens, mask if index % 2 and total > 8 else None
 
 
-def shards(model, lengths, layout, index, how="planned", align=1, group=None):
+def shards(model, lengths, layout, index, how="planned", align=1, group=None, position_ids=None):
     """This rank's share of microbatch `index`.
 
     Args:
         group: that holds it, if not the model's.
+        position_ids: positions of several axes, of planned batches.
         how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch, each
             document in chunks; "pack": likewise, the whole pack, as with `--dataloader-inter-document-masking`;
             "unpacked": the documents, all of one length, as sequences of a batch, sharded by Megatron.
@@ -276,7 +321,8 @@ def shards(model, lengths, layout, index, how="planned", align=1, group=None):
     if how == "planned":
         size = group.size() if callable(group.size) else group.size
         assigned = layout_of(layout, lengths, size, align)
-        return shard_batch(tokens, assigned, group, slots=slots_of(model), loss_mask=mask)
+        given = {"loss_mask": mask, "position_ids": position_ids}
+        return shard_batch(tokens, assigned, group, slots=slots_of(model), **given)
     return megatron_shards(tokens, mask, lengths, group, how)
 
 
@@ -328,65 +374,117 @@ def microbatches(model, batches, layout="zigzag", how="planned", align=1):
 
 @dataclasses.dataclass
 class Step:
-    """Loss and gradients of one step: per token of the whole batch, gradients whole and by name, as numpy's arrays.
+    """A step of the whole batch: its loss per token, and what it leaves, whole and by name, as numpy's arrays.
 
-    `drift` is how far the gradients of tensor-parallel ranks are apart where all of them should have the same, and
-    `collectives` how many operations on groups there were, if they were counted.
+    Rank 0 has `gradients`, or the parameters that an optimizer leaves, of all stages and experts; and how far the
+    copies of ranks are apart that should have the same (`drift`).
     """
 
     loss: float
     tokens: int
     gradients: dict
     drift: dict
-    collectives: int | None = None
 
 
-def train(model, config, batches):
-    """Runs a step without an update, over Megatron's data parallelism, its schedule and its end of a step."""
+def train(chunks, config, batches, *, optimizes=False):
+    """Runs a step over Megatron's data parallelism, its schedule and its end of a step, with an update or without."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_cp.megatron.loss import forward_step
 
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    overlaps = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ddp = DistributedDataParallelConfig(**(overlaps if optimizes else {}))
+    wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped.zero_grad_buffer()
+    optimizer = optimizer_of(config, wrapped) if optimizes else None
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
     reduced = get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(batches), model=[wrapped], num_microbatches=len(batches),
-        seq_length=1, micro_batch_size=1,
+        forward_step_func=forward_step, model=wrapped, num_microbatches=len(batches), seq_length=1, micro_batch_size=1,
+        data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
     )  # fmt: skip
-    sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    gradients, drift = gathered({n: (p.main_grad, s) for n, p, s in parameters_of(model, config)})
-    knows_all = getattr(batches[0].packed_seq_params, "plans", None) is not None  # then every rank logs all tokens
-    tokens = int(sums[1]) // (parallel_state.get_context_parallel_world_size() if knows_all else 1)
-    return Step(float(sums[0] / sums[1]), tokens, gradients, drift)
+    loss, tokens = loss_of(reduced)
+    if getattr(batches[0].packed_seq_params, "plans", None) is not None:  # then every rank logs all tokens
+        tokens //= parallel_state.get_context_parallel_world_size()
+    if optimizer is None:
+        return Step(loss, tokens, *gathered(chunks, config, "main_grad"))
+    optimizer.step()
+    for chunk in wrapped:
+        chunk.start_param_sync(force_sync=True)
+    return Step(loss, tokens, *gathered(chunks, config, "data"))
 
 
-def watch(model, counters):
-    """Lets counters see what the model's layers do with their groups."""
-    from megatron_cp.megatron.layers.base import ContextParallelModule
-
-    for module in model.modules():
-        if isinstance(module, ContextParallelModule):
-            module.ranks = counters.watch(module.ranks)
-
-
-def gathered(own):
-    """Whole gradients from all tensor-parallel ranks, and by name how far copies of the same are apart."""
+def loss_of(reduced):
+    """Per token, and the number of tokens, of all ranks; the last stage knows them."""
     from megatron.core import parallel_state
 
-    mine = {name: gradient.numpy().copy() for name, (gradient, _) in own.items()}  # which is pickled fast
-    everyone = [mine] * parallel_state.get_tensor_model_parallel_world_size()
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine, group=parallel_state.get_tensor_model_parallel_group())
-    found = {name: whole([one[name] for one in everyone], split) for name, (_, split) in own.items()}
-    drift = {
-        name: max(distance(one[name], found[name]) for one in everyone)
-        for name, (_, split) in own.items()
-        if split is None
+    sums = torch.zeros(2, dtype=torch.float64)
+    if reduced:
+        sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (float(sums[0] / sums[1]), int(sums[1])) if reduced else None)
+    return next(found for found in everyone if found is not None)
+
+
+@contextlib.contextmanager
+def tensors_of_cuda():
+    """Megatron's distributed optimizer asks a tensor for its type, and knows those of CUDA alone."""
+    real = torch.Tensor.type
+
+    def named(self, *args, **kwargs):
+        return real(self, *args, **kwargs) if args or kwargs else real(self).replace("torch.", "torch.cuda.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "type", named)
+        yield
+
+
+def optimizer_of(config, wrapped):
+    """Megatron's distributed Adam, which overlaps its messages with the step's computation."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    overlaps = {"no_sync_func": "no_sync", "grad_sync_func": "start_grad_sync", "param_sync_func": "start_param_sync"}
+    for name, method in overlaps.items():
+        functions = [getattr(chunk, method) for chunk in wrapped]
+        setattr(config, name, functions[0] if len(wrapped) == 1 else functions)
+    settings = OptimizerConfig(
+        optimizer="adam", adam_eps=1.0, lr=1.0, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=True,
+        overlap_param_gather=True, params_dtype=config.params_dtype,
+    )  # fmt: skip
+    with tensors_of_cuda():
+        return get_megatron_optimizer(settings, wrapped)
+
+
+def gathered(chunks, config, attribute):
+    """Returns, by whole names, the arrays of all ranks, stages and experts, and the distance between copies.
+
+    Biases of experts are among them, as the end of the step leaves them. Ranks but the first return nothing.
+    """
+    from megatron.core import parallel_state
+
+    tp_rank, tp_size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
+    own = {
+        name: (getattr(parameter, attribute).detach().numpy().copy(), split)  # which is pickled fast
+        for chunk in chunks
+        for name, parameter, split in parameters_of(chunk, config)
     }
+    buffers = [pair for chunk in chunks for pair in chunk.named_buffers()]
+    own |= {name: (bias.numpy(), None) for name, bias in buffers if "expert_bias" in name}
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((tp_rank, own), everyone)
+    found, drift = {}, {}
+    if everyone is None:
+        return found, drift
+    for name in dict.fromkeys(name for _, one in everyone for name in one):
+        shares = [[one[name] for rank, one in everyone if rank == part and name in one] for part in range(tp_size)]
+        shares = [copies for copies in shares if copies]  # experts that are whole may be on ranks of one part alone
+        split = shares[0][0][1]
+        found[name] = whole([copies[0][0] for copies in shares], split)
+        same = shares if split is not None else [[one for copies in shares for one in copies]]
+        drift[name] = max(distance(one[0], copies[0][0]) for copies in same for one in copies)
     return found, drift
 
 

@@ -1,14 +1,13 @@
 """`shard_batch`: what each rank is given of a microbatch; and the parameters that carry its plans to the layers."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_cp.batch.shard import shard_batch as local_batch
-from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
@@ -22,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_cp.megatron.batch import shard_batch
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned, planned_params
 from tests.refusals import rejects
-from tests.unit_tests.batch.test_shard import MISFITS, RAGGED, ids
+from tests.unit_tests.batch.test_shard import RAGGED, ids
 
 SLOTS = [
     AttentionSpec(heads=8, kv_heads=2, head_dim=8, value_head_dim=8),
@@ -31,77 +30,37 @@ SLOTS = [
 CPU = torch.device("cpu")
 
 
-def sharded(layout, **arguments):
+def sharded(layout, of=shard_batch, **arguments):
     """Returns every rank's part of the batch."""
     arguments = {"tokens": ids(layout.packing), "layout": layout} | arguments
-    return run_ranks(lambda group: shard_batch(group=group, **arguments), layout.cp_size)
+    return run_ranks(lambda group: of(group=group, **arguments), layout.cp_size)
 
 
-def stream(batches, name):
-    """A field of all ranks as the packed stream; asserts that pad rows hold 0."""
-    layout = batches[0].packed_seq_params.plans.layout
-    rows = [getattr(batch, name).squeeze(0) for batch in batches]
-    for own, count in zip(rows, layout.token_counts.tolist(), strict=True):
-        assert not own[count:].any()
-    return layout.unshard(rows)
-
-
-def next_tokens(tokens, packing):
-    """Returns each token's label, and True if it has one, by a loop."""
-    labels, learnt = torch.zeros_like(tokens), torch.zeros(packing.total)
-    for start, end in packing.spans():
-        for place in range(start, end - 1):
-            labels[place], learnt[place] = tokens[place + 1], 1
-    return labels, learnt
-
-
-@pytest.mark.parametrize("name", ["zigzag", "contiguous", "random"])
-@pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
-def test_the_ranks_are_given_the_stream(name, cp_size):
-    batches = sharded(layout_by_name(name, RAGGED, cp_size), slots=SLOTS)
-    labels, learnt = next_tokens(ids(), RAGGED)
-    assert torch.equal(stream(batches, "tokens"), ids())
-    assert torch.equal(stream(batches, "labels"), labels)
-    assert torch.equal(stream(batches, "loss_mask"), learnt)
-    assert torch.equal(stream(batches, "position_ids"), torch.tensor(RAGGED.positions()))
-    for batch in batches:
-        assert batch.num_tokens == RAGGED.total - 6  # documents that are not empty
-        for field in (batch.tokens, batch.labels, batch.position_ids, batch.loss_mask):
-            assert field.shape == batch.tokens.shape
-            assert field.dtype == (torch.float32 if field is batch.loss_mask else torch.int64)
-
-
-def test_given_labels_and_weights_are_taken():
-    labels = torch.arange(RAGGED.total)
-    labels[3], labels[100:120] = -100, -1
-    batches = sharded(Layout.zigzag(RAGGED, 3), labels=labels)
-    assert torch.equal(stream(batches, "labels"), labels.clamp(min=0))
-    assert torch.equal(stream(batches, "loss_mask"), (labels >= 0).float())
-    assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
-    mask = torch.randint(0, 3, (RAGGED.total,), generator=torch.Generator().manual_seed(1)) / 2
-    batches = sharded(Layout.zigzag(RAGGED, 3), loss_mask=mask)
-    labels, learnt = next_tokens(ids(), RAGGED)
-    assert torch.equal(stream(batches, "loss_mask"), mask * learnt)
-    assert torch.equal(stream(batches, "labels"), labels * (mask != 0))
-    assert {batch.num_tokens for batch in batches} == {int((mask * learnt).count_nonzero())}
+@pytest.mark.parametrize("given", ["nothing", "labels", "loss_mask"])
+@pytest.mark.parametrize(("name", "cp_size"), [("zigzag", 1), ("contiguous", 2), ("random", 3), ("balanced", 5)])
+@pytest.mark.few
+def test_a_rank_is_given_the_batch_of_any_model_in_megatrons_shapes(name, cp_size, given):
+    layout, random = layout_by_name(name, RAGGED, cp_size), torch.Generator().manual_seed(1)
+    drawn = torch.randint(-1, 3, (RAGGED.total,), generator=random)
+    arguments = {"slots": SLOTS, "seed": 3} | ({} if given == "nothing" else {given: drawn})
+    of_any_model = sharded(layout, local_batch, ignore_index=0, **arguments)
+    for batch, plain in zip(sharded(layout, **arguments), of_any_model, strict=True):
+        fields = {"tokens": "tokens", "labels": "labels", "loss_mask": "loss_weights", "position_ids": "position_ids"}
+        for own, theirs in fields.items():
+            assert torch.equal(getattr(batch, own), getattr(plain, theirs)[None])
+        assert (batch.num_tokens, batch.pad_rows) == (plain.num_tokens, plain.pad_rows)
+        assert batch.packed_seq_params.seed == plain.seed
 
 
 def test_a_rank_without_tokens_is_given_pad_rows():
-    packing = Packing([2, 0])
-    batches = sharded(Layout.contiguous(packing, 5), slots=SLOTS)
-    assert torch.equal(stream(batches, "tokens"), ids(packing))
-    for rank, batch in enumerate(batches):
-        assert batch.tokens.shape == (1, 1)
-        assert batch.pad_rows == 3
-        assert batch.num_tokens == 1
-        assert bool(batch.tokens.any()) == (batch.packed_seq_params.plans.layout.token_counts[rank] == 1)
+    batches = sharded(Layout.contiguous(Packing([2, 0]), 5), slots=SLOTS)
+    assert [batch.tokens.shape for batch in batches] == [(1, 1)] * 5
+    assert sorted(batch.tokens.any().item() for batch in batches) == [False, False, False, True, True]
+    assert {(batch.pad_rows, batch.num_tokens) for batch in batches} == {(3, 1)}
     for batch in sharded(Layout.zigzag(Packing([0, 0]), 2), slots=SLOTS):
         assert batch.tokens.tolist() == batch.labels.tolist() == [[0]]
         assert batch.loss_mask.tolist() == [[0.0]]
         assert (batch.num_tokens, batch.pad_rows) == (0, 2)
-    batches = sharded(Layout.zigzag(Packing([7, 1, 2]), 3, align=4))
-    assert [batch.tokens.shape[1] for batch in batches] == [4, 4, 4]
-    assert {batch.pad_rows for batch in batches} == {2}
 
 
 def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
@@ -113,7 +72,6 @@ def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == RAGGED.cu_seqlens.tolist()
         assert params.max_seqlen_q == params.max_seqlen_kv == 256  # 130, rounded up
         assert [plan.kind for plan in params.plans.plans] == ["attention", "gdn"]
-        assert torch.equal(params.positions, batch.position_ids[0])
         assert params.positions.tolist() == params.plans.layout.positions(rank).tolist()
 
 
@@ -213,116 +171,57 @@ def test_parameters_of_two_microbatches_share_nothing():
     }
 
 
-def disagreement(group, layouts, slots, agree=True):
-    layout = layouts[group.rank]
+def disagreement(group, agree):
+    layout = Layout.zigzag(Packing([7, 5] if group.rank < 2 else [5, 7]), 3)
     try:
-        shard_batch(ids(layout.packing), layout, group, slots=slots[group.rank], agree=agree)
+        shard_batch(ids(layout.packing), layout, group, agree=agree)
     except PlanMismatchError as error:
         return str(error)
     return "they agree"
 
 
-LAYOUTS = [Layout.zigzag(Packing(lengths), 3) for lengths in ([7, 5], [7, 5], [5, 7])]
-
-
-@pytest.mark.parametrize(
-    ("layouts", "slots", "says"),
-    [
-        (LAYOUTS, [SLOTS] * 3, "rank 2 differs from rank 0.*documents"),
-        (LAYOUTS[:1] * 3, [SLOTS, SLOTS[:1], SLOTS], "rank 1 differs from rank 0"),
-        (LAYOUTS, [()] * 3, "rank 2 differs from rank 0"),
-    ],
-    ids=["lengths", "layers", "lengths, no layer named"],
-)
-def test_rejects_another_batch_on_another_rank_on_every_rank(layouts, slots, says):
-    for message in run_ranks(disagreement, 3, layouts, slots):
-        assert re.search(says, message, re.DOTALL)
-
-
-def test_ranks_need_not_compare():
-    assert run_ranks(disagreement, 3, LAYOUTS, [SLOTS] * 3, False) == ["they agree"] * 3
-
-
-ONE_RANK = Layout.zigzag(RAGGED, 1)
-
-
-@pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("argument", ["tokens", "labels", "loss_mask"])
-def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
-    arguments = {"tokens": ids()} | {argument: MISFITS[misfit]}
-    with pytest.raises(ArgumentError, match=rf"^{argument}: .*the \[{RAGGED.total}\] tokens of the batch, on the host"):
-        shard_batch(layout=ONE_RANK, **arguments)
-
-
-def test_rejects_other_groups_and_layers():
-    with pytest.raises(ArgumentError):
-        shard_batch(ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
-    with pytest.raises(ArgumentError):
-        shard_batch(ids(), Layout.zigzag(RAGGED, 2))
-    slot = dataclasses.replace(SLOTS[0], scheme="a2a+p2p")
-    rejects("scheme: got 'a2a.p2p'; allowed", shard_batch, ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(2)[0],
-            slots=[slot])  # fmt: skip
-
-
-def test_the_seed_of_dropout_is_the_batchs():
-    own, plain = ([make(ids(), ONE_RANK, seed=step) for step in (1, 2)] for make in (shard_batch, local_batch))
-    assert [batch.packed_seq_params.seed for batch in own] == [batch.seed for batch in plain]
-
-
-@pytest.mark.parametrize("lengths", [[8, 6], [4, 2], [1], [8, 7, 4]])
-def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
-    bad = [length for length in lengths if length % 4]
-    with pytest.raises(ArgumentError, match=re.escape(f"documents of {bad} tokens")) as caught:
-        planned(megatrons(lengths), ThreadGroup.create(2)[0], "document")
-    assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
-    assert "shard_batch" in caught.value.remedy
-
-
-def test_rejects_packs_and_orders_that_megatron_has_not():
-    with pytest.raises(ArgumentError, match=re.escape("packs of [14] tokens")) as caught:
-        planned(megatrons([8, 6]), ThreadGroup.create(2)[0], "pack")
-    assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
-    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
-        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
-
-
-@pytest.mark.parametrize("lengths", [[8, 4], [12]])
-def test_rejects_several_ranks_where_nobody_says_what_was_cut(lengths):
-    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got None; allowed: document or pack") as caught:
-        planned(megatrons(lengths), ThreadGroup.create(2)[0])
-    for flag in ("--sft", "--dataloader-inter-document-masking", "TransformerConfig", "shard_batch"):
-        assert flag in caught.value.remedy
+def test_rejects_another_batch_on_another_rank_on_every_rank_where_they_compare():
+    for message in run_ranks(disagreement, 3, True):
+        assert "rank 2 differs from rank 0" in message
+    assert run_ranks(disagreement, 3, False) == ["they agree"] * 3
 
 
 def idx(*counts):
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()[None]
 
 
-CONTRADICTIONS = {
-    "keys": ({"cu_seqlens_kv": offsets_of([8, 4])}, "keys in other documents than queries"),
-    "padded keys": ({"cu_seqlens_kv_padded": offsets_of([6, 8])}, "keys in other documents than queries"),
-    "a group": ({"local_cp_size": 2}, "local_cp_size 2"),
-    "no lengths": ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "no cu_seqlens_q"),
-    "more tokens": ({"total_tokens": 13}, "total_tokens 13 for cu_seqlens up to 12"),
-    "fewer tokens": ({"total_tokens": 11}, "total_tokens 11 for cu_seqlens up to 12"),
-    "numbers": ({"seq_idx": idx(5, 7)}, "seq_idx of other documents than cu_seqlens"),
-    "numbers of more": ({"seq_idx": idx(4, 8, 2)}, "seq_idx of other documents than cu_seqlens"),
-    "a short table": ({"max_seqlen_q": 7}, "max_seqlen_q 7 for a document of 8 tokens"),
-    "a short table of keys": ({"max_seqlen_kv": torch.tensor(7)}, "max_seqlen_kv 7 for a document of 8 tokens"),
-}
+OTHER_KEYS, OTHER_IDS = "keys in other documents than queries", "seq_idx of other documents than cu_seqlens"
+UNCUT = (
+    r"^--cp-packed-order: got None; allowed: document or pack.*--sft.*--dataloader-inter-document-masking.*"
+    "TransformerConfig.*shard_batch"
+)
+# Parameters of documents of 4 and 8 tokens that a plan over one packing would get wrong.
+CONTRADICTIONS = [
+    ({"cu_seqlens_kv": offsets_of([8, 4])}, OTHER_KEYS), ({"cu_seqlens_kv_padded": offsets_of([6, 8])}, OTHER_KEYS),
+    ({"local_cp_size": 2}, "local_cp_size 2"), ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "no cu_seqlens_q"),
+    ({"total_tokens": 13}, "total_tokens 13 for cu_seqlens up to 12"),
+    ({"total_tokens": 11}, "total_tokens 11 for cu_seqlens up to 12"),
+    ({"seq_idx": idx(5, 7)}, OTHER_IDS), ({"seq_idx": idx(4, 8, 2)}, OTHER_IDS),
+    ({"max_seqlen_q": 7}, "max_seqlen_q 7 for a document of 8 tokens"),
+    ({"max_seqlen_kv": torch.tensor(7)}, "max_seqlen_kv 7 for a document of 8 tokens"),
+]  # fmt: skip
+REJECTED = [
+    *((megatrons([4, 8], **changes), 1, None, f"^packed_seq_params: got '{says}'; allowed: ")
+      for changes, says in CONTRADICTIONS),
+    # What Megatron's own sharding cannot deal.
+    *((megatrons(lengths), 2, "document", rf"documents of {bad} tokens.*multiples of 4 from Megatron's.*shard_batch")
+      for lengths, bad in (([8, 6], r"\[6\]"), ([4, 2], r"\[2\]"), ([1], r"\[1\]"), ([8, 7, 4], r"\[7\]"))),
+    (megatrons([8, 6]), 2, "pack", r"packs of \[14\] tokens.*multiples of 4 from Megatron's own sharding"),
+    (megatrons([8, 4]), 2, "sequence", r"^--cp-packed-order: got 'sequence'; allowed: document or pack"),
+    (megatrons([8, 4]), 2, None, UNCUT), (megatrons([12]), 2, None, UNCUT),
+    *((padded_megatrons(lengths, [8, 4]), 1, None, "cu_seqlens_q of Packing.* in cu_seqlens_q_padded of Packing")
+      for lengths in ([9, 3], [4, 4, 4])),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_rejects_params_that_a_plan_over_one_packing_would_get_wrong(name):
-    changes, says = CONTRADICTIONS[name]
-    with pytest.raises(ArgumentError, match=f"^packed_seq_params: got '{says}'; allowed: "):
-        planned(megatrons([4, 8], **changes), ThreadGroup.create(1)[0])
-
-
-@pytest.mark.parametrize("lengths", [[9, 3], [4, 4, 4]])
-def test_rejects_documents_longer_than_their_rows(lengths):
-    with pytest.raises(ArgumentError, match=r"cu_seqlens_q of Packing.* in cu_seqlens_q_padded of Packing"):
-        planned(padded_megatrons(lengths, [8, 4]), ThreadGroup.create(1)[0])
+@pytest.mark.parametrize(("params", "cp_size", "order", "says"), REJECTED)
+def test_rejects_parameters(params, cp_size, order, says):
+    rejects(says, planned, params, ThreadGroup.create(cp_size)[0], order)
 
 
 def test_a_batch_is_packed_where_it_says_so():

@@ -75,37 +75,27 @@ def test_rejects_tokens_outside_the_vocabulary_and_epochs_hold_the_others(prefix
     rejects(r"vocab_size: got 9; allowed: more than every token .* where 9 occurs", corpus.tokens, 1)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_rejects_half_a_pair(suffix, prefix):
-    prefix.with_suffix(suffix).unlink()
-    assert f"There is no {prefix}{suffix}." in rejected(prefix)
+# A file of the pair, what is left of its bytes, and the words of the refusal.
+BROKEN = [
+    (".bin", lambda _: None, "There is no {}.bin."), (".idx", lambda _: None, "There is no {}.idx."),
+    *((".idx", lambda whole, kept=kept: whole[:kept], "Cannot read it: ") for kept in (0, 5, 9, 12, 17, 20, 30, 40)),
+    (".idx", lambda whole: b"something else" + whole, "bad header"),
+    (".idx", lambda whole: whole[:9] + struct.pack("<Q", 2) + whole[17:], "bad version"),
+    (".bin", lambda whole: whole[:0], "Cannot read it: "),
+    *((".bin", lambda whole, kept=kept: whole[:kept], f"{{}}.bin has {kept} bytes and should have 48")
+      for kept in (1, 44)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kept", [0, 5, 9, 12, 17, 20, 30, 40])
-def test_rejects_a_truncated_index(kept, prefix, capfd):
-    index = prefix.with_suffix(".idx")
-    index.write_bytes(index.read_bytes()[:kept])
-    assert "Cannot read it: " in rejected(prefix)
+@pytest.mark.parametrize(("suffix", "left", "says"), BROKEN)
+def test_rejects_what_an_accident_leaves(suffix, left, says, prefix, capfd):
+    file = prefix.with_suffix(suffix)
+    content = left(file.read_bytes())
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert says.format(prefix) in rejected(prefix)
     assert capfd.readouterr().err == ""
-
-
-def test_rejects_an_index_of_another_kind(prefix):
-    index = prefix.with_suffix(".idx")
-    content = index.read_bytes()
-    index.write_bytes(b"something else" + content)
-    assert "bad header" in rejected(prefix)
-    index.write_bytes(content[:9] + struct.pack("<Q", 2) + content[17:])
-    assert "bad version" in rejected(prefix)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 44])
-def test_rejects_truncated_tokens(kept, prefix):
-    tokens = prefix.with_suffix(".bin")
-    content = tokens.read_bytes()
-    assert len(content) == 48
-    tokens.write_bytes(content[:kept])
-    found = rejected(prefix)
-    assert f"{prefix}.bin has {kept} bytes and should have 48" in found or kept == 0
 
 
 # Of two documents of 5 and 7 tokens in 4 bytes each.

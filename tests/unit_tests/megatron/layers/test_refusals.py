@@ -5,20 +5,16 @@ What needs real ranks to be refused is in tests/functional_tests/test_megatron_b
 
 import argparse
 import dataclasses
-import math
-import re
 import types
 
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import compare_calls
 
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -40,14 +36,9 @@ from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import (
-    check_comm_type,
-    refuse_other_means,
-    refuse_unaligned,
-    refuse_unsupported,
-)
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unaligned, refuse_unsupported
 from megatron_cp.megatron.layers.sparse_attention import SparseCoreAttention, SparseMLASelfAttention
-from megatron_cp.megatron.packed_seq_params import Documents, PlannedSeqParams
+from megatron_cp.megatron.packed_seq_params import Documents
 from tests.refusals import rejects
 
 
@@ -80,11 +71,6 @@ def build(attn_mask_type=AttnMaskType.causal, attention_type="self", config=None
     return CoreAttention(config, 1, attn_mask_type, attention_type, pg_collection=Groups(), **others or {})
 
 
-def refused(argument, given):
-    """An `ArgumentError` that names the flag and what was given."""
-    return pytest.raises(ArgumentError, match=f"^--{argument}: got {given}; allowed: ")
-
-
 def test_a_layer_searches_for_tiles_as_its_flags_say():
     assert build(config=configure(OurConfig, cp_search=2.5)).slot.search_seconds == 2.5
     assert build().slot.search_seconds == 0.0
@@ -94,19 +80,6 @@ def test_a_layer_searches_for_tiles_as_its_flags_say():
     config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
     found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
     assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0}}
-
-
-@pytest.mark.parametrize("value", [-1.0, 1e9, math.nan, "1"])
-def test_rejects_searches_by_the_flags_of_this_package(value):
-    with refused("cp-search", re.escape(repr(value))):
-        configure(OurConfig, cp_search=value)
-
-
-@pytest.mark.parametrize("schemes", ["p2p", ["a2a", "allgather"]])
-def test_rejects_searches_that_no_layer_reads(schemes):
-    says = r"^--cp-search: got 1\.0; allowed: 0 with (p2p|a2a and all_gather)\."
-    with pytest.raises(ArgumentError, match=says):
-        configure(OurConfig, cp_comm_type=schemes, context_parallel_size=2, cp_search=1.0)
 
 
 def test_windows_and_sinks_are_megatrons():
@@ -146,21 +119,20 @@ def build_on(monkeypatch):
     return build_one
 
 
-@pytest.mark.parametrize(
-    ("flag", "given", "cp_size", "scheme", "options"),
-    [
-        ("cp-comm-type", "'a2a[+]p2p'", 3, "a2a+p2p", {}),
-        ("hierarchical-context-parallel-sizes", 4, 6, "a2a+p2p", {"hierarchical_context_parallel_sizes": [4, 2]}),
-        ("hierarchical-context-parallel-sizes", r"\[2, 2, 2\]", 8, "a2a+p2p",
-         {"hierarchical_context_parallel_sizes": [2, 2, 2]}),
-        *(("hierarchical-context-parallel-sizes", 2, 4, scheme, {"hierarchical_context_parallel_sizes": [2, 2]})
-          for scheme in ("a2a", "p2p", "exact", ["p2p", "exact"])),
-        *(("cp-head-chunks", 2, 2, scheme, {"cp_head_chunks": 2}) for scheme in ("p2p", ["p2p", "p2p"])),
-    ],
-)  # fmt: skip
-def test_rejects_options_that_no_layers_scheme_takes(flag, given, cp_size, scheme, options, build_on):
-    with refused(flag, given):
-        build_on(cp_size, scheme, **options)
+SIZES = "hierarchical_context_parallel_sizes"
+UNTAKEN = [
+    ("--cp-comm-type: got 'a2a[+]p2p'; allowed: ", 3, "a2a+p2p", {}),
+    ("--hierarchical-context-parallel-sizes: got 4; allowed: ", 6, "a2a+p2p", {SIZES: [4, 2]}),
+    (r"--hierarchical-context-parallel-sizes: got \[2, 2, 2\]; allowed: ", 8, "a2a+p2p", {SIZES: [2, 2, 2]}),
+    *(("--hierarchical-context-parallel-sizes: got 2; allowed: ", 4, scheme, {SIZES: [2, 2]})
+      for scheme in ("a2a", "p2p", "exact", ["p2p", "exact"])),
+    *(("--cp-head-chunks: got 2; allowed: ", 2, scheme, {"cp_head_chunks": 2}) for scheme in ("p2p", ["p2p", "p2p"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "cp_size", "scheme", "options"), UNTAKEN)
+def test_rejects_options_that_no_layers_scheme_takes(says, cp_size, scheme, options, build_on):
+    rejects(says, build_on, cp_size, scheme, **options)
 
 
 def test_sizes_and_head_chunks_are_those_of_auto_and_of_the_layers_of_a_list_that_take_them(build_on):
@@ -198,16 +170,6 @@ LAYERS = {
 }
 
 
-def test_rejects_a_mean_of_the_ranks_means():
-    means, per_token = (configure(calculate_per_token_loss=value) for value in (False, True))
-    for params in (None, PackedSeqParams(), PlannedSeqParams()):
-        with refused("calculate-per-token-loss", False):
-            refuse_other_means(means, params, 2)
-        refuse_other_means(means, params, 1)
-        refuse_other_means(per_token, params, 2)
-    refuse_other_means(means, PlannedSeqParams(has_global_mean=True), 2)
-
-
 @pytest.mark.parametrize(
     ("flags", "align"),
     [
@@ -224,18 +186,7 @@ def test_rows_are_aligned_by_the_flags(flags, align):
     assert layout_options(config) == {"align": align, "min_rows": 1}
     refuse_unaligned(config, 3 * align)
     if config.fp8 or config.fp4:
-        with refused("fp[84]-format", f"'{config.fp8 or config.fp4}'"):
-            refuse_unaligned(config, 3 * align - 1)
-
-
-@pytest.mark.parametrize("name", ["use_megatron_fsdp", "use_torch_fsdp2"])
-@pytest.mark.parametrize("cls", [OurConfig, MLATransformerConfig])
-def test_rejects_parameters_in_shards_over_ranks(name, cls):
-    flags = argparse.Namespace(**{name: True})
-    with refused(name.replace("_", "-"), True):
-        with_options(configure(cls, context_parallel_size=2), flags)
-    with_options(configure(cls), flags)
-    with_options(configure(cls, context_parallel_size=2), argparse.Namespace(**{name: False}))
+        rejects(f"--fp[84]-format: got '{config.fp8 or config.fp4}'; ", refuse_unaligned, config, 3 * align - 1)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -279,50 +230,6 @@ def test_options_of_a_configuration_are_kept():
     assert with_options(config, argparse.Namespace()).variable_seq_lengths
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_rejects_megatrons_cuda_graphs(impl, size):
-    config = configure(context_parallel_size=size)
-    config.cuda_graph_impl = impl
-    with refused("cuda-graph-impl", f"'{impl}'") as caught:
-        refuse_unsupported(config)
-    assert "GraphTables" in str(caught.value)
-
-
-def test_rejects_other_attention_variants():
-    config = configure()
-    config.experimental_attention_variant = "csa"
-    with refused("experimental-attention-variant", "'csa'") as caught:
-        specs.gpt_layer_spec(config)
-    assert "leave --spec out" in caught.value.remedy
-
-
-DSA = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 4, "dsa_indexer_topk": 8}
-
-
-@pytest.mark.parametrize(
-    ("flag", "given", "changes"),
-    [
-        ("multi-latent-attention", "False", {"multi_latent_attention": False}),
-        ("dsa-indexer-topk", "None", {"dsa_indexer_topk": None}),
-        ("dsa-kernel-backend", "'tilelang'", {"dsa_kernel_backend": "tilelang"}),
-        ("softmax-type", "'learnable'", {"softmax_type": "learnable"}),
-        ("cp-latent-mode", "'expand'", {"cp_latent_mode": "expand"}),
-        ("tensor-model-parallel-size", "2", {"tensor_model_parallel_size": 2}),
-        ("dsa-indexer-topk-freq", "2",
-         {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "recompute_granularity": "selective"}),
-        ("dsa-indexer-topk-freq", "2",
-         {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    ],
-)  # fmt: skip
-def test_rejects_what_sparse_attention_does_not_compute(flag, given, changes):
-    config = configure(context_parallel_size=2)
-    for name, value in (DSA | changes).items():
-        setattr(config, name, value)
-    with refused(flag, given):
-        SparseMLASelfAttention(config, None)
-
-
 def test_rejects_a_stage_without_the_layer_whose_choice_it_shares():
     layer = types.SimpleNamespace(
         config=configure(), layer_number=1, skip_topk=False, source_layer=1, index_topk_freq=2
@@ -331,17 +238,14 @@ def test_rejects_a_stage_without_the_layer_whose_choice_it_shares():
     layer.layer_number, layer.skip_topk = 2, True
     SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
     layer.layer_number, layer.source_layer = 4, 3
-    with refused("dsa-indexer-topk-freq", "'2: layer 4 takes the choice of layer 3'"):
-        SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
+    says = "--dsa-indexer-topk-freq: got '2: layer 4 takes the choice of layer 3'"
+    rejects(says, SparseCoreAttention._refuse_a_choice_of_another_stage, layer)
 
 
 def test_rejects_an_indexers_loss_over_tensor_parallel_ranks(monkeypatch):
-    config = configure()
-    for name, value in (DSA | {"tensor_model_parallel_size": 2, "dsa_indexer_loss_coeff": 0.1}).items():
-        setattr(config, name, value)
     monkeypatch.setattr(refusals, "HAVE_TE", True)
-    with refused("dsa-indexer-loss-coeff", "0.1"):
-        SparseMLASelfAttention(config, None)
+    changes = {"context_parallel_size": 1, "tensor_model_parallel_size": 2, "dsa_indexer_loss_coeff": 0.1}
+    rejects("--dsa-indexer-loss-coeff: got 0.1; allowed: ", build_sparse, **changes)
 
 
 def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch):
@@ -389,58 +293,23 @@ def test_warns_of_a_ring_of_all_layers():
         check_comm_type(configure(context_parallel_size=2, cp_comm_type="p2p"), "p2p", "Mamba")
 
 
-def test_rejects_experts_whose_ranks_must_be_equal():
-    experts = {"num_moe_experts": 4, "ffn_hidden_size": 64}
-    config = configure(**experts, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
-    with refused("moe-token-dispatcher-type", "'allgather'"):
-        build(config=config)
-    refuse_unsupported(configure(**experts, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"))
-    refuse_unsupported(configure(**experts, context_parallel_size=2))
+EXPERTS = {"num_moe_experts": 4, "ffn_hidden_size": 64}
+
+
+def test_experts_whose_result_depends_on_no_neighbour_are_taken():
+    alltoall = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
     balanced = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    refuse_unsupported(configure(**experts, **balanced, context_parallel_size=2, moe_router_load_balancing_type="none"))
+    balanced |= {"moe_router_load_balancing_type": "none"}
+    for changes in (alltoall, {"context_parallel_size": 2}, balanced | {"context_parallel_size": 2}):
+        refuse_unsupported(configure(**EXPERTS, **changes))
+    for changes in COUPLED:  # one rank may
+        refuse_unsupported(configure(**EXPERTS, **changes))
 
 
-COUPLED = (
-    ({"moe_router_load_balancing_type": "sinkhorn"}, "moe-router-load-balancing-type", "'sinkhorn'"),
-    ({"moe_router_load_balancing_type": "quantile_balancing"}, "moe-router-load-balancing-type", "'quantile.*'"),
-    ({"moe_expert_capacity_factor": 1.0}, "moe-expert-capacity-factor", r"1\.0"),
-)
-
-
-@pytest.mark.parametrize(("changes", "flag", "given"), COUPLED)
-def test_rejects_experts_that_depend_on_which_tokens_share_a_rank(changes, flag, given):
-    experts = {"num_moe_experts": 4, "ffn_hidden_size": 64, **changes}
-    with refused(flag, given) as caught:
-        refuse_unsupported(configure(**experts, context_parallel_size=2))
-    if flag != "moe-expert-capacity-factor":
-        assert "--moe-router-enable-expert-bias" in caught.value.remedy
-    refuse_unsupported(configure(**experts))  # one rank may
-    for name in (flag, "moe-router-enable-expert-bias", "moe-router-score-function", "moe-router-load-balancing-type"):
-        assert name.replace("-", "_") in {field.name for field in dataclasses.fields(TransformerConfig)}
-
-
-def test_experts_stand_where_the_configuration_has_them(monkeypatch):
-    monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *args, **kwargs: 2)
-    monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *args, **kwargs: 0)
-    config = configure(num_moe_experts=4, ffn_hidden_size=64, moe_layer_freq=[0, 1], transformer_impl="local")
-    ours = [layer.submodules.mlp.func.__qualname__ for layer in specs.gpt_layer_spec(config).layer_specs]
-    stock = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs
-    assert ours == [layer.submodules.mlp.func.__qualname__ for layer in stock]
-    assert ours[0] != ours[1]
-
-
-def test_rejects_a_layout_that_stages_would_choose_each_for_itself():
-    with pytest.raises(ArgumentError, match=r"^--cp-layout: got 'auto'; allowed: balanced, contiguous or zigzag with"):
-        configure(OurConfig, cp_layout="auto", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
-    assert configure(OurConfig, cp_layout="auto").cp_layout == "auto"
-
-
-@pytest.mark.parametrize(
-    "option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwisee"}, {"cp_packed_order": "sequence"}]
-)
-def test_rejects_options_that_do_not_exist(option):
-    name = next(iter(option)).replace("_", "-")
-    rejects(f"^--{name}: got ", configure, OurConfig, **option)
+COUPLED = [
+    {"moe_router_load_balancing_type": "sinkhorn"}, {"moe_router_load_balancing_type": "quantile_balancing"},
+    {"moe_expert_capacity_factor": 1.0},
+]  # fmt: skip
 
 
 def build_latent(**changes):
@@ -455,10 +324,32 @@ def build_ours(**changes):
     return build(config=configure(OurConfig, **changes))
 
 
-def build_hybrid():
-    config = configure(context_parallel_size=2)
-    config.hybrid_context_parallel = True
-    return build(config=config)
+def build_coupled(**changes):
+    refuse_unsupported(configure(**EXPERTS, context_parallel_size=2, **changes))
+
+
+def set_on(config, changes):
+    """Sets what Megatron's own checks of a configuration would refuse before ours."""
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def build_despite(**changes):
+    return build(config=set_on(configure(context_parallel_size=2), changes))
+
+
+def build_spec(**changes):
+    return specs.gpt_layer_spec(set_on(configure(), changes))
+
+
+def build_sparse(**changes):
+    own = {"multi_latent_attention": True, "dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 4, "dsa_indexer_topk": 8}
+    return SparseMLASelfAttention(set_on(configure(), {"context_parallel_size": 2} | own | changes), None)
+
+
+def with_shards(cls=OurConfig, context_parallel_size=2, **flags):
+    return with_options(configure(cls, context_parallel_size=context_parallel_size), argparse.Namespace(**flags))
 
 
 def with_latent_options(**options):
@@ -466,10 +357,7 @@ def with_latent_options(**options):
 
 
 def build_with_latents(**changes):
-    config = with_latent_options(cp_latent_mode="expand")
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return MLASelfAttention(config, None, layer_number=1)
+    return MLASelfAttention(set_on(with_latent_options(cp_latent_mode="expand"), changes), None, layer_number=1)
 
 
 def half_a_layer(**modules):
@@ -490,55 +378,94 @@ def infer_with_latents():
     half_a_layer(core_attention=core).get_query_key_value_tensors(torch.ones(4, 1, 32), inference_context=object())
 
 
-@pytest.mark.parametrize(
-    ("flag", "given", "make", "options"),
-    [
-        ("cp-head-chunks", 99, build_ours, {"cp_head_chunks": 99}),
-        ("apply-rope-fusion", True, build_latent, {"apply_rope_fusion": True}),
-        ("cache-mla-latents", True, build_latent, {"cache_mla_latents": True}),
-        # Only Transformer Engine has this norm.
-        ("qk-layernorm", True, build_latent, {"qk_layernorm": True, "q_lora_rank": None, "transformer_impl": "local"}),
-        ("qk-clip", True, build, {"qk_clip": True}),
-        ("log-max-attention-logit", True, build, {"log_max_attention_logit": True}),
-        ("attention-type", "'cross'", build, {"attention_type": "cross"}),
-        ("attn-mask-type", "<AttnMaskType.padding.*>", build, {"attn_mask_type": AttnMaskType.padding}),
-        ("attn-mask-type", "<AttnMaskType.arbitrary.*>", build, {"attn_mask_type": AttnMaskType.arbitrary}),
-        ("reset-attention-mask", True, build_ours, {"reset_attention_mask": True}),
-        ("cp-codec", "'fp9'", with_latent_options, {"cp_codec": "fp9"}),
-        ("cp-latent-mode", "'expanded'", with_latent_options, {"cp_latent_mode": "expanded"}),
-        ("cp-latent-mode", "'expand'", build_ours, {"cp_latent_mode": "expand"}),  # has no latents
-        ("fp8-format", "'hybrid'", build_with_latents, {"fp8": "hybrid"}),
-        ("fp4-format", "'e2m1'", build_with_latents, {"fp4": "e2m1"}),
-        ("delay-wgrad-compute", True, build_with_latents, {"delay_wgrad_compute": True}),
-        ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
-        ("cp-latent-mode", "'expand'", infer_with_latents, {}),
-        ("hybrid-context-parallel", True, build_hybrid, {}),
-        ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
-         {"mamba_training_ssm_states_dtype": torch.bfloat16}),
-        ("cp-comm-type", "'p2p'", build_mamba,
-         {"layer_number": 2, "context_parallel_size": 2, "cp_comm_type": ["a2a", "p2p"]}),
-    ],
-)  # fmt: skip
+ROUTER = "moe-router-load-balancing-type"
+BIASED = "; allowed: .*--moe-router-enable-expert-bias"
+INDEXERS_STAGES = {"dsa_indexer_topk_freq": 2, "pipeline_model_parallel_size": 2}
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+# A flag, a pattern of what was given and perhaps of what is allowed, and the call.
+REJECTED = [
+    ("cp-head-chunks", "99", build_ours, {"cp_head_chunks": 99}),
+    ("cp-search", "-1.0", build_ours, {"cp_search": -1.0}), ("cp-search", "'1'", build_ours, {"cp_search": "1"}),
+    ("cp-search", r"1\.0; allowed: 0 with p2p\.", build_ours,
+     {"cp_comm_type": "p2p", "context_parallel_size": 2, "cp_search": 1.0}),
+    ("cp-search", r"1\.0; allowed: 0 with a2a and all_gather\.", build_ours,
+     {"cp_comm_type": ["a2a", "allgather"], "context_parallel_size": 2, "cp_search": 1.0}),
+    ("cp-layout", "'zigzagg'", build_ours, {"cp_layout": "zigzagg"}),
+    ("cp-layout", "'auto'; allowed: balanced, contiguous or zigzag with", build_ours, {"cp_layout": "auto", **STAGES}),
+    ("linear-cp-mode", "'chunkwisee'", build_ours, {"linear_cp_mode": "chunkwisee"}),
+    ("cp-packed-order", "'sequence'", build_ours, {"cp_packed_order": "sequence"}),
+    ("apply-rope-fusion", "True", build_latent, {"apply_rope_fusion": True}),
+    ("cache-mla-latents", "True", build_latent, {"cache_mla_latents": True}),
+    # Only Transformer Engine has this norm.
+    ("qk-layernorm", "True", build_latent, {"qk_layernorm": True, "q_lora_rank": None, "transformer_impl": "local"}),
+    ("qk-clip", "True", build, {"qk_clip": True}),
+    ("log-max-attention-logit", "True", build, {"log_max_attention_logit": True}),
+    ("attention-type", "'cross'", build, {"attention_type": "cross"}),
+    ("attn-mask-type", "<AttnMaskType.padding.*>", build, {"attn_mask_type": AttnMaskType.padding}),
+    ("attn-mask-type", "<AttnMaskType.arbitrary.*>", build, {"attn_mask_type": AttnMaskType.arbitrary}),
+    ("reset-attention-mask", "True", build_ours, {"reset_attention_mask": True}),
+    ("cp-codec", "'fp9'", with_latent_options, {"cp_codec": "fp9"}),
+    ("cp-latent-mode", "'expanded'", with_latent_options, {"cp_latent_mode": "expanded"}),
+    ("cp-latent-mode", "'expand'", build_ours, {"cp_latent_mode": "expand"}),  # has no latents
+    ("fp8-format", "'hybrid'", build_with_latents, {"fp8": "hybrid"}),
+    ("fp4-format", "'e2m1'", build_with_latents, {"fp4": "e2m1"}),
+    ("delay-wgrad-compute", "True", build_with_latents, {"delay_wgrad_compute": True}),
+    ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
+    ("cp-latent-mode", "'expand'", infer_with_latents, {}),
+    ("hybrid-context-parallel", "True", build_despite, {"hybrid_context_parallel": True}),
+    ("cuda-graph-impl", "'local'; allowed: .*GraphTables", build_despite, {"cuda_graph_impl": "local"}),
+    ("experimental-attention-variant", "'csa'; allowed: .*leave --spec out", build_spec,
+     {"experimental_attention_variant": "csa"}),
+    ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
+     {"mamba_training_ssm_states_dtype": torch.bfloat16}),
+    ("cp-comm-type", "'p2p'", build_mamba,
+     {"layer_number": 2, "context_parallel_size": 2, "cp_comm_type": ["a2a", "p2p"]}),
+    *((flag, "True", with_shards, {"cls": cls, flag.replace("-", "_"): True})
+      for flag in ("use-megatron-fsdp", "use-torch-fsdp2") for cls in (OurConfig, MLATransformerConfig)),
+    # Experts whose ranks must be equal, and those that depend on which tokens share a rank.
+    ("moe-token-dispatcher-type", "'allgather'", build,
+     {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
+    (ROUTER, "'sinkhorn'" + BIASED, build_coupled, COUPLED[0]),
+    (ROUTER, "'quantile.*'" + BIASED, build_coupled, COUPLED[1]),
+    ("moe-expert-capacity-factor", r"1\.0", build_coupled, COUPLED[2]),
+    # Attention whose keys an indexer chooses.
+    ("multi-latent-attention", "False", build_sparse, {"multi_latent_attention": False}),
+    ("dsa-indexer-topk", "None", build_sparse, {"dsa_indexer_topk": None}),
+    ("dsa-kernel-backend", "'tilelang'", build_sparse, {"dsa_kernel_backend": "tilelang"}),
+    ("softmax-type", "'learnable'", build_sparse, {"softmax_type": "learnable"}),
+    ("cp-latent-mode", "'expand'", build_sparse, {"cp_latent_mode": "expand"}),
+    ("tensor-model-parallel-size", "2", build_sparse, {"tensor_model_parallel_size": 2}),
+    ("dsa-indexer-topk-freq", "2", build_sparse, {**INDEXERS_STAGES, "recompute_granularity": "selective"}),
+    ("dsa-indexer-topk-freq", "2", build_sparse, {**INDEXERS_STAGES, "virtual_pipeline_model_parallel_size": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "given", "make", "options"), REJECTED)
 def test_rejects(flag, given, make, options):
-    with refused(flag, given):
-        make(**options)
+    rejects(f"^--{flag}: got {given}" + ("" if "; allowed: " in given else "; allowed: "), make, **options)
+
+
+def test_options_that_are_refused_elsewhere_are_taken():
+    assert configure(OurConfig, cp_layout="auto").cp_layout == "auto"
+    with_shards(context_parallel_size=1, use_megatron_fsdp=True)
+    with_shards(use_torch_fsdp2=False)
 
 
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])
-def test_heads_and_keys_are_coded_and_what_is_not_says_so(scheme):
-    config = configure(OurConfig, cp_codec="fp8", cp_comm_type=scheme)
+def test_heads_and_keys_are_coded(scheme):
     assert build_ours(cp_codec="fp8", cp_comm_type=scheme).slot.codec == "fp8"
-    ranks = types.SimpleNamespace(size=2)
-    with pytest.warns(UserWarning, match="--cp-codec fp8 does nothing for Mamba, chunkwise, which exchanges no heads"):
-        assert spec_options(config, ranks, "Mamba, chunkwise", uncoded=no_heads("chunkwise"))["codec"] == "none"
 
 
-def test_head_chunks_that_a_layer_does_not_use_are_left_out_and_said():
-    config, ranks = configure(OurConfig, cp_head_chunks=2), types.SimpleNamespace(size=2)
-    warned = "--cp-head-chunks 2 does nothing for Mamba, chunkwise, which exchanges no heads"
-    with pytest.warns(UserWarning, match=warned):
-        assert spec_options(config, ranks, "Mamba, chunkwise", unchunked=no_heads("chunkwise"))["head_chunks"] is None
-    assert spec_options(config, ranks, "Mamba, headwise", unchunked=no_heads("headwise"))["head_chunks"] == 2
+@pytest.mark.parametrize(
+    ("option", "given", "unused", "none"),
+    [("codec", "fp8", "uncoded", "none"), ("head_chunks", 2, "unchunked", None)],
+)
+def test_options_that_a_layer_does_not_use_are_left_out_and_said(option, given, unused, none):
+    config, ranks = configure(OurConfig, **{f"cp_{option}": given}), types.SimpleNamespace(size=2)
+    flag = f"--cp-{option.replace('_', '-')} {given}"
+    with pytest.warns(UserWarning, match=f"{flag} does nothing for Mamba, chunkwise, which exchanges no heads"):
+        assert spec_options(config, ranks, "Mamba, chunkwise", **{unused: no_heads("chunkwise")})[option] == none
+    assert spec_options(config, ranks, "Mamba, headwise", **{unused: no_heads("headwise")})[option] == given
 
 
 def test_an_order_in_another_spelling_is_that_order():
