@@ -201,17 +201,6 @@ class GraphTables:
             given = f"plans that are not in the slots, which have {what}"
             raise ArgumentError("plans", given, "those loaded last", LOAD_AGAIN)
 
-    def check_has(self, plan: Plan) -> None:
-        """Raises if another pack has been loaded in place of the plan's pack.
-
-        Raises:
-            ArgumentError: its tables, and its batch's tokens, are those of the other one now.
-        """
-        tables = plan.tables if isinstance(plan, Plan) else None
-        if tables is None or tables.memory is not self._memory:
-            raise ArgumentError("plan", plan, "one of those loaded last", LOAD_AGAIN)
-        tables.check()
-
     def _learn(self, kinds: Sequence[Slot], plans: Sequence[Plan], rank: int) -> None:
         """Learns what all packs share from a pack of one document with the most tokens, and checks it on another
         pack.

@@ -11,11 +11,11 @@ import megatron_cp as cp
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
-from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, compare, draw, run_layer
 from tests import mask_oracle
 from tests.counting_group import CountingGroup
 from tests.functional_tests.test_in_flight import alone, assert_same_bits, recomputed, together
+from tests.isolation import leaks
 from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 from tests.scheme_cases import SCHEMES, check, check_sequences_alone, over_ranks

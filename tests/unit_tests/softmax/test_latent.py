@@ -14,8 +14,8 @@ from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
-from megatron_cp.testing.memory import PeakMemory
 from tests.covering import covering
+from tests.peak_memory import PeakMemory
 
 LENGTHS = [17, 1, 30, 5]
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12

@@ -12,7 +12,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.choices import ROWS, first_of_largest
 from megatron_cp.softmax.selection import _cut
-from megatron_cp.testing.memory import PeakMemory
+from tests.peak_memory import PeakMemory
 from tests.softmax_oracle import attend, divergence, index_scores, largest, scores_of
 
 LENGTHS = [37, 1, 130, 22]
