@@ -137,12 +137,8 @@ class _Model:
         self.most = model.new_int_var(least, most, "most")
         sent: list[list[Any]] = [[] for _ in range(size)]
         received: list[list[Any]] = [[] for _ in range(size)]
-        costs = [each // unit for each in problem.line_costs]
-        for lines, chunks, out, back in (
-            (problem.tile_rows, problem.rows, costs[0], costs[1]),
-            (problem.tile_columns, problem.columns, costs[2], costs[3]),
-        ):
-            self._add_lines(lines, chunks.owners, out.tolist(), back.tolist(), sent, received)
+        for lines, owners, out, back in problem.axes:
+            self._add_lines(lines, owners, (out // unit).tolist(), (back // unit).tolist(), sent, received)
         for line in self.tile:
             model.add_exactly_one(line)
         for rank in range(size):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,17 +106,26 @@ class Chunks:
         np.add.at(found, self.chunk_of_range, np.diff(self.starts, append=self.total))
         return frozen(found)
 
-    @classmethod
-    def equal_sized(cls, owners: IntArray, size: int = 1) -> Chunks:
-        """Makes chunks of one range of `size` tokens each."""
-        count = owners.size
-        return cls(np.arange(count) * size, count * size, np.arange(count), owners)
+
+class Axis(NamedTuple):
+    """The rows or the columns of a problem.
+
+    Attributes:
+        lines: `[tiles]` the row, or column, of each tile.
+        owners: `[lines]` the rank that holds each.
+        out, back: `[lines]` the bytes of each on its way to a rank, and back.
+    """
+
+    lines: IntArray
+    owners: IntArray
+    out: IntArray
+    back: IntArray
 
 
 class TileProblem:
     """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one from a mask and layouts, `from_table` from a table of work.
+    Immutable. `tiles_of` makes one from a mask and layouts.
 
     Args:
         num_ranks: ranks that compute.
@@ -171,33 +181,6 @@ class TileProblem:
             raise ArgumentError("weights", weights, "bytes and pairs of which all ranks have fewer than 2**53 in all")
         self.load_cap = self._checked_cap(load_cap)
 
-    @classmethod
-    def from_table(
-        cls,
-        work: IntArray,
-        row_owners: IntArray,
-        column_owners: IntArray,
-        num_ranks: int,
-        weights: TileWeights,
-        *,
-        load_cap: int | None = None,
-    ) -> TileProblem:
-        """Makes a problem with chunks of one token each: a byte of `weights` is then the unit of volume.
-
-        Args:
-            work: `[rows, columns]` visible pairs of every tile; 0 where nothing is visible.
-            row_owners, column_owners: the rank of each row and column.
-            num_ranks, weights, load_cap: as in `TileProblem`.
-        """
-        table = np.asarray(work)
-        shape = (np.size(row_owners), np.size(column_owners))
-        if table.shape != shape or not is_integral(table) or (table < 0).any():
-            raise ArgumentError("work", f"{table.dtype} {table.shape}", f"integers of at least 0, of shape {shape}")
-        rows, columns = np.nonzero(table)
-        row_chunks, column_chunks = (Chunks.equal_sized(np.asarray(owners)) for owners in (row_owners, column_owners))
-        work = table[rows, columns]
-        return cls(num_ranks, row_chunks, column_chunks, rows, columns, work, weights, load_cap=load_cap)
-
     # -- what is derived -------------------------------------------------------------------------------------------
 
     @property
@@ -223,6 +206,13 @@ class TileProblem:
         weights, rows, columns = self.weights, self.rows.sizes, self.columns.sizes
         costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
         return tuple(map(frozen, costs))  # type: ignore[return-value]
+
+    @cached_property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The rows and the columns."""
+        row_in, row_back, col_in, col_back = self.line_costs
+        rows = Axis(self.tile_rows, self.rows.owners, row_in, row_back)
+        return rows, Axis(self.tile_columns, self.columns.owners, col_in, col_back)
 
     def with_weights(self, weights: TileWeights) -> TileProblem:
         """Returns the same tiles with other bytes of a token."""
@@ -296,13 +286,10 @@ def volumes(problem: TileProblem, ranks_of_tiles: IntArray, *, weighted: bool = 
     Returns:
         `[num_ranks]` each: bytes sent, bytes received.
     """
-    costs, size = problem.line_costs, problem.num_ranks
+    size = problem.num_ranks
     factor = problem.pair_cost if weighted else 1 - np.eye(size, dtype=np.int64)
     sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    for lines, owners, out, back in (
-        (problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
-        (problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
-    ):
+    for lines, owners, out, back in problem.axes:
         line, rank = np.divmod(np.unique(lines * size + ranks_of_tiles), size)
         owner = owners[line]
         for bytes_of_line, source, target in ((out, owner, rank), (back, rank, owner)):

@@ -13,6 +13,7 @@ from megatron_cp.planner.tiles import TileProblem, TileWeights, bands_by_rank, s
 from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, volumes
 from tests.mask_oracle import pairs_of
 from tests.refusals import rejects
+from tests.tile_masks import one_token_each, table_problem
 
 WEIGHTS = TileWeights(3, 5, 7, 11)
 
@@ -21,9 +22,7 @@ def drawn(seed, rows=5, columns=4, ranks=3):
     """A table of random work and owners."""
     random = np.random.default_rng(seed)
     work = random.integers(1, 9, (rows, columns)) * (random.random((rows, columns)) < 0.7)
-    return TileProblem.from_table(
-        work, random.integers(0, ranks, rows), random.integers(0, ranks, columns), ranks, WEIGHTS
-    )
+    return table_problem(work, random.integers(0, ranks, rows), random.integers(0, ranks, columns), ranks, WEIGHTS)
 
 
 def told(problem, ranks):
@@ -55,7 +54,7 @@ def test_volumes_are_those_of_transfers_one_by_one(seed):
 
 def test_bytes_between_hosts_cost_more_and_are_reported_as_they_are():
     work = np.ones((2, 2), dtype=int)
-    problem = TileProblem.from_table(work, [0, 1], [0, 1], 2, TileWeights(1, 0, 10, 0))
+    problem = table_problem(work, [0, 1], [0, 1], 2, TileWeights(1, 0, 10, 0))
     chunks = problem.rows, problem.columns
     apart = TileProblem(
         2, *chunks, problem.tile_rows, problem.tile_columns, problem.work, problem.weights, hosts=[0, 1], host_cost=8
@@ -235,12 +234,12 @@ def test_rejects_shapes_that_are_none(make, name):
 
 
 def test_rejects_arrays_that_do_not_fit():
-    chunks = Chunks.equal_sized(np.array([0, 1]))
+    chunks = one_token_each([0, 1])
     good = {"num_ranks": 2, "rows": chunks, "columns": chunks, "tile_rows": [0, 1], "tile_columns": [0, 1],
             "work": [1, 1], "weights": WEIGHTS}  # fmt: skip
     TileProblem(**good)
     for argument, value in (
-        ("num_ranks", 0), ("rows", None), ("columns", "x"), ("rows.owners", Chunks.equal_sized(np.array([0, 2]))),
+        ("num_ranks", 0), ("rows", None), ("columns", "x"), ("rows.owners", one_token_each([0, 2])),
         ("rows", Chunks(np.array([0, 1]), 1, np.array([0, 1]), np.array([0, 1]))), ("tile_rows", [0, 2]),
         ("tile_columns", [0]), ("tile_columns", [0, -1]), ("work", [1, 0]), ("work", [1.0, 1.0]), ("weights", 5),
     ):  # fmt: skip
