@@ -228,6 +228,16 @@ class Plan(Memo):
         return max((len(exchange.parts) for exchange, _ in self.exchanges(forward=True)), default=1)
 
     @property
+    def num_chunks(self) -> int:
+        """The number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
+        return max(self.head_chunks, self.attend.head_chunks if self.attend else 1)
+
+    @property
+    def strategy(self) -> str:
+        """The name of the scheme or mode: chunkwise between two redistributions of hidden states is "redistribute"."""
+        return self.scheme if self.redistribution is None else REDISTRIBUTE.name
+
+    @property
     def codec(self) -> Codec | None:
         """The codec of exchanged heads, or of keys that travel; None without one."""
         of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
@@ -375,13 +385,12 @@ class Plan(Memo):
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         candidates = checked_flag("candidates", candidates)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
-        scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         # The machine of the choice need not be this one.
         machine = f", chosen for {self.prices[0].hardware.partition(':')[0]}," if len(self.prices) > 1 else ""
         lines = [
-            f"{self.kind} by {scheme}{machine} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, "
+            f"{self.kind} by {self.strategy}{machine} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, "
             f"{about}",
             "",
             *ownership(self.layout),

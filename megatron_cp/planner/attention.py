@@ -350,7 +350,7 @@ def _cheapest(
     assert plan.attend is not None
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
-        chunks = max(plan.head_chunks, plan.attend.head_chunks)
+        chunks = plan.num_chunks
     degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, reason=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)

@@ -61,7 +61,7 @@ class ModelPlan:
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
             found += [f"--cp-search {job.search_seconds:g}"] * bool(job.search_seconds)
-        modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
+        modes = {plan.strategy for plan, _ in self.plans if plan.attend is None}
         if len(modes) > 1:  # runs of different lengths can have different modes
             found += ["--linear-cp-mode auto", *([f"--cp-hardware {job.hardware}"] * bool(job.hardware))]
         else:
@@ -70,11 +70,6 @@ class ModelPlan:
         found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
         found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
         return " ".join(found)
-
-
-def scheme_of(plan: Plan) -> str:
-    """Returns the name of a plan's scheme or mode, as options spell it."""
-    return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
 
 def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology: Topology) -> ModelPlan:

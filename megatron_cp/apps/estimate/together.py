@@ -49,7 +49,7 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
     best = {slot: slot.plan(layout) for slot in slots}
     attention = [plan for plan in best.values() if plan.attend is not None]
     degrees = sorted({plan.ulysses_degree for plan in attention if SCHEMES[plan.scheme].is_product})
-    chunks = sorted({chunks_of(plan) for plan in attention if SCHEMES[plan.scheme].takes_chunks})
+    chunks = sorted({plan.num_chunks for plan in attention if SCHEMES[plan.scheme].takes_chunks})
     found, refused = list[tuple[float, Together]](), None
     parts_of_all: Sequence[int | None] = [None, *chunks] if asked is None else [asked]
     degree_of_all: Sequence[int | None] = degrees or [None]
@@ -67,11 +67,6 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
         assert refused is not None
         raise refused
     return min(found, key=lambda pair: pair[0])[1]
-
-
-def chunks_of(plan: Plan) -> int:
-    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
-    return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
 def _counted(plans: dict[Slot, Plan], slots: Counter[Slot]) -> tuple[tuple[Plan, int], ...]:
@@ -104,5 +99,5 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
 
 
 def _is_alike(plan: Plan, other: Plan) -> bool:
-    candidates = [(x.scheme, x.layout, x.ulysses_degree, chunks_of(x)) for x in (plan, other)]
+    candidates = [(x.scheme, x.layout, x.ulysses_degree, x.num_chunks) for x in (plan, other)]
     return candidates[0] == candidates[1]
