@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES, Scheme
 from megatron_cp.planner.predict.hardware import Machine, Topology
@@ -87,6 +88,18 @@ def best_chunks(
         by_name.setdefault(_name_of(pair), []).append(pair)
     # One candidate in several numbers of chunks: the fastest, in the place of the one that counts as the least.
     return [min(pairs, key=lambda pair: (not pair[0].is_played, pair[0].total)) for pairs in by_name.values()]
+
+
+def degrees_to_try(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
+    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
+    if asked is not None or not scheme.is_product:
+        return [asked]
+    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
+    degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
+    if not is_many:
+        return degrees
+    host = topology.hosts.count(topology.hosts[0])
+    return [degree for degree in degrees if degree == host] or degrees[:1]
 
 
 class _Sum(NamedTuple):
