@@ -391,17 +391,12 @@ def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
 
 def _solver(plan: Plan) -> dict[str, Any]:
     """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
-    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
-    if not solutions:
-        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
-    both = dict(zip(BOTH, solutions, strict=True))
-    return {
-        "optimal": {name: each.is_optimal for name, each in both.items()},
-        "bound": {name: each.bound for name, each in both.items()},
-        "found": {name: each.busiest_bytes for name, each in both.items()},
-        "load_cap": {name: each.load_cap for name, each in both.items()},
-        "seconds": {name: each.seconds for name, each in both.items()},
-    }
+    fields = {
+        "optimal": "is_optimal", "bound": "bound", "found": "busiest_bytes", "load_cap": "load_cap",
+        "seconds": "seconds",
+    }  # fmt: skip
+    both = dict(zip(BOTH, plan.solutions, strict=False))
+    return {name: {way: getattr(each, field) for way, each in both.items()} or None for name, field in fields.items()}
 
 
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:

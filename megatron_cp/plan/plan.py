@@ -17,6 +17,7 @@ from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section,
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.route import pieces_between
+from megatron_cp.plan.assignment import AssignmentQuality
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
 from megatron_cp.plan.kinds import KINDS
@@ -243,6 +244,12 @@ class Plan(Memo):
         of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
         return of_heads if self.attend is None else of_heads or self.attend.codec
 
+    @property
+    def solutions(self) -> tuple[AssignmentQuality, ...]:
+        """What a search for tiles found, forward and backward; empty where no tiles are assigned."""
+        tiled = self.attend.tiled if self.attend else None
+        return tiled.solutions if tiled else ()
+
     @remembered
     def chunk_partition(self, chunk: int) -> HeadPartition:
         """Returns the heads that each `head_rank` computes in one chunk."""
@@ -437,9 +444,8 @@ class Plan(Memo):
 
     def _explain_assignment(self) -> list[str]:
         """Compares assigned tiles with the least that any assignment sends."""
-        tiled = self.attend.tiled if self.attend else None
         lines = []
-        for name, found in zip(("forward", "backward"), tiled.solutions if tiled else (), strict=False):
+        for name, found in zip(("forward", "backward"), self.solutions, strict=False):
             most, bound = size(found.busiest_bytes), size(found.bound)
             beside = "which is the least" if found.is_optimal else f"no assignment of these needs less than {bound}"
             lines.append(
