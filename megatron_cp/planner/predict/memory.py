@@ -387,7 +387,7 @@ class _RankBytes:
         if self.step.num_stages == 1:
             return [self.out + self.lse]
         base = self.out // self.item * self.acc_bytes + self.lse
-        rows = [*self._later_rows(forward=True), *self._returned_rows(forward=True)]
+        rows = [*self._later_rows(forward=True), *self._returned_rows()]
         parts = [self._merge_bytes(count) for count in rows]
         parts += [
             sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
@@ -490,10 +490,9 @@ class _RankBytes:
         stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_in(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def _returned_rows(self, *, forward: bool) -> list[int]:
-        """Returns, for each stage with remote queries, the most own queries whose results one rank returns."""
-        stages = self.step.stages_in(forward=forward)
-        flows = (stage.remote_queries for stage in stages if stage.remote_queries is not None)
+    def _returned_rows(self) -> list[int]:
+        """Returns, for each stage of forward with remote queries, the most own queries whose results a rank returns."""
+        flows = (stage.remote_queries for stage in self.step.stages if stage.remote_queries is not None)
         return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]
 
 

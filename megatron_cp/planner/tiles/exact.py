@@ -118,7 +118,7 @@ class _Model:
     """The integer program, in units that divide all costs."""
 
     def __init__(self, solver: Any, problem: TileProblem, unit: int, least: int, most: int) -> None:
-        self.problem, self.unit, size = problem, unit, problem.num_ranks
+        self.problem, size = problem, problem.num_ranks
         self.model = model = solver.CpModel()
         self.tile = [[model.new_bool_var("") for _ in range(size)] for _ in range(problem.num_tiles)]
         self.most = model.new_int_var(least, most, "most")
