@@ -4,6 +4,7 @@ import numpy as np
 
 import megatron_cp as cp
 from megatron_cp.planner.tiles import TileProblem, TileWeights, tiles_of
+from megatron_cp.planner.tiles.problem import Chunks
 
 MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 UNITS = {"forward": TileWeights(1, 1, 2, 0), "backward": TileWeights(2, 1, 2, 2)}
@@ -11,6 +12,18 @@ _FULL, _HALF = 2, 1  # work of a block, and of one on the diagonal of a causal m
 _BLOCKS = {"full": 8, "causal": 8, "strided": 16, "global_local": 16, "star": 8, "streaming": 8}
 # In whole blocks, `ceil(W / 8)` with what UltraAttn adds for causal and streaming masks, half a block.
 _LOAD_CAPS = {"full": 8.0, "causal": 4.5, "strided": 7.0, "global_local": 6.0, "star": 3.0, "streaming": 3.5}
+
+
+def one_token_each(owners):
+    """Chunks of one token each."""
+    return Chunks(np.arange(len(owners)), len(owners), np.arange(len(owners)), np.asarray(owners))
+
+
+def table_problem(table, row_owners, column_owners, num_ranks, weights, load_cap=None):
+    """A problem with the work of a table, and chunks of one token: a byte of `weights` is then the unit of volume."""
+    rows, columns = np.nonzero(table)
+    chunks = one_token_each(row_owners), one_token_each(column_owners)
+    return TileProblem(num_ranks, *chunks, rows, columns, table[rows, columns], weights, load_cap=load_cap)
 
 
 def block_table(name):
@@ -29,4 +42,4 @@ def block_problem(name, weights):
     """A mask of UltraAttn's on 8 ranks, in its blocks and under its load cap."""
     table = block_table(name)
     owners = np.arange(len(table)) * 8 // len(table)
-    return TileProblem.from_table(table, owners, owners, 8, weights, load_cap=round(_LOAD_CAPS[name] * _FULL))
+    return table_problem(table, owners, owners, 8, weights, load_cap=round(_LOAD_CAPS[name] * _FULL))

@@ -37,7 +37,7 @@ from megatron_cp.linear.kernels.conv import fixed_heads
 from megatron_cp.linear.kernels.fla import fixed_documents
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, MODES, REDISTRIBUTE, SCHEMES, LinearMode, Scheme
+from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import LoadedTiles
@@ -201,17 +201,6 @@ class GraphTables:
             given = f"plans that are not in the slots, which have {what}"
             raise ArgumentError("plans", given, "those loaded last", LOAD_AGAIN)
 
-    def check_has(self, plan: Plan) -> None:
-        """Raises if another pack has been loaded in place of the plan's pack.
-
-        Raises:
-            ArgumentError: its tables, and its batch's tokens, are those of the other one now.
-        """
-        tables = plan.tables if isinstance(plan, Plan) else None
-        if tables is None or tables.memory is not self._memory:
-            raise ArgumentError("plan", plan, "one of those loaded last", LOAD_AGAIN)
-        tables.check()
-
     def _learn(self, kinds: Sequence[Slot], plans: Sequence[Plan], rank: int) -> None:
         """Learns what all packs share from a pack of one document with the most tokens, and checks it on another
         pack.
@@ -249,7 +238,7 @@ class GraphTables:
         if not way.sends_alike:
             remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or in another way."
             allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
-            taken = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
+            taken = plan.strategy
             raise ArgumentError(name, taken, f"{allowed}, said by name", remedy)
         if plan.kv_layout is not plan.layout:
             raise ArgumentError(

@@ -26,7 +26,7 @@ from megatron_cp.cli.options import (
 from megatron_cp.cli.parser import cp_sizes, flags
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.plan_report import save_plan
-from megatron_cp.cli.plan_table import BOTH, codec_of, head_chunks_of, not_as_asked, priced_as, schemes_of, table_of
+from megatron_cp.cli.plan_table import BOTH, codec_of, not_as_asked, priced_as, schemes_of, table_of
 from megatron_cp.cli.report import Report
 from megatron_cp.cli.shapes import LayerShape, described_layer, layers_of
 from megatron_cp.errors import ArgumentError
@@ -34,7 +34,7 @@ from megatron_cp.layout import Mask
 from megatron_cp.page import check_charts
 from megatron_cp.plan.describe import counted, describe_ties, size, tied
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles
+from megatron_cp.plan.schemes import AUTO, may_assign_tiles
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.layouts import choose_layout
 from megatron_cp.planner.picture import save_picture
@@ -297,7 +297,7 @@ def _verdict(
     for forward in BOTH.values():
         sent.append(size(max(plan.bytes_sent(item_size, forward=forward))))
         needed.append(size(max(plan.bytes_needed(item_size, forward=forward))))
-    name = (plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name) + price.detail
+    name = plan.strategy + price.detail
     is_asked = getattr(args, "scheme", None) not in (None, AUTO)
     memory = schemes.get(plan.scheme, {})
     needs = max(memory["peak_bytes_of_rank_0"].values()) + memory["buffer_bytes_of_rank_0"] if memory else None
@@ -396,28 +396,23 @@ def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
 
 def _solver(plan: Plan) -> dict[str, Any]:
     """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
-    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
-    if not solutions:
-        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
-    both = dict(zip(BOTH, solutions, strict=True))
-    return {
-        "optimal": {name: each.is_optimal for name, each in both.items()},
-        "bound": {name: each.bound for name, each in both.items()},
-        "found": {name: each.busiest_bytes for name, each in both.items()},
-        "load_cap": {name: each.load_cap for name, each in both.items()},
-        "seconds": {name: each.seconds for name, each in both.items()},
-    }
+    fields = {
+        "optimal": "is_optimal", "bound": "bound", "found": "busiest_bytes", "load_cap": "load_cap",
+        "seconds": "seconds",
+    }  # fmt: skip
+    both = dict(zip(BOTH, plan.solutions, strict=False))
+    return {name: {way: getattr(each, field) for way, each in both.items()} or None for name, field in fields.items()}
 
 
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """Returns the plan in numbers; `null` for values that were not priced or solved."""
     return {
-        "scheme": plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name,
+        "scheme": plan.strategy,
         "cp": plan.cp_size,
         "transport": plan.transport.name,
         "hosts": list(plan.transport.hosts),
         "codec": codec_of(plan),
-        "head_chunks": head_chunks_of(plan),
+        "head_chunks": plan.num_chunks,
         "tokens_per_rank": plan.layout.token_counts.tolist(),
         "fragments_per_rank": np.diff(plan.layout.fragment_offsets).tolist(),
         "pad_tokens": int(plan.layout.pad_rows.sum()),

@@ -38,7 +38,7 @@ def schemes_of(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
             found[scheme] = {
                 "ulysses_degree": plan.ulysses_degree,
                 "codec": codec_of(plan),
-                "head_chunks": head_chunks_of(plan),
+                "head_chunks": plan.num_chunks,
                 "bytes_sent": {name: sum(ranks) for name, ranks in sent.items()},
                 "largest_bytes_sent_per_rank": {name: max(ranks) for name, ranks in sent.items()},
                 "peak_bytes_of_rank_0": {
@@ -67,7 +67,7 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     plan = like.plan()
     most = plan.partition.most_groups if candidate.takes_chunks else 0
     tried = CHUNKS if case.head_chunks is None else (min(case.head_chunks, most or 1),)
-    others = [replace(like, head_chunks=n).plan() for n in tried if n <= most and n != head_chunks_of(plan)]
+    others = [replace(like, head_chunks=n).plan() for n in tried if n <= most and n != plan.num_chunks]
     plans = others or [plan] if case.head_chunks is not None else [plan, *others]
     return min(plans, key=lambda each: priced_as(case, each).total) if len(plans) > 1 else plans[0]
 
@@ -89,11 +89,6 @@ def not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
 def codec_of(plan: Plan) -> str:
     """Returns the name of the codec of a plan's messages."""
     return "none" if plan.codec is None else plan.codec.name
-
-
-def head_chunks_of(plan: Plan) -> int:
-    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
-    return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
 def table_of(schemes: dict[str, Any], chosen: str) -> list[str]:

@@ -38,15 +38,9 @@ class Progress:
         self._started = self._shown = time.monotonic()
         self._width = 0
 
-    def step(self, name: str = "", *, total: int | None = None) -> None:
-        """Counts one more step, and says so if it is time.
-
-        Args:
-            name: the step that is done.
-            total: the number of steps, where it has changed.
-        """
+    def step(self, name: str = "") -> None:
+        """Counts one more step, by its name, and says so if it is time."""
         self._done += 1
-        self._total = self._total if total is None else total
         now = time.monotonic()
         if self._quiet or not (self._is_terminal or now - self._shown >= _EVERY_SECONDS):
             return

@@ -103,19 +103,6 @@ class Branches(Memo):
         before[runs.starts] = np.where(runs.parents >= 0, runs.stops[runs.parents] - 1, -1)
         return frozen(before)
 
-    def next_tokens(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns the tokens that follow the given ones in a path: one, none, or several where segments branch.
-
-        Returns:
-            `[p]` each: the place of the token in `tokens`, rising; and the token that follows it.
-        """
-        before = self.predecessors
-        following = np.argsort(before, kind="stable")
-        first, last = (np.searchsorted(before[following], tokens, side=side) for side in ("left", "right"))
-        count = last - first
-        number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-        return np.repeat(np.arange(tokens.size), count), following[number]
-
     @property
     def value(self) -> bytes:
         """Bytes that are equal for equal trees."""

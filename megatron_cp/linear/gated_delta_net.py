@@ -12,7 +12,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearOnRank, Stage, check_conv
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.plan.plan import Plan
 
 
@@ -174,20 +174,14 @@ def gated_delta_net(
         },
         scale=scale,
     )  # fmt: skip
-    return layer.run([qkv, beta, alpha], **mixer_stages(taps, conv_bias, A_log, dt_bias, scale))
-
-
-def mixer_stages(
-    taps: Tensor, conv_bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, scale: float  # noqa: N803
-) -> dict[str, Stage]:  # fmt: skip
-    """Returns the stages of `gated_delta_net`, as keyword arguments of `LinearOnRank.run`."""
 
     def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         q, k, g, beta = delta_gates(q, k, beta, alpha, heads=layer.heads, A_log=A_log, dt_bias=dt_bias)
         return [q, k, v, g, beta]
 
-    return {
-        "conv": lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
-        "gates": gates,
-        "rule": lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
-    }
+    return layer.run(
+        [qkv, beta, alpha],
+        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
+        gates=gates,
+        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
+    )

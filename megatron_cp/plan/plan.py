@@ -17,6 +17,7 @@ from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section,
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo, remembered
 from megatron_cp.layout.route import pieces_between
+from megatron_cp.plan.assignment import AssignmentQuality
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
 from megatron_cp.plan.kinds import KINDS
@@ -228,10 +229,26 @@ class Plan(Memo):
         return max((len(exchange.parts) for exchange, _ in self.exchanges(forward=True)), default=1)
 
     @property
+    def num_chunks(self) -> int:
+        """The number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
+        return max(self.head_chunks, self.attend.head_chunks if self.attend else 1)
+
+    @property
+    def strategy(self) -> str:
+        """The name of the scheme or mode: chunkwise between two redistributions of hidden states is "redistribute"."""
+        return self.scheme if self.redistribution is None else REDISTRIBUTE.name
+
+    @property
     def codec(self) -> Codec | None:
         """The codec of exchanged heads, or of keys that travel; None without one."""
         of_heads = next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
         return of_heads if self.attend is None else of_heads or self.attend.codec
+
+    @property
+    def solutions(self) -> tuple[AssignmentQuality, ...]:
+        """What a search for tiles found, forward and backward; empty where no tiles are assigned."""
+        tiled = self.attend.tiled if self.attend else None
+        return tiled.solutions if tiled else ()
 
     @remembered
     def chunk_partition(self, chunk: int) -> HeadPartition:
@@ -375,13 +392,12 @@ class Plan(Memo):
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         candidates = checked_flag("candidates", candidates)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
-        scheme = self.scheme if self.redistribution is None else REDISTRIBUTE.name
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         # The machine of the choice need not be this one.
         machine = f", chosen for {self.prices[0].hardware.partition(':')[0]}," if len(self.prices) > 1 else ""
         lines = [
-            f"{self.kind} by {scheme}{machine} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, "
+            f"{self.kind} by {self.strategy}{machine} over {counted(self.cp_size, 'rank')}: {self.packing.describe()}, "
             f"{about}",
             "",
             *ownership(self.layout),
@@ -428,9 +444,8 @@ class Plan(Memo):
 
     def _explain_assignment(self) -> list[str]:
         """Compares assigned tiles with the least that any assignment sends."""
-        tiled = self.attend.tiled if self.attend else None
         lines = []
-        for name, found in zip(("forward", "backward"), tiled.solutions if tiled else (), strict=False):
+        for name, found in zip(("forward", "backward"), self.solutions, strict=False):
             most, bound = size(found.busiest_bytes), size(found.bound)
             beside = "which is the least" if found.is_optimal else f"no assignment of these needs less than {bound}"
             lines.append(

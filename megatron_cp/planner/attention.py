@@ -31,17 +31,26 @@ from megatron_cp.planner.checks import (
     checked_blocks,
     checked_chunks,
     checked_codec,
+    checked_degree,
     checked_heads,
     checked_item_size,
+    checked_latent,
+    checked_latent_mode,
     checked_machine,
     exchange_of,
+    latent_modes,
     many_bands,
     no_chunks,
     notes_of,
 )
-from megatron_cp.planner.choose import best_chunks, describe_degree, detail_of, priced_candidates, reason
-from megatron_cp.planner.degrees import checked_degree, degrees_to_try
-from megatron_cp.planner.latents import checked_latent, checked_latent_mode, latent_modes
+from megatron_cp.planner.choose import (
+    best_chunks,
+    degrees_to_try,
+    describe_degree,
+    detail_of,
+    priced_candidates,
+    reason,
+)
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
@@ -350,7 +359,7 @@ def _cheapest(
     assert plan.attend is not None
     scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and scheme.takes_chunks:
-        chunks = max(plan.head_chunks, plan.attend.head_chunks)
+        chunks = plan.num_chunks
     degree = plan.ulysses_degree if scheme.is_product else None
     price = replace(price, reason=reason((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)

@@ -26,8 +26,14 @@ from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import hints_keywords, require
-from megatron_cp.planner.checks import UNCODED_CHOICE, checked_codec, checked_heads, checked_item_size
-from megatron_cp.planner.latents import checked_latent, checked_latent_mode
+from megatron_cp.planner.checks import (
+    UNCODED_CHOICE,
+    checked_codec,
+    checked_heads,
+    checked_item_size,
+    checked_latent,
+    checked_latent_mode,
+)
 from megatron_cp.planner.linear import MAX_CONV_WIDTH, plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine

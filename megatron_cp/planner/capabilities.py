@@ -34,121 +34,105 @@ class Capability:
     remark: str
 
 
-_LATER = "not built yet"
 _BALANCE = (
     "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and"
     " --moe-router-load-balancing-type none), or use one rank"
 )
-_LATENT_MODES = {
-    "expand": "latents travel, and are expanded to keys and values where they arrive",
-    "absorb": "latents travel, and meet queries that absorb the up-projection",
-    "heads": "latents are expanded before they travel",
+
+# For each argument the values that can be planned, with a description of each.
+_WORKS: dict[str, dict[str, str]] = {
+    "scheme": {scheme.name: scheme.remark for scheme in SCHEMES.values()}
+    | {AUTO: "the scheme that is predicted to be fastest"},
+    "mask": {
+        "causal": "a query sees its document up to itself",
+        "full": "a query sees all of its document",
+        "window:N": "itself and the N - 1 tokens before it, as sliding_window=N of transformers",
+        "window:LEFT,RIGHT": "so many tokens before and after itself; -1 for no limit",
+        "prefix:N": "the first N tokens see one another, the rest is causal",
+        "chunk:N": "causal within chunks of N tokens",
+        "first:N+window:LEFT,RIGHT": "a window, and the first N tokens stay visible",
+        **{table.spelling: table.remark for table in BLOCK_TABLES.values()},
+    },
+    "attention": {
+        "shared questions": "Mask.shared_question: answers see their question, not each other",
+        "any union of slices or blocks": "Mask.from_slices, Mask.from_blocks",
+        "cross-attention": "kv_packing and kv_layout of plan_attention",
+        "learned sink": "sink of attention(), on every kernel",
+        "softcap": "softcap of attention(), on kernels reference, flex and flash-attn's",
+        "dropout": "dropout of attention(), the same at every number of ranks; on kernel reference alone, which is "
+        "slow",
+    },
+    "kind": {kind.name: kind.remark for kind in KINDS.values()},
+    "mode": {mode.name: mode.remark for mode in MODES.values()} | {AUTO: "the mode that is predicted to be fastest"},
+    "latent_mode": {
+        "expand": "latents travel, and are expanded to keys and values where they arrive",
+        "absorb": "latents travel, and meet queries that absorb the up-projection",
+        "heads": "latents are expanded before they travel",
+        AUTO: "the mode that is predicted to be fastest",
+    },
+    "transport": {
+        "collective": "the backend's own all-to-all and all-gather",
+        "pairwise": "disjoint pairs of ranks, round by round; any number of ranks",
+        "hierarchical": "one message a rank to each other host, and on from there",
+        "shared_memory": "copies from the other ranks' memory; one Linux host, on the CPU",
+        "symmetric_memory": "copies from the other ranks' devices; one host, CUDA; not on a GPU yet",
+    },
+    "codec": {
+        "none": "heads, keys and values travel in their own type",
+        "fp8": "E4M3 both ways, with a scale for each token and head",
+        "fp8_e5m2": "E4M3 forward and E5M2 for gradients, with a scale for each token and head",
+        "int8": "INT8 both ways, with a scale for each token and head",
+    },
+    "layout": {
+        "balanced": "tokens and attention work both even, for any mask",
+        "contiguous": "the stream cut into equal ranges",
+        "zigzag": "Megatron's order, for any lengths",
+        AUTO: "contiguous, zigzag or balanced: in which all layers are predicted to be fastest",
+        "random": "random fragments, for checks",
+    },
+    "packed_order": {
+        "document": "Megatron's own batches, each document cut in 2 * cp chunks: --sft",
+        "pack": "Megatron's batches, the pack cut in 2 * cp: --dataloader-inter-document-masking",
+    },
+    "layer": {"attention": "softmax attention", **{kind.name: kind.mixer for kind in KINDS.values()}},
+    "megatron": {
+        "GPTModel": "--spec megatron_cp.megatron.specs gpt_layer_spec",
+        "HybridModel": "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+D-",
+        "sparse_attention": "--experimental-attention-variant dsa, or D in a --hybrid-layer-pattern",
+        "windows": "--window-size, --window-attn-skip-freq: in global positions",
+        "sinks": "--softmax-type off-by-one or learnable",
+        "dropout": "--attention-dropout: the same weights at every number of ranks; on kernel reference alone, which "
+        "is slow",
+        "multi_latent_attention": "--multi-latent-attention: values are not padded to keys",
+        "mtp_num_layers": "--mtp-num-layers: in every layout and never across a document, with batches of shard_batch",
+        "mrope_section": "--mrope-section: position_ids of several axes, dealt by shard_batch",
+        "moe_aux_loss_coeff": "--moe-aux-loss-coeff, --moe-z-loss-coeff: means over all ranks' tokens",
+    },
+}
+# Values that a user may ask for and that cannot be planned, with the alternative to use.
+_REFUSED: dict[str, dict[str, str]] = {
+    "megatron": {
+        "apply_rope_fusion": "latent attention has its own positions; use --no-rope-fusion",
+        "cache_mla_latents": "of inference alone; leave it out",
+        "largest_score": "no kernel here reports it; without it the optimizer takes other steps",
+        "hybrid_context_parallel": "Megatron's own loader loses the lengths; leave it out, and give shard_batch a "
+        "group of ranks for each batch",
+        "moe_token_dispatcher_type": "allgather needs equal ranks; use alltoall",
+        "moe_router_load_balancing_type": f"these look at each rank's tokens; {_BALANCE}",
+        "moe_expert_capacity_factor": "each rank would drop tokens by its own; leave it out",
+        "reset_attention_mask": "masks that are tensors are not read; use --dataloader-inter-document-masking, or "
+        "shard_batch",
+        "cuda_graph_impl": "graphs of Megatron's repeat the rows of one pack; leave it out, or capture your own step "
+        "over GraphTables",
+        "cross_attention": "not built yet; self-attention only",
+    },
 }
 
-CAPABILITIES = (
-    *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
-    Capability("scheme", AUTO, True, "the scheme that is predicted to be fastest"),
-    Capability("mask", "causal", True, "a query sees its document up to itself"),
-    Capability("mask", "full", True, "a query sees all of its document"),
-    Capability("mask", "window:N", True, "itself and the N - 1 tokens before it, as sliding_window=N of transformers"),
-    Capability("mask", "window:LEFT,RIGHT", True, "so many tokens before and after itself; -1 for no limit"),
-    Capability("mask", "prefix:N", True, "the first N tokens see one another, the rest is causal"),
-    Capability("mask", "chunk:N", True, "causal within chunks of N tokens"),
-    Capability("mask", "first:N+window:LEFT,RIGHT", True, "a window, and the first N tokens stay visible"),
-    *(Capability("mask", table.spelling, True, table.remark) for table in BLOCK_TABLES.values()),
-    Capability(
-        "attention", "shared questions", True, "Mask.shared_question: answers see their question, not each other"
-    ),
-    Capability("attention", "any union of slices or blocks", True, "Mask.from_slices, Mask.from_blocks"),
-    Capability("attention", "cross-attention", True, "kv_packing and kv_layout of plan_attention"),
-    Capability("attention", "learned sink", True, "sink of attention(), on every kernel"),
-    Capability("attention", "softcap", True, "softcap of attention(), on kernels reference, flex and flash-attn's"),
-    Capability(
-        "attention",
-        "dropout",
-        True,
-        "dropout of attention(), the same at every number of ranks; on kernel reference alone, which is slow",
-    ),
-    *(Capability("kind", kind.name, True, kind.remark) for kind in KINDS.values()),
-    *(Capability("mode", mode.name, True, mode.remark) for mode in MODES.values()),
-    Capability("mode", "auto", True, "the mode that is predicted to be fastest"),
-    *(Capability("latent_mode", name, True, words) for name, words in _LATENT_MODES.items()),
-    Capability("latent_mode", AUTO, True, "the mode that is predicted to be fastest"),
-    Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
-    Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
-    Capability("transport", "hierarchical", True, "one message a rank to each other host, and on from there"),
-    Capability("transport", "shared_memory", True, "copies from the other ranks' memory; one Linux host, on the CPU"),
-    Capability(
-        "transport", "symmetric_memory", True, "copies from the other ranks' devices; one host, CUDA; not on a GPU yet"
-    ),
-    Capability("codec", "none", True, "heads, keys and values travel in their own type"),
-    Capability("codec", "fp8", True, "E4M3 both ways, with a scale for each token and head"),
-    Capability("codec", "fp8_e5m2", True, "E4M3 forward and E5M2 for gradients, with a scale for each token and head"),
-    Capability("codec", "int8", True, "INT8 both ways, with a scale for each token and head"),
-    Capability("layout", "balanced", True, "tokens and attention work both even, for any mask"),
-    Capability("layout", "contiguous", True, "the stream cut into equal ranges"),
-    Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
-    Capability("layout", AUTO, True, "contiguous, zigzag or balanced: in which all layers are predicted to be fastest"),
-    Capability("layout", "random", True, "random fragments, for checks"),
-    Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
-    Capability(
-        "packed_order", "pack", True, "Megatron's batches, the pack cut in 2 * cp: --dataloader-inter-document-masking"
-    ),
-    Capability("layer", "attention", True, "softmax attention"),
-    *(Capability("layer", kind.name, True, kind.mixer) for kind in KINDS.values()),
-    Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
-    Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+D-"),
-    Capability(
-        "megatron", "sparse_attention", True, "--experimental-attention-variant dsa, or D in a --hybrid-layer-pattern"
-    ),
-    Capability("megatron", "windows", True, "--window-size, --window-attn-skip-freq: in global positions"),
-    Capability("megatron", "sinks", True, "--softmax-type off-by-one or learnable"),
-    Capability(
-        "megatron",
-        "dropout",
-        True,
-        "--attention-dropout: the same weights at every number of ranks; on kernel reference alone, which is slow",
-    ),
-    Capability("megatron", "multi_latent_attention", True, "--multi-latent-attention: values are not padded to keys"),
-    Capability("megatron", "apply_rope_fusion", False, "latent attention has its own positions; use --no-rope-fusion"),
-    Capability("megatron", "cache_mla_latents", False, "of inference alone; leave it out"),
-    Capability(
-        "megatron", "largest_score", False, "no kernel here reports it; without it the optimizer takes other steps"
-    ),
-    Capability(
-        "megatron",
-        "mtp_num_layers",
-        True,
-        "--mtp-num-layers: in every layout and never across a document, with batches of shard_batch",
-    ),
-    Capability(
-        "megatron",
-        "hybrid_context_parallel",
-        False,
-        "Megatron's own loader loses the lengths; leave it out, and give shard_batch a group of ranks for each batch",
-    ),
-    Capability(
-        "megatron", "mrope_section", True, "--mrope-section: position_ids of several axes, dealt by shard_batch"
-    ),
-    Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
-    Capability(
-        "megatron", "moe_aux_loss_coeff", True, "--moe-aux-loss-coeff, --moe-z-loss-coeff: means over all ranks' tokens"
-    ),
-    Capability("megatron", "moe_router_load_balancing_type", False, f"these look at each rank's tokens; {_BALANCE}"),
-    Capability("megatron", "moe_expert_capacity_factor", False, "each rank would drop tokens by its own; leave it out"),
-    Capability(
-        "megatron",
-        "reset_attention_mask",
-        False,
-        "masks that are tensors are not read; use --dataloader-inter-document-masking, or shard_batch",
-    ),
-    Capability(
-        "megatron",
-        "cuda_graph_impl",
-        False,
-        "graphs of Megatron's repeat the rows of one pack; leave it out, or capture your own step over GraphTables",
-    ),
-    Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
+CAPABILITIES = tuple(
+    Capability(argument, value, works, text)
+    for table, works in ((_WORKS, True), (_REFUSED, False))
+    for argument, values in table.items()
+    for value, text in values.items()
 )
 
 
@@ -240,6 +224,9 @@ def hints_keywords(made: Made) -> Made:
     @wraps(made)
     def call(*args: Any, **named: Any) -> Any:
         for name in named:
+            if name == "search_cache":  # which left
+                allowed, remedy = "search_seconds alone", "Every rank finds the same tiles by itself."
+                raise ArgumentError(name, named[name], allowed, remedy)
             if name not in known:
                 hint = did_you_mean(name, known)
                 text = f"{made.__qualname__}() got an unexpected keyword argument {name!r}"

@@ -17,7 +17,8 @@ from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.filled_layout import FilledLayout
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, plural
-from megatron_cp.plan.schemes import Scheme, alternatives
+from megatron_cp.plan.latent import LATENT_MODES
+from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, alternatives
 from megatron_cp.plan.selection import Selection
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.capabilities import require
@@ -139,6 +140,7 @@ def no_chunks(asked: int, scheme: str, remedy: str) -> int:
     return 1
 
 
+LARGEST_ON_DEVICES = 256  # features of a head in flash kernels
 UNCODED_CHOICE = "Keys among which queries choose travel in their own type: leave the codec out."
 
 
@@ -207,3 +209,82 @@ def many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     )
     warnings.warn(note, stacklevel=5)
     return (note,)
+
+
+def checked_degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
+    """Returns the degree of a scheme: the number of neighbouring ranks that exchange heads.
+
+    Raises:
+        ArgumentError: the scheme has another degree, or the number of ranks no such divisor.
+    """
+    products = [other.name for other in SCHEMES.values() if other.is_product]
+    if not scheme.is_product:
+        degree = cp_size if scheme.exchanges_heads else 1
+        if ulysses_degree is not None:
+            ulysses_degree = checked_integer("ulysses_degree", ulysses_degree, 1)
+        if ulysses_degree is not None and ulysses_degree != degree:
+            allowed = f"{degree} or None for {scheme.name}"
+            raise ArgumentError("ulysses_degree", ulysses_degree, allowed, f"Use {' or '.join(products)}.")
+        return degree
+    divisors = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
+    if not divisors:
+        remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
+        raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
+    if ulysses_degree is None:
+        # The largest degree that shares key/value heads evenly; else the largest that leaves no rank without one.
+        even, some = (
+            [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
+        )
+        return max(even or some or divisors[:1])
+    if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
+        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
+    return ulysses_degree
+
+
+def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Returns the features of a shared key and of a latent after checking them.
+
+    Raises:
+        ArgumentError: other than two numbers of features, or heads that share keys.
+    """
+    if not isinstance(latent, tuple | list) or len(latent) != 2:
+        raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
+    shared, rank = checked_size("latent[0]", latent[0]), checked_size("latent[1]", latent[1])
+    if shared >= head_dim:
+        raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
+    if kv_heads != heads:
+        raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
+    return shared, rank
+
+
+def checked_latent_mode(latent_mode: str | None, latent: object) -> str | None:
+    """Returns the spelling of a mode of latents, or None for none.
+
+    Raises:
+        ArgumentError: an unknown mode, or one without latents.
+    """
+    if latent_mode is None:
+        return None
+    if latent is None:
+        raise ArgumentError("latent_mode", latent_mode, "None without latent", "Keys and values are given.")
+    return require("latent_mode", latent_mode)
+
+
+def latent_modes(
+    asked: str | None, scheme: str, latent: tuple[int, int] | None, on: Machine, *, selects: bool = False
+) -> tuple[str, ...]:
+    """Returns the modes of latents to compare: the one that was asked for, or those that "auto" has.
+
+    Raises:
+        ArgumentError: keys or absorbed queries where queries select among latents.
+    """
+    if selects:  # among latents, which no mode changes
+        if asked not in (None, AUTO, "expand"):
+            raise ArgumentError("latent_mode", asked, "None with topk", "Queries select among latents as they are.")
+        return ("expand",)
+    if latent is None or (asked is None and scheme != AUTO):
+        return ("expand",)
+    if asked not in (None, AUTO):
+        return (asked,)
+    is_possible = on.hardware.cores or sum(latent) <= LARGEST_ON_DEVICES
+    return tuple(mode for mode in LATENT_MODES if is_possible or mode != "absorb")

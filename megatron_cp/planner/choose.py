@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES, Scheme
 from megatron_cp.planner.predict.hardware import Machine, Topology
@@ -76,7 +77,7 @@ def best_chunks(
     first, tried = found[0], list(found)
     most = _biased_cost(first[0].total, first[1])
     for price, plan in found[:1] if first[1].layout.starts.size > VERY_MANY else found:
-        present = _num_chunks(plan)
+        present = plan.num_chunks
         for chunks in CHUNKS if price.is_played else ():
             least = price.total - price.exposed * (1 - min(chunks, present) / max(chunks, present))
             if chunks != present and (plan is first[1] or _biased_cost(least, plan, chunks) < most):
@@ -87,6 +88,18 @@ def best_chunks(
         by_name.setdefault(_name_of(pair), []).append(pair)
     # One candidate in several numbers of chunks: the fastest, in the place of the one that counts as the least.
     return [min(pairs, key=lambda pair: (not pair[0].is_played, pair[0].total)) for pairs in by_name.values()]
+
+
+def degrees_to_try(scheme: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
+    """Returns the degrees among which "auto" chooses; with very many fragments or tiles, the ranks of a host only."""
+    if asked is not None or not scheme.is_product:
+        return [asked]
+    is_many = layout.starts.size > VERY_MANY or scheme.assigns_tiles
+    degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
+    if not is_many:
+        return degrees
+    host = topology.hosts.count(topology.hosts[0])
+    return [degree for degree in degrees if degree == host] or degrees[:1]
 
 
 class _Sum(NamedTuple):
@@ -117,7 +130,7 @@ def _sums_of(candidates: Sequence[Plan], on: Machine, topology: Topology, item_s
 
 def _parts(plan: Plan) -> float:
     """Returns by how many times the head chunks of a plan may grow."""
-    most, present = min(CHUNKS[-1], plan.partition.most_groups), _num_chunks(plan)
+    most, present = min(CHUNKS[-1], plan.partition.most_groups), plan.num_chunks
     return max(most / present, 1.0) if SCHEMES[plan.scheme].takes_chunks else 1.0
 
 
@@ -129,11 +142,6 @@ def _played(
 
 def _place(pair: tuple[Price, Plan]) -> tuple[bool, float]:
     return not pair[0].is_played, _biased_cost(pair[0].total, pair[1])
-
-
-def _num_chunks(plan: Plan) -> int:
-    assert plan.attend is not None
-    return max(plan.head_chunks, plan.attend.head_chunks)
 
 
 def _name_of(pair: tuple[Price, Plan]) -> tuple[str, int, str]:
@@ -153,7 +161,7 @@ def reason(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> 
 
 def _describe_bias(plan: Plan) -> str:
     factor, more = _bias(plan)
-    more += _chunks_bias(plan, _num_chunks(plan))
+    more += _chunks_bias(plan, plan.num_chunks)
     return f"{factor:g} times its prediction and {more:g} ms" if more else "predicted"
 
 
@@ -161,7 +169,7 @@ def detail_of(plan: Plan) -> str:
     """Describes the degree, the chunks and the mode of latents of a plan, which its scheme's name does not say."""
     assert plan.attend is not None
     degree = describe_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
-    chunks = _num_chunks(plan)
+    chunks = plan.num_chunks
     mode = plan.attend.latent_mode
     return degree + (f", {chunks} chunks" if chunks > 1 else "") + (f", {mode}" if mode else "")
 
@@ -174,7 +182,7 @@ def describe_degree(scheme: Scheme, degree: int | None) -> str:
 def _biased_cost(milliseconds: float, plan: Plan, chunks: int | None = None) -> float:
     """Returns the milliseconds as which a candidate counts, in its own number of head chunks or in another."""
     factor, more = _bias(plan)
-    return milliseconds * factor + more + _chunks_bias(plan, chunks or _num_chunks(plan))
+    return milliseconds * factor + more + _chunks_bias(plan, chunks or plan.num_chunks)
 
 
 def _chunks_bias(plan: Plan, chunks: int) -> float:

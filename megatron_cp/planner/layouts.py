@@ -15,8 +15,6 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
 from megatron_cp.layout.packing import checked_packing
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import checked_machine
@@ -236,14 +234,10 @@ def _kind_price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
         warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen layout is planned
         plan = slot.plan(layout)
     if plan.prices:
-        return KindPrice(plan.kind, _scheme_name(plan), layers, plan.prices[0].total)
+        return KindPrice(plan.kind, plan.strategy, layers, plan.prices[0].total)
     on = machine(slot.hardware)
     on, topology = checked_machine(plan.transport, on, slot.topology, layout.cp_size)
-    return KindPrice(plan.kind, _scheme_name(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
-
-
-def _scheme_name(plan: Plan) -> str:
-    return plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
+    return KindPrice(plan.kind, plan.strategy, layers, priced(plan, on, topology, item_size=slot.item_size).total)
 
 
 class _RecentChoices:

@@ -19,7 +19,6 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.page import DISTINCT
 from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import REDISTRIBUTE
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
@@ -103,7 +102,7 @@ def save_picture(plan: Plan | Sequence[Plan], path: str | Path) -> None:
 
 
 def _name(plan: Plan) -> str:
-    return f"{plan.kind} by {plan.scheme if plan.redistribution is None else REDISTRIBUTE.name}"
+    return f"{plan.kind} by {plan.strategy}"
 
 
 def _title(plans: Sequence[Plan]) -> str:

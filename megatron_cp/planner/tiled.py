@@ -121,8 +121,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
 
 def notes_of_search(plan: Plan) -> tuple[str, ...]:
     """Returns notes on the limits of the search for a plan's tiles; none for a plan without assigned tiles."""
-    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
-    return tuple(dict.fromkeys(found.note for found in solutions if found.note))
+    return tuple(dict.fromkeys(found.note for found in plan.solutions if found.note))
 
 
 def _at_keys(step: Attend) -> TiledWork:

@@ -1,7 +1,7 @@
 """Checks that run anywhere, shipped because users verify their own clusters with them.
 
-`parity` compares N ranks with one, `isolation` perturbs one document, `oracles` are independent code, `poison` makes
-uninitialised memory NaN, `counters` count collectives, copies and waits of the host.
+`parity` compares N ranks with one, `kernels` a kernel with the equations, `poison` makes uninitialised memory NaN, and
+`counters` count collectives, copies and waits of the host.
 """
 
 from megatron_cp.lazy import attach_stub

@@ -1,9 +1,6 @@
 from .counters import Counters as Counters
-from .counters import HostWork as HostWork
-from .counters import host_work as host_work
 from .kernels import check_kernel as check_kernel
 from .layers import run_mixer as run_mixer
-from .memory import PeakMemory as PeakMemory
 from .parity import FLOOR_SHARE as FLOOR_SHARE
 from .parity import TOLERANCES as TOLERANCES
 from .parity import Case as Case

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +12,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.testing.modes import OneThreadMode, register_operators
-from megatron_cp.torch_private import DispatchMode
+from megatron_cp.testing.modes import OneThreadMode
 
 T = TypeVar("T")
 
@@ -61,10 +58,6 @@ class Counters(OneThreadMode):
     def watch(self, group: RankGroup) -> RankGroup:
         """Returns the same group, with its operations counted here."""
         return _WatchedGroup(group, self)
-
-    def copy_passes(self, activation: Tensor) -> float:
-        """Returns the bytes copied, in units of a tensor's size."""
-        return sum(self.copied.values()) / activation.nbytes
 
     def __enter__(self) -> Self:
         _watch_methods(self)
@@ -126,59 +119,6 @@ class _WatchedGroup(RankGroup):
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
         self._once(self.group.host_all_gather, received, sent)
-
-
-@dataclass(frozen=True)
-class HostWork:
-    """The host's work for a call, as counts, which do not depend on the load.
-
-    Attributes:
-        calls: calls of Python functions.
-        operators: torch operators, views included.
-        launches: kernels and copies queued on a GPU; None without one.
-    """
-
-    calls: int
-    operators: int
-    launches: int | None
-
-
-def host_work(call: Callable[[], Any], device: str) -> HostWork:
-    """Calls a function three times and counts something else each time. Backward counts if it runs on this thread."""
-    calls, operators = [0], _Operators()
-
-    def counted(_: object, event: str, __: object) -> None:
-        calls[0] += event == "call"
-
-    register_operators()
-    before = sys.getprofile()
-    sys.setprofile(counted)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    with operators:
-        call()
-    return HostWork(calls[0], operators.count, _launches(call) if device == "cuda" else None)
-
-
-class _Operators(DispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _launches(call: Callable[[], Any]) -> int | None:
-    """Returns the launches that a profiler sees; None if it sees none."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        call()
-        torch.cuda.synchronize()
-    return len([event for event in profile.events() if event.device_type.name == "CUDA"]) or None
 
 
 # Methods are replaced on torch.Tensor while any thread counts, and report to the counters of the thread that calls:

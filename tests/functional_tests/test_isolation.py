@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_cp.testing import isolation
-from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, run_layer
+from tests import isolation
+from tests.isolation import leaks
 
 
 @pytest.mark.parametrize(

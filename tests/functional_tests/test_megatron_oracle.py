@@ -5,8 +5,8 @@ import torch
 
 from megatron_cp.linear.gated_delta_net import gated_delta_net, gated_delta_rule
 from megatron_cp.softmax.attention import attention
-from megatron_cp.testing import oracles
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, draw, relative_error
+from tests import stock_layers
 
 common = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
 
@@ -41,7 +41,7 @@ def test_packed_attention_is_each_document_through_torchs_sdpa(mask, scale, kern
         problem.output_gradient,
     )
     theirs = gradients(
-        lambda q, k, v: oracles.attention(q, k, v, case.packing, is_causal=mask == "causal", scale=scale),
+        lambda q, k, v: stock_layers.attention(q, k, v, case.packing, is_causal=mask == "causal", scale=scale),
         problem.inputs.values(),
         problem.output_gradient,
     )
@@ -61,7 +61,7 @@ def test_packed_gated_delta_net_is_each_document_through_megatrons_rule(kernel):
     def theirs(qkv, beta, alpha, conv, a_log, dt_bias):
         shape = {"heads": case.heads, "key_heads": case.groups, "head_dim": case.head_dim}
         parameters = {"conv": conv, "A_log": a_log, "dt_bias": dt_bias}
-        return oracles.gated_delta_net(qkv, beta, alpha, case.packing, megatron_rule, **shape, **parameters)
+        return stock_layers.gated_delta_net(qkv, beta, alpha, case.packing, megatron_rule, **shape, **parameters)
 
     assert_close(*(gradients(f, tensors, problem.output_gradient) for f in (ours, theirs)), 1e-5)
 

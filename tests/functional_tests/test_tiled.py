@@ -12,11 +12,11 @@ from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import _search_notes, plan_attention
-from megatron_cp.testing.isolation import _changed, _changed_documents
 from megatron_cp.testing.parity import Case, draw, run_layer, whole
 from megatron_cp.testing.poison import poisoned
 from tests.counting_group import CountingGroup
 from tests.covering import covering
+from tests.isolation import _changed, _changed_documents
 from tests.limits import limit
 from tests.scheme_cases import check, check_results
 

@@ -357,8 +357,6 @@ CALLS = {
         "plans": [None, 5, [], FILLED.plans[0], cp.BatchPlan], "rank": [*NO_INTEGER, 2],
         "device": [None, True, 1.5, "cpu", torch.device],
         "rows": [5, True, [], {"x": 5}, {"x": torch.ones(3)}, [STREAM]]}),
-    "GraphTables.check_has": (SLOTS.check_has, {"plan": FILLED.plans[0]}, {
-        "plan": [None, 5, [], BATCH.plans, PLANS["attention"], cp.Plan]}),
     "GraphTables.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
         "plans": [None, 5, [], FILLED.plans[0], BATCH.plans, cp.BatchPlan]}),
     "LocalBatch.ahead": (BATCH.ahead, {"places": 1}, {"places": [-1, *NO_INTEGER]}),

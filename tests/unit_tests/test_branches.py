@@ -18,8 +18,8 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.testing import isolation, oracles
 from megatron_cp.testing.parity import Case, Problem, draw, run_layer, run_linear, whole
+from tests import isolation, stock_layers
 from tests.counts import calls_of, peak_of
 from tests.covering import covering
 from tests.fuzz_cases import LAYOUTS, layout_named
@@ -244,9 +244,9 @@ def test_rejects_what_has_no_meaning_in_documents_that_branch():
     rejects(f"lengths: got .* no GraphTables {refused}", slots.layout, TREE)
     assert slots.layout(Packing([3, 2])) == slots.layout([3, 2])
     x = torch.zeros(9, 1, 2)
-    rejects(f"packing: got .* {refused}", oracles.attention, x, x, x, TREE, is_causal=True, scale=None)
+    rejects(f"packing: got .* {refused}", stock_layers.attention, x, x, x, TREE, is_causal=True, scale=None)
     sizes = {"heads": 1, "key_heads": 1, "head_dim": 2, "conv": x, "A_log": x, "dt_bias": x}
-    rejects(f"packing: got .* {refused}", oracles.gated_delta_net, x, x, x, TREE, None, **sizes)
+    rejects(f"packing: got .* {refused}", stock_layers.gated_delta_net, x, x, x, TREE, None, **sizes)
 
 
 def test_ranks_with_other_trees_are_told_apart():

@@ -2,11 +2,11 @@
 
 `model_files` reads a model from a preset (`model_presets`), a Hugging Face configuration (`hub_configs`) or Megatron's
 flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `model_plan` has its layers' plans,
-which `together` makes, and `memory` the bytes of a rank; `command` compares sizes and layouts.
+and `memory` the bytes of a rank; `command` compares sizes and layouts.
 """
 
 from megatron_cp.apps.estimate.command import LEFT, WHOLE, add_arguments, run_whole
-from megatron_cp.apps.estimate.layer_shapes import MODELS, layer_shapes
 from megatron_cp.apps.estimate.model_files import read_model
+from megatron_cp.apps.estimate.model_presets import MODELS, layer_shapes
 
 __all__ = ["LEFT", "MODELS", "WHOLE", "add_arguments", "layer_shapes", "read_model", "run_whole"]

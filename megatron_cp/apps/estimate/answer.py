@@ -8,16 +8,10 @@ from typing import Any
 
 from megatron_cp.apps.estimate.memory import MARGIN
 from megatron_cp.apps.estimate.model_layers import FULL
-from megatron_cp.apps.estimate.model_plan import ModelPlan, scheme_of
+from megatron_cp.apps.estimate.model_plan import ModelPlan
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.together import chunks_of
 from megatron_cp.plan import Plan, counted, describe_ties, size, tied
 from megatron_cp.planner import Machine
-
-
-def bytes_of(row: ModelPlan) -> dict[str, float]:
-    """Returns the bytes of a rank by their use."""
-    return dict(vars(row.memory))
 
 
 def verdict_lines(
@@ -161,12 +155,8 @@ def _plan_names(plans: Sequence[Plan]) -> str:
 
 def _plan_name(plan: Plan) -> str:
     """Returns a plan's scheme, with its degree and chunks."""
-    chunks = chunks_of(plan)
-    return (
-        scheme_of(plan)
-        + (f" (u = {plan.ulysses_degree})" if 1 < plan.ulysses_degree < plan.cp_size else "")
-        + (f", {chunks} chunks" if chunks > 1 else "")
-    )
+    degree = f" (u = {plan.ulysses_degree})" if 1 < plan.ulysses_degree < plan.cp_size else ""
+    return plan.strategy + degree + (f", {plan.num_chunks} chunks" if plan.num_chunks > 1 else "")
 
 
 _WORDS = {

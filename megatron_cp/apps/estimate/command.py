@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.apps.estimate.answer import answer_lines, bytes_of, verdict_lines
+from megatron_cp.apps.estimate.answer import answer_lines, verdict_lines
 from megatron_cp.apps.estimate.job import GRADIENTS, SHARDINGS, Job
 from megatron_cp.apps.estimate.memory import MARGIN, RUNTIME_BYTES
 from megatron_cp.apps.estimate.mixers import LinearMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION
-from megatron_cp.apps.estimate.model_plan import ModelPlan, plan_model, scheme_of
+from megatron_cp.apps.estimate.model_plan import ModelPlan, plan_model
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
@@ -165,11 +165,11 @@ def _as_json(row: ModelPlan, limit: float) -> dict[str, Any]:
     return {
         **{name: getattr(row.job, name) for name in _NAMES},
         "plans": [
-            {"kind": plan.kind, "scheme": scheme_of(plan), "ulysses_degree": plan.ulysses_degree, "layers": count}
+            {"kind": plan.kind, "scheme": plan.strategy, "ulysses_degree": plan.ulysses_degree, "layers": count}
             for plan, count in row.plans
         ],
         "milliseconds": {**row.parts, "layers": row.milliseconds},
-        "bytes": bytes_of(row), "fits": row.memory.fits(limit), "flags": row.flags,
+        "bytes": dict(vars(row.memory)), "fits": row.memory.fits(limit), "flags": row.flags,
     }  # fmt: skip
 
 

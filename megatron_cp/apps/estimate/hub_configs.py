@@ -59,7 +59,7 @@ def _alternating(config: Fields, full: Block, sliding: Block, interval: int) -> 
     """Returns layers of which every `interval`-th is full and the others slide, unless `layer_types` says otherwise."""
     layers = config.layers("num_hidden_layers")
     types = [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
-    return config.blocks("layer_types", {FULL: full, SLIDING: sliding}, types, layers)
+    return chosen_blocks("layer_types", config.get("layer_types", types), {FULL: full, SLIDING: sliding}, layers)
 
 
 def _experts(config: Fields, size: str, experts: str, chosen: str = "num_experts_per_tok", **rest: Any) -> MLP:
@@ -97,7 +97,7 @@ def _qwen(config: Fields, mixer: AttentionMixer) -> Blocks:
         first = config.size("max_window_layers", 28, least=0)
         types[SLIDING] = Block(_sliding(mixer, config, 4096), mlp)
     default = [FULL if number < first else SLIDING for number in range(layers)]
-    return config.blocks("layer_types", types, default, layers)
+    return chosen_blocks("layer_types", config.get("layer_types", default), types, layers)
 
 
 def _qwen2(config: Fields) -> Blocks:
@@ -139,7 +139,9 @@ def _qwen3_next(config: Fields) -> Blocks:
     layers = config.layers("num_hidden_layers")
     interval = config.size("full_attention_interval", 4)
     types = [LINEAR if number % interval else FULL for number in range(1, layers + 1)]
-    mixers = config.blocks("layer_types", {LINEAR: Block(linear), FULL: Block(full)}, types, layers)
+    mixers = chosen_blocks(
+        "layer_types", config.get("layer_types", types), {LINEAR: Block(linear), FULL: Block(full)}, layers
+    )
     experts = _qwen_experts(config, shared_size=config.size("shared_expert_intermediate_size", 0, least=0))
     return tuple(replace(block, mlp=_qwen_mixture(config, n, experts)) for n, block in enumerate(mixers))
 
@@ -255,7 +257,7 @@ def _granite_hybrid(config: Fields) -> Blocks:
     scaled = replace(_attention(config), softmax_scale=config.number("attention_multiplier", 1.0))
     linear, attention = Block(_mamba_of_bamba(config), mlp), Block(scaled, mlp)
     types = {"mamba": linear, "attention": attention, LINEAR: linear, FULL: attention}
-    return config.blocks("layer_types", types, ["mamba"] * layers, layers)
+    return chosen_blocks("layer_types", config.get("layer_types", ["mamba"] * layers), types, layers)
 
 
 def _latent(config: Fields) -> AttentionMixer:

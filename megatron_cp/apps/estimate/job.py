@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
-from megatron_cp.apps.estimate.model_layers import MLP, OPS
+from megatron_cp.apps.estimate.model_layers import MLP, OPS, RECOMPUTATION
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.planner import Machine, Topology
@@ -26,7 +26,7 @@ class Job:
         layout: "zigzag", "contiguous" or "balanced".
         scheme, ulysses_degree: attention's; "auto" compares all.
         mode: the mode of linear layers; "auto" compares all.
-        recompute: as `ModelSpec.activation_bytes` takes it.
+        recompute: as `Block.saved` takes it.
         head_chunks, transport, codec: for attention and linear layers; see `plan_attention`.
         sharding: how parameters, gradients and optimizer are sharded over the ranks that have the same ones: "none";
             "zero1" (optimizer: Megatron's distributed optimizer); "zero3" (all of them: FSDP).
@@ -90,7 +90,7 @@ class Job:
         Raises:
             ArgumentError: such a degree, or a choice that does not exist.
         """
-        for name, allowed in (("sharding", SHARDINGS), ("gradients", GRADIENTS)):
+        for name, allowed in (("sharding", SHARDINGS), ("gradients", GRADIENTS), ("recompute", RECOMPUTATION)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
         for name in ("replicas", "tp", "pp", "ep"):

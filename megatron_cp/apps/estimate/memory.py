@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_cp.apps.estimate.job import Job
-from megatron_cp.apps.estimate.model_layers import FULL, NONE
+from megatron_cp.apps.estimate.model_layers import FULL
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.layout import Layout
 from megatron_cp.plan import Plan
@@ -71,7 +71,7 @@ def memory_of(model: ModelSpec, layout: Layout, job: Job, plans: Sequence[tuple[
         saved += tokens * model.recomputed_bytes(job.recompute)
         most = float(working)
         if stage == job.pp - 1:
-            saved += tokens * (model.activation_bytes(NONE) - model.activation_bytes(NONE, output_head=False))
+            saved += tokens * model.head_bytes
             most = max(most, tokens * model.vocab_size * _LOGITS.get(job.sharding, 2))
         found.append(Memory(*_state_bytes(model, job, stage), saved + most, buffers))
     return max(found, key=lambda memory: memory.total)

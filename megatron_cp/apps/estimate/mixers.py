@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import KINDS, Dim, Per, SectionKind
 from megatron_cp.planner import AttentionSpec, LinearSpec
 from megatron_cp.softmax import checked_options
@@ -55,13 +54,6 @@ class AttentionMixer:
     def __post_init__(self) -> None:
         self.slot()
         checked_options(self.head_dim, softmax_scale=self.softmax_scale, softcap=self.softcap)
-        _check_divides("kv_heads", self.kv_heads, "heads", self.heads)
-        for name in ("output_gate", "qk_norm", "bias", "output_bias", "sink"):
-            checked_flag(name, getattr(self, name))
-        for name in ("kv_rank", "query_rank"):
-            if getattr(self, name) is not None:
-                checked_integer(name, getattr(self, name), 1)
-        checked_integer("shared_key_dim", self.shared_key_dim, 0, self.head_dim - 1 if self.kv_rank else 0)
 
     @property
     def layer(self) -> str:
@@ -81,10 +73,7 @@ class AttentionMixer:
         """Returns the number of weights of the projections."""
         queries = self._queries * 2 if self.output_gate else self._queries
         found = self._outputs * hidden_size
-        if self.query_rank:
-            found += self.query_rank * (hidden_size + queries)
-        else:
-            found += hidden_size * queries
+        found += self.query_rank * (hidden_size + queries) if self.query_rank else hidden_size * queries
         if not self.kv_rank:
             return found + hidden_size * (self._keys + self._values)
         own_keys = self.kv_heads * (self.head_dim - self.shared_key_dim)
@@ -98,7 +87,7 @@ class AttentionMixer:
         return count + (hidden_size if self.output_bias else 0) + (self.heads if self.sink else 0)
 
     def saved(self, *, selective: bool) -> int:
-        """Returns the bytes that a token saves from the input norm to the output projection: see `activation_bytes`."""
+        """Returns the bytes that a token saves from the input norm to the output projection: see `Block.saved`."""
         features = self._queries + self._keys + self._values + self._latents
         features += (self._latents or self._queries + self._keys) if self.qk_norm else 0
         features += 2 * self._outputs if self.output_gate else 0
@@ -138,7 +127,7 @@ class LinearMixer:
         gate_rank: features between the two projections of the output gate; None for one projection.
 
     Raises:
-        ArgumentError: a kind that does not exist, or sizes that do not fit each other.
+        ArgumentError: sizes that do not fit each other.
     """
 
     kind: str
@@ -153,13 +142,6 @@ class LinearMixer:
 
     def __post_init__(self) -> None:
         self.slot()
-        if not KINDS[self.kind].has_state:
-            raise ArgumentError("kind", self.kind, " or ".join(kind.name for kind in KINDS.values() if kind.has_state))
-        _check_divides("key_heads", self.key_heads, "heads", self.heads)
-        checked_integer("vectors_per_layer", self.vectors_per_layer, 0)
-        for name in ("decay_rank", "gate_rank"):
-            if getattr(self, name) is not None:
-                checked_integer(name, getattr(self, name), 1)
 
     @property
     def layer(self) -> str:
@@ -181,7 +163,7 @@ class LinearMixer:
         return self.vectors_per_layer
 
     def saved(self, *, selective: bool) -> int:
-        """Returns the bytes that a token saves from the input norm to the output projection: see `activation_bytes`."""
+        """Returns the bytes that a token saves from the input norm to the output projection: see `Block.saved`."""
         norm_is_made_again = selective and KINDS[self.kind].is_dense
         features = sum(self._widths.values()) + self._outputs * (1 if norm_is_made_again else 2)
         return BF16 * (features + sum(rank for rank, _ in self._low_rank))
@@ -237,8 +219,3 @@ def mamba2(
 
 
 Mixer = AttentionMixer | LinearMixer
-
-
-def _check_divides(argument: str, divisor: int, name: str, number: int) -> None:
-    if number % divisor:
-        raise ArgumentError(argument, divisor, f"a divisor of {name}, which is {number}")

@@ -1,23 +1,112 @@
-"""`plan_model`: plans all layers of a model in a job, with their predicted time and the memory. No torch in here."""
+"""`plan_model`: plans all layers of a model in a job, with their predicted time and the memory. No torch in here.
+
+One set of Megatron's flags asks for all plans. Megatron has a value of `--cp-comm-type` for each layer, but one value
+for all layers of `--hierarchical-context-parallel-sizes` and of `--cp-head-chunks`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_cp.apps.estimate.job import Job
 from megatron_cp.apps.estimate.memory import Memory, memory_of
 from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_layers import FULL
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.apps.estimate.together import plan_together
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.plan import DEFAULT, SCHEMES, Plan, Transport
-from megatron_cp.planner import Machine, Slot, Topology, priced, timelines
+from megatron_cp.planner import AttentionSpec, LinearSpec, Machine, Slot, Topology, priced, timelines
+
+
+class _Together(NamedTuple):
+    """Plans for which one set of flags asks.
+
+    Attributes:
+        plans: the plan of each kind of layer, in the order of their slots, and how often it occurs.
+        head_chunks: the value of `--cp-head-chunks`; None to leave it out.
+    """
+
+    plans: tuple[tuple[Plan, int], ...]
+    head_chunks: int | None
+
+
+def _plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: Topology) -> _Together:
+    """Returns the cheapest plan of each kind of layer, or the cheapest with a common degree and number of chunks.
+
+    The second holds if no single set of flags asks for all of the first.
+
+    Args:
+        slots: the kinds of layers, with how often each occurs.
+        layout: the layout of every layer.
+        on: the machine.
+        topology: the hosts of the ranks.
+
+    Raises:
+        ArgumentError: a layer that cannot be planned.
+    """
+    asked = next((slot.head_chunks for slot in slots if isinstance(slot, AttentionSpec)), None)
+    slots = Counter({_placed(slot, on, topology): count for slot, count in slots.items()})
+    best = {slot: slot.plan(layout) for slot in slots}
+    attention = [plan for plan in best.values() if plan.attend is not None]
+    degrees = sorted({plan.ulysses_degree for plan in attention if SCHEMES[plan.scheme].is_product})
+    chunks = sorted({plan.num_chunks for plan in attention if SCHEMES[plan.scheme].takes_chunks})
+    found, refused = list[tuple[float, _Together]](), None
+    parts_of_all: Sequence[int | None] = [None, *chunks] if asked is None else [asked]
+    degree_of_all: Sequence[int | None] = degrees or [None]
+    for degree, parts in itertools.product(degree_of_all, parts_of_all):
+        try:
+            plans = {slot: _like(slot, plan, layout, degree, parts) for slot, plan in best.items()}
+        except ArgumentError as error:  # a kind has too few heads for so many chunks
+            refused = error
+            continue
+        if all(_is_alike(plans[slot], best[slot]) for slot in slots):
+            return _Together(_counted(best, slots), parts)
+        total = sum(count * priced(plans[slot], on, topology).total for slot, count in slots.items())
+        found.append((total, _Together(_counted(plans, slots), parts)))
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _counted(plans: dict[Slot, Plan], slots: Counter[Slot]) -> tuple[tuple[Plan, int], ...]:
+    return tuple((plan, slots[slot]) for slot, plan in plans.items())
+
+
+def _placed(slot: Slot, on: Machine, topology: Topology) -> Slot:
+    """Returns the slot, and the other layers of its run, on that machine."""
+    if isinstance(slot, AttentionSpec):
+        return replace(slot, hardware=on, topology=topology)
+    run = tuple(replace(each, hardware=on, topology=topology) for each in slot.run)
+    return replace(slot, hardware=on, topology=topology, run=run)
+
+
+def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int | None) -> Plan:
+    """Returns the plan that flags with this degree and number of chunks give a layer, in its best plan's scheme."""
+    if isinstance(slot, LinearSpec):
+        if parts == slot.head_chunks:
+            return best
+        return replace(slot, head_chunks=parts, run=tuple(replace(each, head_chunks=parts) for each in slot.run)).plan(
+            layout
+        )
+    scheme = SCHEMES[best.scheme]
+    search: dict[str, Any] = {} if scheme.assigns_tiles else {"search_seconds": 0.0}
+    given = replace(
+        slot, scheme=scheme.name, ulysses_degree=degree if scheme.is_product else None,
+        head_chunks=parts if scheme.takes_chunks else None, **search,
+    )  # fmt: skip
+    return replace(given.plan(layout), prices=best.prices)
+
+
+def _is_alike(plan: Plan, other: Plan) -> bool:
+    candidates = [(x.scheme, x.layout, x.ulysses_degree, x.num_chunks) for x in (plan, other)]
+    return candidates[0] == candidates[1]
 
 
 @dataclass(frozen=True)
@@ -61,7 +150,7 @@ class ModelPlan:
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
             found += [f"--cp-search {job.search_seconds:g}"] * bool(job.search_seconds)
-        modes = {scheme_of(plan) for plan, _ in self.plans if plan.attend is None}
+        modes = {plan.strategy for plan, _ in self.plans if plan.attend is None}
         if len(modes) > 1:  # runs of different lengths can have different modes
             found += ["--linear-cp-mode auto", *([f"--cp-hardware {job.hardware}"] * bool(job.hardware))]
         else:
@@ -70,11 +159,6 @@ class ModelPlan:
         found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
         found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
         return " ".join(found)
-
-
-def scheme_of(plan: Plan) -> str:
-    """Returns the name of a plan's scheme or mode, as options spell it."""
-    return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
 
 def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology: Topology) -> ModelPlan:
@@ -101,7 +185,7 @@ def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
+        plans, head_chunks = _plan_together(Counter(slots), layout, on, topology)
     parts = dict.fromkeys(("attention", "linear", "exposed", "imbalance"), 0.0)
     for plan, count in plans:
         for name, milliseconds in _parts(plan, job, on, topology).items():

@@ -24,9 +24,9 @@ from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.refusals import (
+    feature_error,
     named_by_flags,
     refuse,
-    refuse_feature,
     refuse_other_means,
     refuse_unsupported,
     unsupported_attention,
@@ -328,7 +328,7 @@ def refuse_attention(config: Any, attn_mask_type: AttnMaskType, attention_type: 
     """Raises an error for options that no attention here supports, while the model is built."""
     refuse_unsupported(config)
     if attention_type != "self":
-        refuse_feature("cross_attention", attention_type, "self", flag="attention_type")
+        raise feature_error("cross_attention", attention_type, "self", flag="attention_type")
     if attn_mask_type not in _CAUSAL:
         refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
     for error in unsupported_attention(config):

@@ -42,11 +42,6 @@ def named_by_flags() -> Iterator[None]:
         refuse(_FLAGS[error.argument], error.given, error.allowed, error.remedy)
 
 
-def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
-    """Raises an `ArgumentError` with the capability table's remark on a feature; the flag is its name, or `flag`."""
-    raise _feature_error(feature, given, allowed, flag=flag)
-
-
 def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
     """Refuses a scheme that sends keys for a linear layer: an error if a list names it, else a warning."""
     if config.context_parallel_size == 1 or cp_comm_type in (None, DEFAULT.name, AUTO):
@@ -103,14 +98,14 @@ def unsupported(config: Any) -> Iterator[ArgumentError]:
             " megatron_cp.megatron.config.TransformerConfig does.",
         )
     if getattr(config, "cuda_graph_impl", "none") != "none":
-        yield _feature_error("cuda_graph_impl", config.cuda_graph_impl, "none")
+        yield feature_error("cuda_graph_impl", config.cuda_graph_impl, "none")
     if getattr(config, "hybrid_context_parallel", False):
-        yield _feature_error("hybrid_context_parallel", True, "off")
+        yield feature_error("hybrid_context_parallel", True, "off")
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
         # It assumes that every rank has as many rows as this one.
-        yield _feature_error("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
+        yield feature_error("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
     if config.context_parallel_size > 1 and config.num_moe_experts:
-        yield from _coupling_experts(config, "with --context-parallel-size above 1")
+        yield from _coupling_experts(config)
 
 
 def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
@@ -130,17 +125,17 @@ def unsupported_attention(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options that softmax attention does not support, beside `unsupported`."""
     if config.qk_clip or config.log_max_attention_logit:
         flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
-        yield _feature_error("largest_score", True, "off", flag=flag)
+        yield feature_error("largest_score", True, "off", flag=flag)
     if getattr(config, "reset_attention_mask", False):  # only our configuration has it
-        yield _feature_error("reset_attention_mask", True, "off")
+        yield feature_error("reset_attention_mask", True, "off")
 
 
 def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options that multi-latent attention does not support, beside `unsupported`."""
     if config.apply_rope_fusion:
-        yield _feature_error("apply_rope_fusion", True, "off with --multi-latent-attention")
+        yield feature_error("apply_rope_fusion", True, "off with --multi-latent-attention")
     if config.cache_mla_latents:
-        yield _feature_error("cache_mla_latents", True, "off")
+        yield feature_error("cache_mla_latents", True, "off")
     if config.qk_layernorm and config.q_lora_rank is None and not uses_transformer_engine(config):
         remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
         yield ArgumentError("--qk-layernorm", True, "off, or with --q-lora-rank", remedy)
@@ -225,15 +220,16 @@ def unsupported_sparse_attention(config: Any) -> Iterator[ArgumentError]:
         yield ArgumentError("--softmax-type", config.softmax_type, "vanilla with an indexer that chooses keys")
 
 
-def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:
+def _coupling_experts(config: Any) -> Iterator[ArgumentError]:
     """Yields the errors for options with which experts' results depend on the tokens that share a rank."""
-    balancing = config.moe_router_load_balancing_type
+    balancing, several = config.moe_router_load_balancing_type, "with --context-parallel-size above 1"
     if balancing in ("sinkhorn", "quantile_balancing"):
-        yield _feature_error("moe_router_load_balancing_type", balancing, f"none or auxiliary losses {several}")
+        yield feature_error("moe_router_load_balancing_type", balancing, f"none or auxiliary losses {several}")
     if config.moe_expert_capacity_factor is not None:
-        yield _feature_error("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
+        yield feature_error("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
 
 
-def _feature_error(feature: str, given: object, allowed: str, *, flag: str | None = None) -> ArgumentError:
+def feature_error(feature: str, given: object, allowed: str, *, flag: str | None = None) -> ArgumentError:
+    """Returns the error with the capability table's remark on a feature; the flag is its name, or `flag`."""
     remedy = f"{feature.replace('_', ' ')}: {remark('megatron', feature)}."
     return ArgumentError(f"--{(flag or feature).replace('_', '-')}", given, allowed, remedy)

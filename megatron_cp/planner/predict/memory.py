@@ -6,21 +6,23 @@ No torch in here: a batch can be judged before anything is allocated.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.split_counts import rounded
+from megatron_cp.exchange.split_counts import SPARE, rounded
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.by_host import first_hop
-from megatron_cp.plan.flows import Fetch, PassOn, Return
+from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.layer_program import Local, Move
+from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.program import Allocate, Order, Pack, Release, Start
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.stage import Stage
 from megatron_cp.plan.steps import ToHeads, ToTokens
-from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
 MERGING = 3  # log-sum-exps for each query and head while partial results are merged: old, new, and the weight
 PLACE = 8  # bytes of the index of an element
@@ -132,14 +134,14 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
 
 def _pool_bytes(plan: Plan, rank: int, item_size: int) -> int:
     """Returns the bytes that `Buffers` makes for head exchanges and attention, in one forward and one backward."""
-    pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
+    pool, (kv_rank, head_rank) = _Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
         taken = dict[tuple[int, int], list[int]]()
         for do in plan.program(forward=forward):
             match do:
                 case Local(_, chunk) if plan.attend is not None:
                     attend = plan.chunk_attend(chunk or 0)
-                    walk_buffers(attend, kv_rank, head_rank, item_size, pool, forward=forward)
+                    _walk_buffers(attend, kv_rank, head_rank, item_size, pool, forward=forward)
                 case Move(step, to_heads, starts, parts) if not step.exchange.is_local:
                     for key in [(id(step), part) for part in parts]:
                         if starts:
@@ -148,6 +150,67 @@ def _pool_bytes(plan: Plan, rank: int, item_size: int) -> int:
                         else:
                             pool.release(taken[key])
     return sum(pool.capacities)
+
+
+class _Pool:
+    """The pool of `Buffers`, in numbers: it counts as `Buffers` allocates.
+
+    Attributes:
+        capacities: the capacity of each buffer, in the order in which they were made.
+    """
+
+    def __init__(self) -> None:
+        self.capacities: list[int] = []
+        self._free: list[int] = []
+
+    def acquire(self, size: int) -> int:
+        """Returns the number of the buffer that a message of so many bytes takes."""
+        capacity = rounded(size)
+        fitting = [number for number in self._free if capacity <= self.capacities[number] <= SPARE * capacity]
+        if fitting:
+            self._free.remove(min(fitting))
+            return min(fitting)
+        self.capacities.append(capacity)
+        return len(self.capacities) - 1
+
+    def release(self, taken: Iterable[int]) -> None:
+        """Marks buffers as free."""
+        self._free += taken
+
+
+def _walk_buffers(step: Attend, kv_rank: int, head_rank: int, item_size: int, pool: _Pool, *, forward: bool) -> None:
+    """Acquires and releases in a pool the buffers of one direction of an attention on one rank."""
+    chunks, taken = step.chunks(head_rank), dict[int, int]()
+
+    def acquire(rows: int, payload: Payload, chunk: int) -> int:
+        return pool.acquire(rows * step.row_bytes(payload, head_rank, item_size, chunks[chunk]))
+
+    def usable_rows(flow: RowFlow | None) -> int:
+        if flow is None:
+            return int(step.keys.token_counts[kv_rank])
+        rows = flow.message_rows(kv_rank)
+        return rows.received if rows.ordered is None else rows.ordered
+
+    for do in step.program(forward=forward):
+        match do:
+            case Pack(payload=payload, flow=Return() as flow):
+                taken[do.buffer] = acquire(sum(flow.split_counts.sent_by(kv_rank)), payload, do.part.chunk)
+            case Pack(payload=payload, flow=flow):
+                rows = usable_rows(None) if flow is None else flow.message_rows(kv_rank).sent
+                assert rows is not None
+                taken[do.buffer] = acquire(rows, payload, do.part.chunk)
+            case Start(payload=payload, flow=flow):
+                taken[do.buffer] = acquire(flow.message_rows(kv_rank).received, payload, do.part.chunk)
+            case Allocate(payload=payload, flow=flow):
+                taken[do.buffer] = acquire(usable_rows(flow), payload, do.part.chunk)
+            case Order(payload=payload, flow=flow) if flow.order_table(kv_rank) is not None:
+                rows = usable_rows(flow) if isinstance(flow, Fetch) else flow.message_rows(kv_rank).sent
+                assert rows is not None
+                ordered = acquire(rows, payload, do.part.chunk)
+                pool.release([taken[do.buffer]])
+                taken[do.buffer] = ordered
+            case Release():
+                pool.release([taken.pop(do.buffer)])
 
 
 def _message_bytes(
@@ -324,7 +387,7 @@ class _RankBytes:
         if self.step.num_stages == 1:
             return [self.out + self.lse]
         base = self.out // self.item * self.acc_bytes + self.lse
-        rows = [*self._later_rows(forward=True), *self._returned_rows(forward=True)]
+        rows = [*self._later_rows(forward=True), *self._returned_rows()]
         parts = [self._merge_bytes(count) for count in rows]
         parts += [
             sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
@@ -427,10 +490,9 @@ class _RankBytes:
         stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_in(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def _returned_rows(self, *, forward: bool) -> list[int]:
-        """Returns, for each stage with remote queries, the most own queries whose results one rank returns."""
-        stages = self.step.stages_in(forward=forward)
-        flows = (stage.remote_queries for stage in stages if stage.remote_queries is not None)
+    def _returned_rows(self) -> list[int]:
+        """Returns, for each stage of forward with remote queries, the most own queries whose results a rank returns."""
+        flows = (stage.remote_queries for stage in self.step.stages if stage.remote_queries is not None)
         return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]
 
 

@@ -2,7 +2,7 @@
 
 Queries travel too. `tiles_of` cuts a mask into tiles, `solve` gives each to a rank under a cap on a rank's work, and
 `bands_by_rank` turns an answer into bands of the mask. `problem` is the model, `cuts` makes the tiles, `fast` is the
-search without a solver (`starts` and `anneal`), `exact` the one with a solver, and `bounds` finds lower bounds. Numpy
+search without a solver, by the moves of `anneal`, `exact` the one with a solver, and `bounds` finds lower bounds. Numpy
 and integers: no torch in here.
 """
 

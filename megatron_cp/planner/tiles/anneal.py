@@ -31,7 +31,7 @@ _HOT, _COOLING = 0.5, 0.628  # the first scale of the threshold, and its factor 
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class Lines:
     """The rows or the columns of a problem, as moves read them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Moves:
     """
 
     num_ranks: int
-    axes: tuple[Axis, Axis]
+    axes: tuple[Lines, Lines]
     work: IntArray
     load_cap: int
     pair_cost: FloatArray
@@ -113,7 +113,7 @@ class Chains:
         np.add.at(self.loads, (held, self.all), self.work[:-1, None])
 
     def _move_lines(
-        self, into: FloatArray, axis: Axis, line: IntArray, rank: IntArray, chain: IntArray, sign: FloatArray
+        self, into: FloatArray, axis: Lines, line: IntArray, rank: IntArray, chain: IntArray, sign: FloatArray
     ) -> None:
         """Adds the costs of lines that ranks gain or, with a negative sign, lose."""
         owner = axis.owners[line]
@@ -221,7 +221,7 @@ class Chains:
         self._change(volumes, other, across, begin, end, chain, leaves, comes)
 
     def _change(
-        self, volumes: FloatArray, axis: Axis, line: IntArray, source: IntArray, target: IntArray, chain: IntArray,
+        self, volumes: FloatArray, axis: Lines, line: IntArray, source: IntArray, target: IntArray, chain: IntArray,
         leaves: NDArray[np.bool_], comes: NDArray[np.bool_],
     ) -> None:  # fmt: skip
         lines, chains = np.concatenate([line[leaves], line[comes]]), np.concatenate([chain[leaves], chain[comes]])

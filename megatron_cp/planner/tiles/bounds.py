@@ -132,11 +132,7 @@ def _owner_bytes(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
     """
     size = problem.num_ranks
     received, sent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    costs = problem.line_costs
-    for lines, owners, out, back in (
-        (problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
-        (problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
-    ):
+    for lines, owners, out, back in problem.axes:
         work = np.zeros(owners.size, dtype=np.int64)
         np.add.at(work, lines, problem.work)
         others = np.maximum(-(-work // max(cap, 1)) - 1, 0)

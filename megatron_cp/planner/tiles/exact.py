@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,22 +30,7 @@ _UNITS_A_SECOND = 0.5  # CP-SAT's deterministic time in a second: measured on on
 _MOVES_A_SECOND = 1500  # random moves of an answer in a second, for many ranks: measured on one core, 64 ranks
 
 
-@dataclass(frozen=True, eq=False)
-class Exact:
-    """The result of the exact stage.
-
-    Attributes:
-        ranks: `[tiles]` the best answer.
-        optimal: no answer costs less, which is proven.
-        bound: the lower bound on the cost of any answer.
-    """
-
-    ranks: IntArray
-    optimal: bool
-    bound: int
-
-
-def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int = 0) -> Exact:
+def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int = 0) -> tuple[IntArray, int]:
     """Improves an answer until it is proven best or time is up. Equal arguments give equal answers.
 
     Args:
@@ -56,17 +40,20 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
             rank and every run ends with the same answer.
         bound: a lower bound on the cost of any answer.
 
+    Returns:
+        The best answer, `[tiles]`, and the highest lower bound that is known then.
+
     Raises:
         ArgumentError: OR-Tools is not installed.
     """
     model_of = _solver()
     reached = cost(problem, start)
     if reached <= bound or problem.num_tiles == 0:
-        return Exact(start, True, reached)
+        return start, reached
     if text := beyond_solver(problem):
         warnings.warn(f"{text}.", stacklevel=3)
         longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
-        return Exact(longer if cost(problem, longer) < reached else start, False, bound)
+        return (longer if cost(problem, longer) < reached else start), bound
     unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)  # divides all costs: small ones are quicker
     model = _Model(model_of, problem, unit, -(-bound // unit), reached // unit)
     model.hint(_ordered(problem, start))
@@ -84,13 +71,13 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     if status not in (model_of.OPTIMAL, model_of.FEASIBLE):
         # The start is an answer, so the solver found none only because time was up.
         assert status == model_of.UNKNOWN, solver.status_name(status)
-        return Exact(start, False, bound)
+        return start, bound
     ranks = model.answer(solver)
     found = cost(problem, ranks)
     least = max(bound, round(solver.best_objective_bound) * unit)
     if found >= reached:
         ranks, found = start, reached
-    return Exact(ranks, found <= least, min(least, found))
+    return ranks, min(least, found)
 
 
 def beyond_solver(problem: TileProblem) -> str:
@@ -131,18 +118,14 @@ class _Model:
     """The integer program, in units that divide all costs."""
 
     def __init__(self, solver: Any, problem: TileProblem, unit: int, least: int, most: int) -> None:
-        self.problem, self.unit, size = problem, unit, problem.num_ranks
+        self.problem, size = problem, problem.num_ranks
         self.model = model = solver.CpModel()
         self.tile = [[model.new_bool_var("") for _ in range(size)] for _ in range(problem.num_tiles)]
         self.most = model.new_int_var(least, most, "most")
         sent: list[list[Any]] = [[] for _ in range(size)]
         received: list[list[Any]] = [[] for _ in range(size)]
-        costs = [each // unit for each in problem.line_costs]
-        for lines, chunks, out, back in (
-            (problem.tile_rows, problem.rows, costs[0], costs[1]),
-            (problem.tile_columns, problem.columns, costs[2], costs[3]),
-        ):
-            self._add_lines(lines, chunks.owners, out.tolist(), back.tolist(), sent, received)
+        for lines, owners, out, back in problem.axes:
+            self._add_lines(lines, owners, (out // unit).tolist(), (back // unit).tolist(), sent, received)
         for line in self.tile:
             model.add_exactly_one(line)
         for rank in range(size):

@@ -6,17 +6,18 @@ Deterministic: the same problem has the same answer on every rank, in every proc
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.tiles.anneal import Axis, Chains, Moves
+from megatron_cp.planner.tiles.anneal import Chains, Lines, Moves
 from megatron_cp.planner.tiles.problem import TileProblem, loads, longest_first
-from megatron_cp.planner.tiles.starts import repaired, starts
 
 _CHAINS, USUAL_STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
 _STEPS_A_TILE = 200  # a limit, so that small problems take milliseconds
 _ENTRIES = 1 << 18  # limit on a table of counts: fewer chains where there are many lines and ranks
 _FEW_RANKS = 16  # above, twice as many steps
+_SHUFFLES = 12  # random orders of ranks for each grid of the first answers
 
 
 def search(problem: TileProblem, bound: int = 0, steps: int = USUAL_STEPS) -> IntArray:
@@ -68,9 +69,106 @@ def _best(moves: Moves, answers: IntArray, count: int) -> IntArray:
 
 
 def _moves(problem: TileProblem) -> Moves:
-    costs = [each.astype(np.float64) for each in problem.line_costs]
-    axes = (
-        Axis(problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
-        Axis(problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
+    rows, columns = (
+        Lines(axis.lines, axis.owners, axis.out.astype(np.float64), axis.back.astype(np.float64))
+        for axis in problem.axes
     )
-    return Moves(problem.num_ranks, axes, problem.work, problem.load_cap, problem.pair_cost.astype(np.float64))
+    return Moves(
+        problem.num_ranks, (rows, columns), problem.work, problem.load_cap, problem.pair_cost.astype(np.float64)
+    )  # fmt: skip
+
+
+# -- first answers -----------------------------------------------------------------------------------------------------
+
+
+def starts(rows: IntArray, columns: IntArray, work: IntArray, size: int) -> IntArray:
+    """Returns first answers, some of which have too much work on a rank.
+
+    A grid of R x C ranks has groups of rows and groups of columns: a tile goes to the rank in the group of its row's
+    owner and in that of its column's. A grid of n x 1 moves no query, one of 1 x n no key; ranks of a grid between the
+    two receive less where the mask is dense.
+
+    Args:
+        rows, columns: `[tiles]` the owner of each tile's row and column.
+        work: `[tiles]` visible pairs of each tile.
+        size: the number of ranks.
+
+    Returns:
+        `[tiles, answers]`; the first is the longest-first assignment, which keeps the default load cap.
+    """
+    random = np.random.Generator(np.random.PCG64(5))
+    natural = np.arange(size)
+    orders = [natural, _component_order(rows, columns, size)]
+    found = [longest_first(work, size)]
+    for count in range(1, size + 1):
+        if size % count:
+            continue
+        turns = [natural.reshape(count, -1).T.ravel(), natural.reshape(-1, count).T.ravel()]
+        shuffles = [random.permutation(size) for _ in range(_SHUFFLES if 1 < count < size else 0)]
+        found += [_grid_assignment(order, count, rows, columns) for order in (*orders, *turns, *shuffles)]
+    answers = np.stack(found, axis=1)
+    _, first = np.unique(answers, axis=1, return_index=True)
+    return answers[:, np.sort(first)]
+
+
+def _grid_assignment(order: IntArray, num_rows: int, rows: IntArray, columns: IntArray) -> IntArray:
+    """Assigns each tile to the cell of its owners; `order` lists the ranks of the cells in `num_rows` rows."""
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    width = order.size // num_rows
+    return order[place[rows] // width * width + place[columns] % width]
+
+
+def _component_order(rows: IntArray, columns: IntArray, size: int) -> IntArray:
+    """Orders ranks so that those whose queries see each other's keys, directly or not, are adjacent."""
+    label = np.arange(size)
+    while True:
+        lowest = label.copy()
+        np.minimum.at(lowest, rows, label[columns])
+        np.minimum.at(lowest, columns, label[rows])
+        if np.array_equal(lowest, label):
+            return np.argsort(label, kind="stable")
+        label = lowest
+
+
+def repaired(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray | None:
+    """Moves tiles from ranks with too much work to others, by the cheapest move each time.
+
+    Returns:
+        The new answer; None where a rank keeps too much because no tile fits elsewhere.
+    """
+    size, ranks = problem.num_ranks, ranks_of_tiles.copy()
+    load = np.zeros(size, dtype=np.int64)
+    np.add.at(load, ranks, problem.work)
+    at = [np.zeros((axis.owners.size, size), dtype=np.int64) for axis in problem.axes]
+    for count, axis in zip(at, problem.axes, strict=True):
+        np.add.at(count, (axis.lines, ranks), 1)
+    while (load > problem.load_cap).any():
+        source = int(load.argmax())
+        tiles = np.flatnonzero(ranks == source)
+        fits = load[None] + problem.work[tiles, None] <= problem.load_cap
+        if not fits.any():
+            return None
+        tile, target = _cheapest(problem, at, tiles, source, fits)
+        ranks[tile] = target
+        load[source] -= problem.work[tile]
+        load[target] += problem.work[tile]
+        for count, axis in zip(at, problem.axes, strict=True):
+            count[axis.lines[tile], source] -= 1
+            count[axis.lines[tile], target] += 1
+    return ranks
+
+
+def _cheapest(
+    problem: TileProblem, at: list[IntArray], tiles: IntArray, source: int, fits: NDArray[np.bool_]
+) -> tuple[int, int]:
+    """Returns the tile and the target rank of the move that adds the fewest bytes for each unit of work."""
+    added = np.zeros(fits.shape)
+    for count, (lines, owners, out, back) in zip(at, problem.axes, strict=True):
+        own = lines[tiles]
+        comes = (count[own] == 0) * problem.pair_cost[owners[own]]
+        leaves = (count[own, source] == 1) * problem.pair_cost[owners[own], source]
+        added += (comes - leaves[:, None]) * (out + back)[own, None]
+    share = np.where(fits, np.where(added > 0, added / problem.work[tiles, None], added), np.inf)
+    tile, target = np.divmod(int(share.argmin()), share.shape[1])
+    return int(tiles[tile]), int(target)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
-from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
@@ -105,17 +105,26 @@ class Chunks:
         np.add.at(found, self.chunk_of_range, np.diff(self.starts, append=self.total))
         return frozen(found)
 
-    @classmethod
-    def equal_sized(cls, owners: IntArray, size: int = 1) -> Chunks:
-        """Makes chunks of one range of `size` tokens each."""
-        count = owners.size
-        return cls(np.arange(count) * size, count * size, np.arange(count), owners)
+
+class Axis(NamedTuple):
+    """The rows or the columns of a problem.
+
+    Attributes:
+        lines: `[tiles]` the row, or column, of each tile.
+        owners: `[lines]` the rank that holds each.
+        out, back: `[lines]` the bytes of each on its way to a rank, and back.
+    """
+
+    lines: IntArray
+    owners: IntArray
+    out: IntArray
+    back: IntArray
 
 
 class TileProblem:
     """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one from a mask and layouts, `from_table` from a table of work.
+    Immutable. `tiles_of` makes one from a mask and layouts.
 
     Args:
         num_ranks: ranks that compute.
@@ -129,8 +138,8 @@ class TileProblem:
             bytes that are reported.
 
     Raises:
-        ArgumentError: arrays that do not fit each other, more than `MOST_TILES` tiles, or a load cap that no answer
-            keeps: below the mean, or below the largest tile.
+        ArgumentError: more than `MOST_TILES` tiles, hosts of other ranks, weights that are too large, or a load cap
+            that no answer keeps: below the mean, or below the largest tile.
     """
 
     def __init__(
@@ -147,56 +156,20 @@ class TileProblem:
         hosts: IntArray | None = None,
         host_cost: int = 1,
     ) -> None:
-        self.num_ranks = checked_integer("num_ranks", num_ranks, 1, MAX_CP_SIZE)
         if not isinstance(weights, TileWeights):
             raise ArgumentError("weights", weights, "TileWeights, as in TileWeights.forward(heads=8, ...)")
-        self.rows, self.columns, self.weights = rows, columns, weights
-        for argument, chunks in (("rows", rows), ("columns", columns)):
-            _check_owners(argument, chunks, self.num_ranks)
-        self.tile_rows = _checked_numbers("tile_rows", tile_rows, None, 0, rows.owners.size - 1)
-        count = self.tile_rows.size
-        self.tile_columns = _checked_numbers("tile_columns", tile_columns, count, 0, columns.owners.size - 1)
-        self.work = _checked_numbers("work", work, count, 1, _MOST_BYTES)
-        if count > MOST_TILES:
+        self.num_ranks, self.rows, self.columns, self.weights = num_ranks, rows, columns, weights
+        self.tile_rows, self.tile_columns, self.work = frozen(tile_rows), frozen(tile_columns), frozen(work)
+        if work.size > MOST_TILES:
             remedy = "Take fewer ranks for the tiles (a2a+tiled), or a layout with fewer fragments."
-            raise ArgumentError("work", f"{count} tiles", f"at most {MOST_TILES} tiles", remedy)
-        pairs = self.tile_rows * columns.owners.size + self.tile_columns
-        if np.unique(pairs).size != count:
-            raise ArgumentError("tile_columns", f"{count} tiles", "tiles of which no two have the same row and column")
+            raise ArgumentError("work", f"{work.size} tiles", f"at most {MOST_TILES} tiles", remedy)
         if hosts is not None:
-            hosts = _checked_numbers("hosts", hosts, self.num_ranks, 0, self.num_ranks - 1)
+            hosts = _checked_ranks("hosts", hosts, num_ranks, num_ranks)
         self.hosts, self.host_cost = hosts, checked_integer("host_cost", host_cost, 1, 10**6)
         tokens = rows.total * (weights.row_in + weights.row_back) + columns.total * (weights.col_in + weights.col_back)
         if int(tokens) * self.num_ranks * self.host_cost >= _MOST_BYTES or sum(self.work.tolist()) >= _MOST_BYTES:
             raise ArgumentError("weights", weights, "bytes and pairs of which all ranks have fewer than 2**53 in all")
         self.load_cap = self._checked_cap(load_cap)
-
-    @classmethod
-    def from_table(
-        cls,
-        work: IntArray,
-        row_owners: IntArray,
-        column_owners: IntArray,
-        num_ranks: int,
-        weights: TileWeights,
-        *,
-        load_cap: int | None = None,
-    ) -> TileProblem:
-        """Makes a problem with chunks of one token each: a byte of `weights` is then the unit of volume.
-
-        Args:
-            work: `[rows, columns]` visible pairs of every tile; 0 where nothing is visible.
-            row_owners, column_owners: the rank of each row and column.
-            num_ranks, weights, load_cap: as in `TileProblem`.
-        """
-        table = np.asarray(work)
-        shape = (np.size(row_owners), np.size(column_owners))
-        if table.shape != shape or not is_integral(table) or (table < 0).any():
-            raise ArgumentError("work", f"{table.dtype} {table.shape}", f"integers of at least 0, of shape {shape}")
-        rows, columns = np.nonzero(table)
-        row_chunks, column_chunks = (Chunks.equal_sized(np.asarray(owners)) for owners in (row_owners, column_owners))
-        work = table[rows, columns]
-        return cls(num_ranks, row_chunks, column_chunks, rows, columns, work, weights, load_cap=load_cap)
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -223,6 +196,13 @@ class TileProblem:
         weights, rows, columns = self.weights, self.rows.sizes, self.columns.sizes
         costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
         return tuple(map(frozen, costs))  # type: ignore[return-value]
+
+    @cached_property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The rows and the columns."""
+        row_in, row_back, col_in, col_back = self.line_costs
+        rows = Axis(self.tile_rows, self.rows.owners, row_in, row_back)
+        return rows, Axis(self.tile_columns, self.columns.owners, col_in, col_back)
 
     def with_weights(self, weights: TileWeights) -> TileProblem:
         """Returns the same tiles with other bytes of a token."""
@@ -296,13 +276,10 @@ def volumes(problem: TileProblem, ranks_of_tiles: IntArray, *, weighted: bool = 
     Returns:
         `[num_ranks]` each: bytes sent, bytes received.
     """
-    costs, size = problem.line_costs, problem.num_ranks
+    size = problem.num_ranks
     factor = problem.pair_cost if weighted else 1 - np.eye(size, dtype=np.int64)
     sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-    for lines, owners, out, back in (
-        (problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
-        (problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
-    ):
+    for lines, owners, out, back in problem.axes:
         line, rank = np.divmod(np.unique(lines * size + ranks_of_tiles), size)
         owner = owners[line]
         for bytes_of_line, source, target in ((out, owner, rank), (back, rank, owner)):
@@ -330,30 +307,20 @@ def check(problem: TileProblem, ranks_of_tiles: IntArray, argument: str = "ranks
     Raises:
         ArgumentError: another number of tiles, unknown ranks, or a rank with more work than `load_cap`.
     """
-    ranks = _checked_numbers(argument, ranks_of_tiles, problem.num_tiles, 0, problem.num_ranks - 1)
+    ranks = _checked_ranks(argument, ranks_of_tiles, problem.num_tiles, problem.num_ranks)
     most = int(loads(problem, ranks).max(initial=0))
     if most > problem.load_cap:
         raise ArgumentError(argument, f"a rank with {most} pairs", f"at most load_cap, {problem.load_cap} pairs")
     return ranks
 
 
-def _check_owners(argument: str, chunks: Chunks, num_ranks: int) -> None:
-    if not isinstance(chunks, Chunks):
-        raise ArgumentError(argument, chunks, "Chunks")
-    _checked_numbers(f"{argument}.owners", chunks.owners, None, 0, num_ranks - 1)
-    sizes = np.diff(chunks.starts, append=chunks.total)
-    numbers = np.arange(chunks.owners.size)
-    if (sizes <= 0).any() or not np.array_equal(np.unique(chunks.chunk_of_range), numbers):
-        raise ArgumentError(argument, f"{sizes.size} ranges", "ranges that rise from 0, and chunks that all have some")
-
-
-def _checked_numbers(argument: str, values: IntArray, count: int | None, least: int, most: int) -> IntArray:
-    given = host_array(argument, values)
-    if given.ndim != 1 or (given.size and not is_integral(given)) or (count is not None and given.size != count):
-        wanted = "a flat list of integers" if count is None else f"{count} integers"
-        raise ArgumentError(argument, f"{given.dtype} {given.shape}", wanted)
-    if given.size and not least <= int(given.min()) <= int(given.max()) <= most:
-        raise ArgumentError(argument, [int(given.min()), int(given.max())], f"integers from {least} to {most}")
+def _checked_ranks(argument: str, values: IntArray, count: int, num_ranks: int) -> IntArray:
+    """Returns `count` numbers of ranks, or of hosts, after checking them."""
+    given, most = host_array(argument, values), num_ranks - 1
+    if given.shape != (count,) or (given.size and not is_integral(given)):
+        raise ArgumentError(argument, f"{given.dtype} {given.shape}", f"{count} integers")
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= most:
+        raise ArgumentError(argument, [int(given.min()), int(given.max())], f"integers from 0 to {most}")
     return frozen(given.astype(np.int64))
 
 

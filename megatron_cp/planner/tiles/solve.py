@@ -59,8 +59,7 @@ def solve(problem: TileProblem, *, search_seconds: float = 0.0, steps: int = fas
     bound = lower_bound(problem)
     ranks = fast.search(problem, bound, checked_integer("steps", steps, 1))
     if search_seconds:
-        found = exact.search(problem, ranks, seconds=search_seconds, bound=bound)
-        ranks, bound = found.ranks, found.bound
+        ranks, bound = exact.search(problem, ranks, seconds=search_seconds, bound=bound)
     ranks = frozen(ranks)
     sent, received = volumes(problem, ranks)
     is_best = cost(problem, ranks) <= bound

@@ -13,7 +13,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.degrees import degrees_to_try
+from megatron_cp.planner.choose import degrees_to_try
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
@@ -282,7 +282,7 @@ def test_auto_tries_head_chunks(layout, hosts, shape, slower, chosen):
 
 
 def test_of_two_level_schemes_only_the_ranks_of_a_host_are_tried_for_very_many_fragments(monkeypatch):
-    monkeypatch.setattr("megatron_cp.planner.degrees.VERY_MANY", 0)
+    monkeypatch.setattr("megatron_cp.planner.choose.VERY_MANY", 0)
     layout = Layout.contiguous(Packing([64]), 8)
     for hosts, tried in ((2, [4]), (4, [2]), (8, [2])):
         assert degrees_to_try(SCHEMES["a2a+p2p"], layout, None, machine("h100").topology(8, hosts)) == tried

@@ -10,10 +10,10 @@ from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
-from megatron_cp.testing.memory import PeakMemory
 from tests import fuzz_check
 from tests.covering import covering
 from tests.fuzz_cases import Call, Case
+from tests.peak_memory import PeakMemory
 from tests.refusals import rejects
 
 LENGTHS = (17, 1, 30, 5)

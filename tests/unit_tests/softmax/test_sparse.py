@@ -16,7 +16,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.choices import ROWS
 from megatron_cp.softmax.selection import _cut
-from megatron_cp.testing.memory import PeakMemory
+from tests.peak_memory import PeakMemory
 from tests.refusals import rejects
 from tests.softmax_oracle import (
     attend,

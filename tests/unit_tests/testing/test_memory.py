@@ -14,8 +14,8 @@ from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
-from megatron_cp.testing.memory import PeakMemory
 from tests.covering import covering
+from tests.peak_memory import PeakMemory
 from tests.random_tiles import TILED, assign_all_to, assign_at_random
 from tests.scheme_in_halves import add_halves
 

@@ -9,7 +9,7 @@ from megatron_cp.apps.estimate.job import SHARDINGS, Job
 from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import MLP, Block
-from megatron_cp.apps.estimate.model_plan import plan_model, scheme_of
+from megatron_cp.apps.estimate.model_plan import plan_model
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import SCHEMES
@@ -234,10 +234,10 @@ def test_runs_that_want_other_modes_are_left_to_auto_on_the_machine_that_was_nam
     found = over_long(TINY)
     plans = [plan for plan, _ in found.plans if plan.attend is None]
     other = dataclasses.replace(plans[0], scheme="headwise", redistribution=None)
-    assert scheme_of(plans[0]) != "headwise"
+    assert plans[0].strategy != "headwise"
     choice = dataclasses.replace(found.job, hardware="h200")
     mixed = dataclasses.replace(found, plans=(*found.plans, (other, 1)), job=choice)
-    assert given(found.flags, "--linear-cp-mode") == [scheme_of(plans[0])]
+    assert given(found.flags, "--linear-cp-mode") == [plans[0].strategy]
     assert given(mixed.flags, "--linear-cp-mode") == ["auto"]
     assert given(mixed.flags, "--cp-hardware") == ["h200"]
 

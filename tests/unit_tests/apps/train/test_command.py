@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_cp.apps.train import command as train
-from megatron_cp.apps.train.comparison import agrees as agree
 from megatron_cp.apps.train.loop import _Log
 from megatron_cp.apps.train.options import Run, TrainingOptions
 from megatron_cp.cli.main import main
@@ -25,8 +24,8 @@ from megatron_cp.cli.main import main
 )  # fmt: skip
 def test_two_runs_agree_up_to_rounding(loss_diff, gradient_diff, agrees):
     data = {"max_loss_diff": loss_diff, "first_step_grad_diff": gradient_diff}
-    assert agree(data, TrainingOptions()) is agrees
-    assert agree(data, TrainingOptions(bf16=True))
+    assert train.agrees(data, TrainingOptions()) is agrees
+    assert train.agrees(data, TrainingOptions(bf16=True))
 
 
 def parsed(*arguments):
