@@ -1,6 +1,6 @@
 """Presets against a few rows of the tables that they come from, copied as numbers.
 
-Rows of aiconfigurator-core 0.12.0 (PyPI, Apache-2.0), milliseconds; `tools/price_tables.py` reads all of them.
+Rows of aiconfigurator-core 0.12.0 (PyPI, Apache-2.0), milliseconds; `benchmarks/results/price_tables.md` is of all.
 """
 
 import numpy as np
