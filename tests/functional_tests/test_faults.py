@@ -72,7 +72,7 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
     assert {layer.transport for layer in layers} == {"collective", "pairwise", "hierarchical"}
     assert {*SCHEMES, "headwise", "chunkwise", "redistribute"} == {layer.scheme for layer in layers}
     assert {case.cp_size for case in cases} == {2, 3, 4}
-    for name in ("launch", "spawn", "fresh", "train", "replan", "agree", "own_reduce", "store", "destroy"):
+    for name in ("launch", "spawn", "fresh", "train", "replan", "agree", "own_reduce", "destroy"):
         assert len({getattr(case, name) for case in cases}) == 2, name
     assert {layer.chunks for layer in layers} == {None, 1, 2}
 

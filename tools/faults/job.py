@@ -42,7 +42,7 @@ class Job:
         self.weights: list[dict[str, Tensor]] = [
             {
                 name: (0.3 * torch.randn(shape, generator=random, dtype=torch.float64)).to(self.dtype).requires_grad_()
-                for name, shape in operations.shapes(layer, HIDDEN).items()
+                for name, shape in operations.weights(layer, HIDDEN).items()
             }
             for layer in case.layers
         ]
@@ -61,8 +61,6 @@ class Job:
                 if self.case.save != "none" and self.folder is not None:
                     self._save()
         return numbers
-
-    # -- planning -----------------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         case, lengths = self.case, self.case.lengths
@@ -87,8 +85,6 @@ class Job:
         if fault.kind in ("scheme", "transport", "chunks", "codec") and self.faulty.differs(fault.kind, self.step):
             return deviated(layer, fault, self.case.cp_size)
         return layer
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> list[float]:
         random = torch.Generator().manual_seed(1000 * self.case.seed + self.step)
@@ -145,13 +141,14 @@ class Job:
                 modes.enter_context(torch.inference_mode())
             if plan.hidden_layout is not None:
                 hidden = cp.relayout(hidden, plan.hidden_layout, plan.layout, self.group, transport=plan.transport)
-            call = operations.call(layer, self.weights[number], hidden, self._options(number, layer))
+            weights = self.weights[number]
+            call = operations.call(layer, weights, hidden, self._options(number, layer))
             for change in ("dtype", "batch", "requires_grad"):
                 if self.faulty.differs(change, step, number):
                     call = operations.changed(call, change, self.faulty.variant(3))
             if self.faulty.drops(("requires_grad",), step, number):
                 call = operations.changed(call, "dropped", self.faulty.variant(3))
-            out = operations.run(call, plan.inside, self.group)
+            out = operations.run(call, plan.inside, self.group, weights["out"])
             if plan.hidden_layout is not None:
                 out = cp.relayout(out, plan.layout, plan.hidden_layout, self.group, transport=plan.transport)
         if self.faulty.drops(("no_grad", "inference_mode"), step, number):
@@ -164,7 +161,7 @@ class Job:
         seed = 100 * self.step + number
         for change in ("scale", "softcap", "sink_given", "sink_values", "dropout", "seed", "kernel"):
             if self.faulty.differs(change, self.step, number):
-                options |= operations.option(layer, change, seed)
+                options |= operations.option(layer, change, seed, self.dtype)
         return {"seed": seed, **options} if layer.kind == "attention" else options
 
     def _all_weights(self) -> list[Tensor]:
@@ -181,8 +178,6 @@ class Job:
         total = everyone.view(self.case.cp_size, -1).sum(0)
         pieces = total.split([weight.numel() for weight in weights])
         return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
-
-    # -- saving -------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         assert self.folder is not None
