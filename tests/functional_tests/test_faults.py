@@ -13,10 +13,8 @@ pytest.importorskip("megatron.core")
 if not sys.platform.startswith("linux"):
     pytest.skip("it finds processes by what Linux has", allow_module_level=True)
 
-import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.layouts import layout_by_name
 from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, FAILURES, classify, names_cause, names_rank, said
@@ -82,10 +80,8 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
 def test_every_case_can_be_planned_with_and_without_its_fault():
     for number in range(400):
         case = draw(1, number)
-        packing = cp.Packing(case.lengths)
-        layout = layout_by_name(case.layout, packing, case.cp_size)
         planned = (*case.layers, deviated(case.layers[case.fault.layer], case.fault, case.cp_size))
-        plans = [operations.plan(layer, packing, layout, 8) for layer in planned]
+        plans = [operations.parity_case(layer, case, case.lengths).plan() for layer in planned]
         assert {plan.cp_size for plan in plans} == {case.cp_size}
 
 

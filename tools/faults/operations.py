@@ -1,4 +1,4 @@
-"""A layer's operation between small projections: planned, called, and called otherwise."""
+"""A layer of a job as a case of parity, its operation's call, and the call as a rank makes it that disagrees."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import megatron_cp as cp
-from megatron_cp.planner.linear import linear_shape
+from megatron_cp.testing import parity
 from megatron_cp.testing.layers import LAYERS
-from tools.faults.cases import Layer
-
-CONV_WIDTH, STATE = 3, 4
+from tools.faults.cases import Case, Layer
 
 
 @dataclass(frozen=True)
@@ -32,97 +30,54 @@ class Call:
     named: dict[str, Any]
 
 
-def plan(layer: Layer, packing: cp.Packing, layout: cp.Layout, hidden: int) -> cp.Plan:
-    """Makes the plan of a layer."""
-    transport = layer.transport
-    if transport == "hierarchical":
-        transport = cp.Transport.even_hosts("hierarchical", layout.cp_size, min(2, layout.cp_size))
-    wire = {"head_chunks": layer.chunks, "transport": transport, "codec": layer.codec}
-    if layer.kind == "attention":
-        return cp.plan_attention(
-            packing, layout, heads=layer.heads, kv_heads=layer.groups, head_dim=layer.head_dim,
-            mask=cp.Mask.named(packing, layer.mask), scheme=layer.scheme, **wire,
-        )  # fmt: skip
-    return cp.plan_linear(
-        packing, layout, layer.kind, **_sizes(layer), conv_width=CONV_WIDTH, mode=layer.scheme,
-        hidden_size=hidden if layer.scheme == "redistribute" else None, **wire,
+def parity_case(layer: Layer, case: Case, lengths: tuple[int, ...]) -> parity.Case:
+    """Returns a layer on a batch, which parity draws and plans."""
+    return parity.Case(
+        layer.kind, case.cp_size, lengths, case.layout, layer.heads, layer.groups, layer.head_dim, layer.head_dim,
+        conv_width=3, mask=layer.mask, scheme=layer.scheme, head_chunks=layer.chunks, transport=layer.transport,
+        codec=layer.codec, hidden_size=8 if layer.scheme == "redistribute" else None, learned_sink=layer.sink,
+        dtype=getattr(torch, case.dtype), seed=case.seed,
     )  # fmt: skip
 
 
-def _sizes(layer: Layer) -> dict[str, int]:
-    """Returns the sizes of a linear layer, as arguments of `plan_linear`."""
-    match layer.kind:
-        case "conv1d":
-            return {"channels": layer.heads * layer.head_dim}
-        case "mamba":
-            return {"heads": layer.heads, "groups": layer.groups, "head_dim": layer.head_dim, "state": STATE}
-    return {"heads": layer.heads, "key_heads": layer.groups, "head_dim": layer.head_dim}
-
-
-def shapes(layer: Layer) -> tuple[dict[str, torch.Size], dict[str, torch.Size]]:
-    """Returns the shapes of a token's inputs and of the parameters, by name."""
-    if layer.kind == "attention":
-        heads = {"q": layer.heads, "k": layer.groups, "v": layer.groups}
-        sink = {"sink": torch.Size([layer.heads])} if layer.sink else {}
-        return {name: torch.Size([count, layer.head_dim]) for name, count in heads.items()}, sink
-    sizes = linear_shape(layer.kind, CONV_WIDTH, **_sizes(layer))
-    inputs, parameters = LAYERS[layer.kind].draw(sizes, 1, lambda *shape, **_: torch.zeros(shape))
-    return {name: x.shape[1:] for name, x in inputs.items()}, {name: x.shape for name, x in parameters.items()}
-
-
-def weights(layer: Layer, hidden: int) -> dict[str, torch.Size]:
-    """Returns the shapes of a layer's weights, by name: projections, parameters, and what follows the operation."""
-    inputs, parameters = shapes(layer)
-    projections = {f"to_{name}": torch.Size([hidden, shape.numel()]) for name, shape in inputs.items()}
-    return {**projections, **parameters, "out": torch.Size([layer.heads * layer.head_dim, hidden])}
-
-
-def call(layer: Layer, weights: dict[str, Tensor], hidden: Tensor, options: dict[str, Any]) -> Call:
-    """Returns the call of a layer on hidden states `[t, hidden]`."""
-    inputs, parameters = shapes(layer)
-    made = tuple((hidden @ weights[f"to_{name}"]).unflatten(-1, shape) for name, shape in inputs.items())
-    named = {name: weights[name] for name in parameters} | options
+def call(layer: Layer, inputs: tuple[Tensor, ...], parameters: dict[str, Tensor], seed: int) -> Call:
+    """Returns the call of a layer."""
     if layer.kind != "attention":
-        return Call(LAYERS[layer.kind].run, made, named)
-    return Call(cp.attention, made, {"softcap": layer.softcap, "dropout": layer.dropout, **named})
+        return Call(LAYERS[layer.kind].run, inputs, parameters)
+    return Call(cp.attention, inputs, {"softcap": layer.softcap, "dropout": layer.dropout, "seed": seed, **parameters})
 
 
-def option(layer: Layer, change: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns an argument as the rank gives it that disagrees."""
-    match change:
-        case "scale" if layer.kind == "attention":
-            return {"softmax_scale": 3.0}
-        case "scale":
-            return {"dt_limit": (0.0, 0.1)} if layer.kind == "mamba" else {"scale": 3.0}
-        case "softcap":
-            return {"softcap": 0.7}
-        case "sink_given" if layer.sink:
-            return {"sink": None}
-        case "sink_given" | "sink_values":
-            return {"sink": torch.ones(layer.heads, dtype=dtype)}
-        case "dropout":
-            return {"dropout": 0.6}
-        case "seed":
-            return {"seed": seed + 50_000}
-    return {"kernel": "reference"}
-
-
-def changed(call: Call, change: str, variant: int) -> Call:
-    """Returns the call in another type, with a batch of two, or with tensors that need no gradients.
+def changed(call: Call, change: str, layer: Layer, variant: int) -> Call:
+    """Returns the call with another argument, in another type, or with tensors that need no gradients.
 
     Args:
         call: the call.
-        change: "dtype", "batch" or "requires_grad"; "dropped" for tensors whose gradients are computed and left out.
-        variant: which type, or which tensors: the first input, the others, or all with the parameters.
+        change: a kind of fault of a call; "dropped" for tensors whose gradients are computed and left out.
+        layer: its layer.
+        variant: which type; which tensors: the first input, the others, or all with the parameters.
     """
-    if change == "dtype":
-        here = call.inputs[0].dtype
-        others = [dtype for dtype in (torch.bfloat16, torch.float32, torch.float64) if dtype != here]
-        return _each(call, lambda x: x.to(others[variant % 2]), call.inputs, named=True)
-    if change == "batch":
-        return _each(call, lambda x: x.unsqueeze(1).repeat(1, 2, 1, 1), call.inputs, named=False)
-    chosen = (call.inputs[:1], call.inputs[1:] or call.inputs, call.inputs)[variant]
-    return _each(call, without_gradient if change == "dropped" else Tensor.detach, chosen, named=variant == 2)
+    first = call.inputs[0]
+    match change:
+        case "dtype":
+            others = [dtype for dtype in (torch.bfloat16, torch.float32, torch.float64) if dtype != first.dtype]
+            return _each(call, lambda x: x.to(others[variant % 2]), call.inputs, named=True)
+        case "batch":
+            return _each(call, lambda x: x.unsqueeze(1).repeat(1, 2, 1, 1), call.inputs, named=False)
+        case "requires_grad" | "dropped":
+            chosen = (call.inputs[:1], call.inputs[1:] or call.inputs, call.inputs)[variant]
+            return _each(call, without_gradient if change == "dropped" else Tensor.detach, chosen, named=variant == 2)
+    ones = torch.ones(layer.heads, dtype=first.dtype)
+    scale: dict[str, Any] = {"attention": {"softmax_scale": 3.0}, "mamba": {"dt_limit": (0.0, 0.1)}}
+    options = {
+        "scale": scale.get(layer.kind, {"scale": 3.0}),
+        "softcap": {"softcap": 0.7},
+        "sink_given": {"sink": None if layer.sink else ones},
+        "sink_values": {"sink": ones},
+        "dropout": {"dropout": 0.6},
+        "seed": {"seed": call.named.get("seed", 0) + 50_000},
+        "kernel": {"kernel": "reference"},
+    }
+    return replace(call, named=call.named | options[change])
 
 
 def _each(call: Call, change: Callable[[Tensor], Tensor], chosen: tuple[Tensor, ...], *, named: bool) -> Call:
@@ -145,10 +100,3 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return torch.zeros_like(gradients[0])
-
-
-def run(call: Call, plan: cp.Plan, group: Any, out: Tensor) -> Tensor:
-    """Calls the operation, and returns its rows times `out`, `[t, hidden]`, in the type of `out`."""
-    found = call.run(*call.inputs, plan, group, **call.named)
-    found = found[:, 0] if found.ndim == 4 else found
-    return found.to(out.dtype).flatten(1) @ out
