@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,7 +91,8 @@ class Check:
         self.options, self.device, self.began = options, device, time.time()
         self.results: list[Result] = []
         self._summary = out / "gpu_check.txt"
-        self._log, self._rows = (out / "gpu_check.log").open("w"), (out / "gpu_check.jsonl").open("w")
+        self._log = (out / "gpu_check.log").open("w+", errors="replace")
+        self._rows = (out / "gpu_check.jsonl").open("w")
 
     def say(self, text: str) -> None:
         """Prints a text, and writes it to the log."""
@@ -102,46 +102,38 @@ class Check:
     def run(self, words: list[str], seconds: float, result: Result) -> None:
         """Runs a command, whose lines of JSON the result takes; ends it, and all that it started, after the seconds."""
         self.say(f"== {' '.join(words)}")
-        last, before = "no output", len(result.failures)
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
-        )
-        assert process.stdout is not None
-
-        def signal_all(number: int) -> None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-
-        def end() -> None:
-            result.cut = True
-            signal_all(signal.SIGINT)  # of which pytest names the tests that have failed so far
-            time.sleep(GRACE)
-            signal_all(signal.SIGKILL)
-
-        timer = threading.Timer(seconds, end)
-        timer.start()
+        begin, before, code = self._log.tell(), len(result.failures), 0
+        process = subprocess.Popen(words, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            for line in map(str.rstrip, process.stdout):
-                self.say(line[:300])
-                last = line or last
-                if line.startswith(("FAILED ", "ERROR ")):
-                    result.failures.append(line)
-                elif (row := parsed(line)) is not None:
-                    result.rows.append(row)
-                    print(json.dumps({"step": result.name, **row}), file=self._rows, flush=True)
-                    if "not_run" in row and not row["is_refused"]:
-                        result.failures.append(f"{row['row']}, {row['column']}: {row['not_run']}")
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            result.cut = True
+            os.killpg(process.pid, signal.SIGINT)  # of which pytest names the tests that have failed so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
         finally:
-            timer.cancel()
-            timer.join()
-            signal_all(signal.SIGKILL)
-            code = process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._log.seek(begin)
+        lines = [line.rstrip() for line in self._log if line.strip()] or ["no output"]
+        self._take(lines, result)
         if "pytest" in words:
-            result.tests = last.strip("= ")
-            if not (result.cut or code or " passed" in last):
+            result.tests = lines[-1].strip("= ")
+            if not (result.cut or code or " passed" in lines[-1]):
                 result.failures.append("no test ran")
-        if code and not result.cut and len(result.failures) == before:
-            result.failures.append(f"{' '.join(words[:4])} ended with exit code {code}: {last}")
+        if code and len(result.failures) == before:
+            result.failures.append(f"{' '.join(words[:4])} ended with exit code {code}: {lines[-1]}")
+
+    def _take(self, lines: list[str], result: Result) -> None:
+        for line in lines:
+            if line.startswith(("FAILED ", "ERROR ")):
+                result.failures.append(line)
+            elif (row := parsed(line)) is not None:
+                result.rows.append(row)
+                print(json.dumps({"step": result.name, **row}), file=self._rows, flush=True)
+                if "not_run" in row and not row["is_refused"]:
+                    result.failures.append(f"{row['row']}, {row['column']}: {row['not_run']}")
 
     def steps(self, folder: str) -> None:
         """Runs all steps, each for its share at most."""
