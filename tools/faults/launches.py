@@ -128,7 +128,7 @@ def call_launcher(case: Case, folder: Path) -> None:
                 limit_groups()
                 launch.run_ranks(
                     _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes",
-                    timeout=4 * case.timeout,
+                    timeout=5 * case.timeout,
                 )  # fmt: skip
                 outcome["ok"] = True
         except BaseException as error:
