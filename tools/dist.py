@@ -15,13 +15,10 @@ each environment. So torch and its CUDA libraries are downloaded once, and are o
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from tools.versions import ROOT, clean_variables, find_uv
 CHECK_MANIFEST = (
     "--from", "check-manifest==0.51", "--with", "setuptools>=77", "check-manifest", "--no-build-isolation"
 )  # fmt: skip
+NO_WHEEL = ": a package has no wheel, and is not installed here"
 CHECK = ("check", "--cp", "3", "--lengths", "7,1,130,64,2", "--dtype", "float64")
 ALL_NAMES = "import {0} as room\nfor name in room.__all__:\n    getattr(room, name)"
 
@@ -89,7 +87,7 @@ EXTRAS = {
 
 
 def main() -> None:
-    """Builds sdist and wheel, tries what was asked for, and prints a table of it."""
+    """Builds sdist and wheel, tries what was asked for, and prints what failed."""
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="dist-") as name:
         folder = Path(name).resolve()
@@ -97,7 +95,11 @@ def main() -> None:
         built = [max((folder / "dist").glob(kind)) for kind in ("*.tar.gz", "*.whl")]
         print(*(f"{file.name} {file.stat().st_size:,} bytes" for file in built), sep=", ", flush=True)
         _uv(folder, "tool", "run", "--python", sys.executable, *CHECK_MANIFEST, ROOT)
-        failed = not args.build and extras(built[1], args.names or list(EXTRAS), folder)
+        failed = False
+        for extra in () if args.build else args.names or EXTRAS:
+            failures = tried(extra, built[1], folder)
+            print(*failures or [f"{extra}: passed"], sep="\n", flush=True)
+            failed |= any(not failure.endswith(NO_WHEEL) for failure in failures)
         if not failed:
             shutil.rmtree(ROOT / "dist", ignore_errors=True)  # those of other versions
             (ROOT / "dist").mkdir()
@@ -130,99 +132,41 @@ def _asked(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(list(map(str, command)), cwd=folder, env=clean_variables(), capture_output=True, text=True)
 
 
-def extras(wheel: Path, names: list[str], folder: Path) -> bool:
-    """Tries extras and prints their table. Returns True if one of them fails."""
-    rows, failures = [("extra", "packages", "megatron-cp check", "pip check", "commands", "imports", "seconds")], []
-    for name in names:
-        began = time.monotonic()
-        found, failed = _tried(name, wheel, folder)
-        rows.append((name, *found, f"{time.monotonic() - began:.0f}"))
-        failures += failed
-        print(*(f"{head}: {cell}" for head, cell in zip(rows[0], rows[-1], strict=True)), sep=", ")
-        print(*failed, sep="\n", flush=True)
-    print(f"\n{_table(rows)}")
-    return bool(failures)
-
-
-def _tried(name: str, wheel: Path, folder: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Installs an extra and tries it. Returns its row, without its name and its seconds, and what failed."""
-    requirement = f"megatron_cp{'' if name == 'base' else f'[{name}]'} @ {wheel.as_uri()}"
-    inner, reason = _environment(name, requirement, folder)
-    if inner is None:
-        failed = [] if reason.endswith("has no wheel") else [f"{name} was not installed: {reason}"]
-        return (f"not installable here: {reason}", *["-"] * 4), failed
-    away, extra, failures = folder / "away", EXTRAS[name], []
+def tried(name: str, wheel: Path, folder: Path) -> list[str]:
+    """Installs an extra, tries it, and removes it again. Returns what failed, a text each."""
+    environment, away, extra = folder / name, folder / "away", EXTRAS[name]
     away.mkdir(exist_ok=True)  # neither the clone nor its files are in reach of what runs there
+    inner = environment / "bin" / "python"
+    _uv(folder, "venv", "--seed", "--python", sys.executable, environment)
+    wanted = f"megatron_cp{'' if name == 'base' else f'[{name}]'} @ {wheel.as_uri()}"
+    made = _asked(folder, "pip", "install", "--no-build", "--link-mode", "hardlink", "--python", inner, wanted)
+    if made.returncode:
+        if "no usable wheels" in " ".join(made.stderr.split()):  # which such a package compiles on its user's machine
+            return [f"{name}{NO_WHEEL}"]
+        return [f"{name} was not installed: {made.stderr}"]
 
-    def ran(*words: str | Path) -> tuple[bool, str]:
+    def ran(*words: str | Path) -> list[str]:
         try:
             done = subprocess.run(
                 list(map(str, words)), cwd=away, env=clean_variables(), capture_output=True, text=True, timeout=900
             )
         except subprocess.TimeoutExpired:
-            failures.append(f"{' '.join(map(str, words))}: not finished in 900 s")
-            return False, ""
-        if done.returncode:
-            failures.append(f"{' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr[-1500:]}")
-        return done.returncode == 0, (done.stdout.strip() or done.stderr.strip())
+            return [f"{name}: {' '.join(map(str, words))}: not finished in 900 s"]
+        ending = f"exit code {done.returncode}\n{done.stderr[-1500:]}"
+        return [f"{name}: {' '.join(map(str, words))}: {ending}"] if done.returncode else []
 
     command = inner.with_name("megatron-cp")
-    passed, said = ran(command, *CHECK)
-    pip, _ = ran(inner, "-m", "pip", "check")
-    commands = [ran(command, *words)[0] for words in extra.commands]
-    imports = [ran(inner, "-W", "ignore", "-c", extra.code)[0]]
-    if name == "base":
-        for other, each in EXTRAS.items():
-            if each.ours:
-                wrong = _not_refused(inner, other, each)
-                imports.append(not wrong)
-                failures += wrong
-    packages = json.loads(_asked(folder, "pip", "list", "--format", "json", "--python", inner).stdout)
-    row = (
-        str(len(packages)),
-        said.splitlines()[0] if passed else "failed",
-        "passed" if pip else "failed",
-        f"{sum(commands)} of {len(commands)}",
-        f"{sum(imports)} of {len(imports)}",
-    )
-    shutil.rmtree(inner.parents[1])
-    return row, failures
-
-
-def _not_refused(inner: Path, name: str, extra: Extra) -> list[str]:
-    """Checks that without an extra its names say how to install it; returns what is wrong, if anything."""
-    done = subprocess.run([inner, "-c", extra.code], env=clean_variables(), capture_output=True, text=True, cwd="/")
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    if done.returncode and last[0].startswith("ModuleNotFoundError: ") and "pip install" in last[0]:
-        return []
-    return [f"without {name}, {extra.code!r} says {last[0]!r}, and not what to install"]
-
-
-def _environment(name: str, wanted: str, folder: Path) -> tuple[Path | None, str]:
-    """Makes an environment with pip and what is wanted. Returns its Python, or None and why there is none."""
-    inner = folder / name / "bin" / "python"
-    shutil.rmtree(folder / name, ignore_errors=True)
-    made = _asked(folder, "venv", "--seed", "--python", sys.executable, folder / name)
-    if made.returncode == 0:
-        made = _asked(folder, "pip", "install", "--no-build", "--link-mode", "hardlink", "--python", inner, wanted)
-    if made.returncode:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        return None, _reason(made.stderr)
-    return inner, ""
-
-
-def _reason(errors: str) -> str:
-    """Shortens what uv says of a failed installation to one line."""
-    words = " ".join(errors.split())
-    without = re.search(r"Because (\S+) has no usable wheels", words)
-    if without:
-        return f"{without[1]} has no wheel"
-    return words.partition("cause: ")[2][:300] or words[:300]
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    heads, *others = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ("---",) * len(heads), *others))
+    failures = ran(inner, "-m", "pip", "check") + ran(inner, "-W", "ignore", "-c", extra.code)
+    for words in (CHECK, *extra.commands):
+        failures += ran(command, *words)
+    for other in EXTRAS.values() if name == "base" else ():
+        if other.ours:  # and not here: its names say how to install it
+            done = ran(inner, "-c", other.code)
+            last = done[0].strip().splitlines()[-1] if done else "nothing"
+            if not (last.startswith("ModuleNotFoundError: ") and "pip install" in last):
+                failures.append(f"{other.code!r} says {last}, and not what to install")
+    shutil.rmtree(environment)
+    return failures
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Runs unit tests with other versions of Python, torch and other packages, and keeps the table that doctor prints.
 
-    python -m tools.versions [NAME ...] [--short] [--write] [--keep] [--if-there] [--folder FOLDER] [-n PROCESSES]
+    python -m tools.versions [NAME ...] [--short] [--write] [--if-there] [-n PROCESSES]
 
-Without names all environments are made, one after another; each is removed again, unless `--keep` is given. `--short`
-runs the few files that CI has time for, and prints their counts; `--write` puts the counts of the full set into
+Without names all environments are made by `uv`, one after another, in a temporary folder. `--short` runs the few files
+that CI has time for, and prints their counts; `--write` puts the counts of the full set into
 `megatron_cp/versions.json` and into `docs/versions.md`. Exit code 1 if a test failed that the table does not have.
 
 A Python is looked for on PATH as `python3.10` and so on. An environment whose Python is not there is left out, with a
 line that says so, and exit code 1 if it was named, unless `--if-there` is given, which also goes on where packages
-cannot be had. Packages are installed by `uv` of the
-extra `dev`, which takes half a minute to two for torch and its CUDA libraries; without it by pip, which takes longer.
+cannot be had.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +35,8 @@ BEGIN, END = "<!-- make versions writes from here -->", "<!-- to here -->"
 FLA = ("fla-core==0.6.0", "einops==0.8.2")
 SOLVER = "ortools==9.15.6755"  # needs numpy 2.0.2
 OF_TESTS = (
-    "accelerate",
-    "hypothesis",
-    "peft",
-    "psutil",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "setuptools",
-    "tqdm",
-)
+    "accelerate", "hypothesis", "peft", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "setuptools", "tqdm",
+)  # fmt: skip
 MEGATRON = "megatron-core==0.19.2"  # the newest; it needs Python 3.12
 # Everything that touches torch, numpy or an adapter. Left out: whole-model estimates, searches for tiles and prices,
 # which are arithmetic in numpy and take as long again, and the registers and instructions of compiled kernels, which
@@ -86,7 +76,7 @@ ENVIRONMENTS = (
         ("torch==2.9.0", "transformers==5.5.0", "numpy==1.26.4", "lazy_loader==0.4", "matplotlib==3.10.0", *FLA),
     ),
     Environment("older", "3.11", ("torch==2.10.0", "transformers==5.6.2", "numpy==2.0.2", *FLA, SOLVER)),
-    Environment("pinned", "3.12", ("megatron_cp[dev]",)),
+    Environment("pinned", "3.12", ()),  # as the extra dev pins them
     Environment("newer", "3.12", ("torch==2.13.0", "transformers==5.18.0", "numpy==2.3.5", MEGATRON, *FLA, SOLVER)),
     Environment("newest", "3.13", ("torch==2.15.0", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
     Environment("next", "3.14", ("torch==2.15.0", "transformers==5.24.0", "numpy==2.5.5", MEGATRON, *FLA, SOLVER)),
@@ -123,11 +113,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(each.name for each in ENVIRONMENTS))
     parser.add_argument("--short", action="store_true", help="the few files that CI runs")
     parser.add_argument("--write", action="store_true", help="keep the counts in the table")
-    parser.add_argument("--keep", action="store_true", help="leave the environments in the folder, and use those there")
     parser.add_argument(
         "--if-there", action="store_true", help="no error where a Python that is named, or a package, is missing"
     )
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where they are made")
     parser.add_argument("-n", type=int, default=2, metavar="PROCESSES", help="processes of pytest")
     args = parser.parse_args()
     unknown = set(args.names) - {each.name for each in ENVIRONMENTS}
@@ -145,50 +133,31 @@ def _python(version: str) -> str | None:
 
 def _measured(environment: Environment, python: str, args: argparse.Namespace) -> dict[str, Any]:
     """Makes an environment, runs the tests in it, and returns its row of the table."""
-    folder = args.folder / f"versions-{environment.name}"
-    inner = folder / "bin" / "python"
-    began = time.monotonic()
-    if not inner.exists():
-        try:
-            _install(environment, python, folder)
-        except subprocess.CalledProcessError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    installed = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory() as reports:
-            report = Path(reports, "report.xml")
-            command = [
-                inner, "-m", "pytest", "-q", "-n", str(args.n), "--dist", "worksteal", "-m", "not thorough",
-                "-p", "no:cacheprovider", f"--junitxml={report}", *(SHORT if args.short else TESTS),
-                *(f"--ignore=tests/unit_tests/{name}" for name in PINNED_TRITON),
-            ]  # fmt: skip
-            subprocess.run(list(map(str, command)), cwd=ROOT, env=clean_variables(), check=False)
-            counts = _counts(report)
-        found = _versions(inner)
-    finally:
-        if not args.keep:
-            shutil.rmtree(folder)
-    return {
-        "environment": environment.name, **found, **counts,
-        "date": datetime.date.today().isoformat(),
-        "install_seconds": round(installed - began), "test_seconds": round(time.monotonic() - installed),
-    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="versions-", ignore_cleanup_errors=True) as name:
+        folder, report = Path(name, "environment"), Path(name, "report.xml")
+        _install(environment, python, folder)
+        inner = folder / "bin" / "python"
+        command = [
+            inner, "-m", "pytest", "-q", "-n", str(args.n), "--dist", "worksteal", "-m", "not thorough",
+            "-p", "no:cacheprovider", f"--junitxml={report}", *(SHORT if args.short else TESTS),
+            *(f"--ignore=tests/unit_tests/{name}" for name in PINNED_TRITON),
+        ]  # fmt: skip
+        subprocess.run(list(map(str, command)), cwd=ROOT, env=clean_variables(), check=False)
+        found = {"environment": environment.name, **_versions(inner), **_counts(report)}
+    return found | {"date": datetime.date.today().isoformat()}
 
 
 def _install(environment: Environment, python: str, folder: Path) -> None:
-    wanted = [*environment.requirements, *(() if environment.name == "pinned" else OF_TESTS)]
-    own = [f"{ROOT}[dev]"] if "megatron_cp[dev]" in wanted else [str(ROOT)]
-    others = [each for each in wanted if each != "megatron_cp[dev]"]
+    is_pinned = environment.name == "pinned"
+    others = () if is_pinned else (*environment.requirements, *OF_TESTS)
     uv = find_uv()
-    if uv is not None:
-        subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
-        # Without its cache, which would keep 5 GB of each environment.
-        install = [uv, "pip", "install", "--quiet", "--no-cache", "--python", folder / "bin" / "python"]
-    else:
-        subprocess.run([python, "-m", "venv", folder], check=True)
-        install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*map(str, install), "--editable", *own, *others], cwd=ROOT, env=clean_variables(), check=True)
+    if uv is None:
+        raise SystemExit("make versions needs uv, which the extra dev has: pip install uv")
+    subprocess.run([uv, "venv", "--quiet", "--python", python, folder], check=True)
+    # Without its cache, which would keep 5 GB of each environment.
+    install = [uv, "pip", "install", "--quiet", "--no-cache", "--python", folder / "bin" / "python"]
+    own = ["--editable", f"{ROOT}[dev]" if is_pinned else str(ROOT)]
+    subprocess.run([*install, *own, *others], cwd=ROOT, env=clean_variables(), check=True)
 
 
 def find_uv() -> str | None:
@@ -246,7 +215,6 @@ def _known_failures(name: str) -> set[str]:
 def _keep(row: dict[str, Any]) -> None:
     """Replaces the row of this environment in the table, and the table on the page."""
     kept = json.loads(TABLE.read_text())
-    row = {name: value for name, value in row.items() if not name.endswith("_seconds")}
     order = [each.name for each in ENVIRONMENTS]
     rows = [each for each in kept["rows"] if each["environment"] != row["environment"]] + [row]
     kept["rows"] = sorted(rows, key=lambda each: order.index(each["environment"]))

@@ -34,7 +34,7 @@ def run(device, *command):
 
 def test_without_a_command_or_a_compiler_it_ends_with_2_and_says_why():
     done = run(None, "-m", "tools.nullgpu")
-    assert (done.returncode, "tools.nullgpu [OPTIONS] COMMAND" in done.stderr) == (2, True)
+    assert (done.returncode, "tools.nullgpu [--or-gpu] COMMAND" in done.stderr) == (2, True)
     done = run(os.environ | {"CXX": "no-such-compiler"}, "-m", "tools.nullgpu", "true")
     assert (done.returncode, "nullgpu: no C++ compiler" in done.stderr) == (2, True)
 

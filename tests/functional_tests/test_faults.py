@@ -13,10 +13,8 @@ pytest.importorskip("megatron.core")
 if not sys.platform.startswith("linux"):
     pytest.skip("it finds processes by what Linux has", allow_module_level=True)
 
-import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.layouts import layout_by_name
 from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, classify, names_cause, names_rank, said
@@ -72,7 +70,7 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
     assert {layer.transport for layer in layers} == {"collective", "pairwise", "hierarchical"}
     assert {*SCHEMES, "headwise", "chunkwise", "redistribute"} == {layer.scheme for layer in layers}
     assert {case.cp_size for case in cases} == {2, 3, 4}
-    for name in ("launch", "spawn", "fresh", "train", "replan", "agree", "own_reduce", "store", "destroy"):
+    for name in ("launch", "spawn", "fresh", "train", "replan", "agree", "own_reduce", "destroy"):
         assert len({getattr(case, name) for case in cases}) == 2, name
     assert {layer.chunks for layer in layers} == {None, 1, 2}
 
@@ -82,10 +80,8 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
 def test_every_case_can_be_planned_with_and_without_its_fault():
     for number in range(400):
         case = draw(1, number)
-        packing = cp.Packing(case.lengths)
-        layout = layout_by_name(case.layout, packing, case.cp_size)
         planned = (*case.layers, deviated(case.layers[case.fault.layer], case.fault, case.cp_size))
-        plans = [operations.plan(layer, packing, layout, 8) for layer in planned]
+        plans = [operations.parity_case(layer, case, case.lengths).plan() for layer in planned]
         assert {plan.cp_size for plan in plans} == {case.cp_size}
 
 
@@ -221,7 +217,7 @@ def test_names_of_ranks_and_seeds_are_looked_for_in_what_an_error_says():
     case = case_of("kill_in_save", save="megatron")
     assert names_cause(case, lost.format("saving iter_0000002"))
     assert not names_cause(case, lost.format("step 2 of training"))
-    assert not names_cause(case_of("kill"), lost.format("saving iter_0000002"))  # which saves nothing
+    assert not names_cause(case_of("kill", save="none"), lost.format("saving iter_0000002"))
 
 
 def test_report_counts_and_reproduces():
@@ -316,7 +312,7 @@ def test_sees_what_hangs_and_what_is_left(tmp_path):
 @pytest.mark.thorough
 def test_some_faults_come_to_a_good_end(tmp_path):
     # Stopped ranks, a kill within a save, and twice the process that started the ranks is killed, once `train`.
-    command = [sys.executable, "-m", "tools.faults", "--seed", "18", "--count", "16", "--timeout", "12"]
+    command = [sys.executable, "-m", "tools.faults", "--seed", "280", "--count", "16", "--timeout", "12"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "faults.json")],
         capture_output=True, text=True, timeout=550, cwd=ROOT, env=ENVIRONMENT, check=False,

@@ -55,18 +55,6 @@ def test_warns_once_with_the_table(table):
         versions.warn_if_untested(torch="2.12.0")
 
 
-def test_the_table_has_every_environment_whose_python_was_there_as_the_page_has():
-    rows = versions.tested()["rows"]
-    names = [each.name for each in tool.ENVIRONMENTS]
-    found = [row["environment"] for row in rows]
-    assert found == [name for name in names if name in found]
-    assert {"oldest", "newest"} <= set(found)
-    for row in rows:
-        assert len(row["failures"]) == row["failed"]
-        assert row["passed"] > 1000
-    assert tool.page_table() in tool.PAGE.read_text()
-
-
 @pytest.mark.parametrize(("words", "status"), [(["newest"], 1), (["newest", "--if-there"], 0), ([], 0)])
 def test_an_environment_without_its_python_is_left_out(words, status, monkeypatch, capsys):
     monkeypatch.setattr(tool.shutil, "which", lambda *_, **__: None)
@@ -107,13 +95,9 @@ def test_a_row_replaces_that_of_the_same_environment(tmp_path, monkeypatch):
     assert "old\n" not in text
 
 
-def test_adapters_were_tested_with_the_versions_that_the_pages_and_pins_name():
-    hosts = (HOUSE.parent / "docs" / "hosts.md").read_text()
-    adapters = "".join(path.read_text() for path in (HOUSE / "integrations").glob("*.py"))
-    project = (HOUSE.parent / "pyproject.toml").read_text()
+def test_an_adapter_is_tested_with_its_version_or_within_the_range():
     for package, version in versions.ADAPTERS.items():
         if version is not None:
-            assert f"{package}=={version}" in project + adapters or f" {version}" in hosts, package
             newer = version.replace(version.split(".")[1], "999", 1)
             assert versions.adapter_tested(package, version) == "tested"
             assert versions.adapter_tested(package, newer) == f"untested: only {version}"

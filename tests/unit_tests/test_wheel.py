@@ -30,9 +30,18 @@ def test_the_wheel_holds_every_module_and_says_that_it_is_typed(monkeypatch):
     assert {path.suffix for path in held} == {".json", ".py", ".pyi", ".toml", ".typed"}
 
 
+TRIED = {"extra": ["base: pip check: exit code 1"], "wheel": [f"te{dist.NO_WHEEL}"]}
+
+
 @pytest.mark.parametrize(
     ("words", "wrong", "kept"),
-    [(["base"], "", True), (["base"], "extra", False), (["base"], "tool", False), (["--build"], "extra", True)],
+    [
+        (["base"], "", True),
+        (["base"], "extra", False),
+        (["base"], "wheel", True),
+        (["base"], "tool", False),
+        (["--build"], "extra", True),
+    ],
 )
 def test_dist_keeps_sdist_and_wheel_if_nothing_is_wrong(words, wrong, kept, monkeypatch, tmp_path):
     """`uv tool run` is check-manifest, which ends with 1 if the sdist lacks a file that git knows."""
@@ -50,7 +59,7 @@ def test_dist_keeps_sdist_and_wheel_if_nothing_is_wrong(words, wrong, kept, monk
     monkeypatch.setattr(dist, "ROOT", clone)
     monkeypatch.setattr(dist, "find_uv", lambda: "uv")
     monkeypatch.setattr(dist, "_asked", asked)
-    monkeypatch.setattr(dist, "extras", lambda *_: wrong == "extra")
+    monkeypatch.setattr(dist, "tried", lambda *_: TRIED.get(wrong, []))
     monkeypatch.setattr(dist.sys, "argv", ["dist", *words])
     with pytest.raises(SystemExit) as ended:
         dist.main()
@@ -69,29 +78,6 @@ def test_dist_tries_each_command_of_the_command_line():
     assert {*tried, dist.CHECK[0]} == {*COMMANDS, "--version"}
     for extra in dist.EXTRAS.values():
         compile(extra.code, "code", "exec")
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (
-            "error: No solution found\n  cause: Because flash-attn==2.8.3 has no usable wheels and\n we depend on it",
-            "flash-attn==2.8.3 has no wheel",
-        ),
-        ("error: No solution found\n  cause: Because a needs\n   b<2", "Because a needs b<2"),
-        ("error: disk full", "error: disk full"),
-    ],
-)
-def test_dist_says_why_an_extra_cannot_be_installed(said, reason):
-    assert dist._reason(said) == reason
-
-
-@pytest.mark.parametrize("missing", [[], ["base"]])
-def test_dist_fails_where_a_check_fails(missing, monkeypatch, tmp_path, capsys):
-    """Without an installation: `_tried` says what it would have found."""
-    monkeypatch.setattr(dist, "_tried", lambda name, *_, **__: (("1",) * 5, [f"{name} broke" for each in missing]))
-    assert dist.extras(tmp_path, ["base"], tmp_path) is bool(missing)
-    assert ("base broke" in capsys.readouterr().out) is bool(missing)
 
 
 def test_dist_rejects_a_name_that_it_does_not_know(monkeypatch, capsys):

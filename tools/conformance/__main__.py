@@ -25,10 +25,7 @@ def main() -> None:
     found = {}
     for cell in cells.all_cells(given.only):
         found[cell] = outcome = cells.run(cell, given.seconds)
-        where = f"{cell.way} | {cell.model} | {cell.lengths} | x{cell.ranks}"
-        print(
-            f"{where}: {outcome.name} {outcome.error} {outcome.gradient} {outcome.words}", file=sys.stderr, flush=True
-        )
+        print(cell, outcome, file=sys.stderr, flush=True)
         if given.out:
             given.out.write_text(page.text_of(found, given.seconds))
 

@@ -78,11 +78,10 @@ def _language(cell, ranks):
 
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)) if ranks > 1 else None
     cell.kind.run(problem, mesh, finish)
-    return errors[0], relative(_summed(problem.model, problem.early), problem.gradient)
+    return errors[0], relative(_summed(problem.model.get_input_embeddings().weight), problem.gradient)
 
 
-def _summed(model, name):
-    parameter = model.get_parameter(name)
+def _summed(parameter):
     return over_ranks(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
@@ -95,4 +94,4 @@ def _diffusion(cell, ranks):
     if not trains:
         return relative(out, expected), None
     (out * weight).sum().backward()
-    return relative(out.detach(), expected), relative(_summed(model, models.FLUX_EARLY), gradient)
+    return relative(out.detach(), expected), relative(_summed(model.get_parameter(models.FLUX_EARLY)), gradient)

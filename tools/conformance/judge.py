@@ -3,12 +3,12 @@
 import dataclasses
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -54,48 +54,43 @@ def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: i
         seconds: what is still running after so long is killed and called hung.
     """
     context = multiprocessing.get_context("fork")  # the parent has imported torch and the peers already
+    readers, workers, found = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
-        given = [context.Pipe(duplex=False) for _ in range(ranks)]
-        workers = [
-            context.Process(target=_rank, args=(compare, rank, ranks, folder, given[rank][1])) for rank in range(ranks)
-        ]
-        for worker in workers:
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            worker = context.Process(target=_rank, args=(compare, rank, ranks, folder, writer))
             worker.start()
-        found = _collect(workers, [reader for reader, _ in given], time.monotonic() + seconds)
+            writer.close()  # so that a rank which ends without an answer ends the pipe
+            readers.append(reader)
+            workers.append(worker)
+        deadline = time.monotonic() + seconds
+        while len(found) < ranks and time.monotonic() < deadline:
+            waiting = [reader for rank, reader in enumerate(readers) if rank not in found]
+            for reader in connection.wait(waiting, deadline - time.monotonic()):
+                try:
+                    answer = reader.recv()
+                except EOFError:
+                    answer = (CRASHED, "")
+                found[readers.index(reader)] = answer
+                if answer[0] != "done":
+                    deadline = min(deadline, time.monotonic() + _GRACE)
         for worker in workers:
-            if worker.is_alive():
-                os.kill(worker.pid, signal.SIGKILL)
+            worker.kill()
             worker.join()
-    return _outcome(found, [worker.exitcode for worker in workers])
+    return _outcome(found, ranks, [worker.exitcode for worker in workers])
 
 
-def _collect(workers, readers, deadline):
-    """Returns each rank's message; None where there was none before the deadline."""
-    found = [None] * len(readers)
-    while time.monotonic() < deadline and None in found:
-        for rank, reader in enumerate(readers):
-            if found[rank] is None and reader.poll(0.02):
-                found[rank] = reader.recv()
-            elif found[rank] is None and not workers[rank].is_alive() and not reader.poll(0):
-                found[rank] = ("crashed", "")
-            if found[rank] is not None and found[rank][0] != "done":
-                deadline = min(deadline, time.monotonic() + _GRACE)
-    return found
-
-
-def _outcome(found, codes):
-    failures = [each for each in found if each is not None and each[0] != "done"]
+def _outcome(found, ranks, codes):
+    failures = [each for each in found.values() if each[0] != "done"]
     own = [each for each in failures if "gloo" not in each[1]] or failures  # else another rank's failure
     if own:
         kind, words = own[0]
-        return Outcome(CRASHED, words=f"exit codes {codes}") if kind == "crashed" else Outcome(kind, words=words)
-    if None in found:
-        silent = [rank for rank, each in enumerate(found) if each is None]
-        return Outcome(HUNG, words=f"ranks {silent} of {len(found)} had not answered")
-    error, gradient = (
-        max(each[1] for each in found),
-        max((each[2] for each in found if each[2] is not None), default=None),
-    )
+        return Outcome(kind, words=f"exit codes {codes}" if kind == CRASHED else words)
+    silent = sorted(set(range(ranks)) - set(found))
+    if silent:
+        return Outcome(HUNG, words=f"ranks {silent} of {ranks} had not answered")
+    error = max(each[1] for each in found.values())
+    gradient = max((each[2] for each in found.values() if each[2] is not None), default=None)
     return Outcome(RIGHT if max(error, gradient or 0.0) <= BOUND else WRONG, error, gradient)
 
 

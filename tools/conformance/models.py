@@ -8,56 +8,33 @@ import sys
 
 import torch
 
-_BASE = {
+_LLAMA = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# Module, class, configuration, and an early weight whose gradient is compared.
+# The type of the model, and its configuration.
 LANGUAGE = {
-    "Llama, 4 and 2 heads": ("llama", "Llama", _BASE, "embed_tokens.weight"),
-    "Llama, 3 and 3 heads": (
-        "llama", "Llama", {**_BASE, "num_attention_heads": 3, "num_key_value_heads": 3},
-        "embed_tokens.weight",
-    ),
-    "Gemma-2": (
-        "gemma2", "Gemma2",
-        {
-            **_BASE, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0,
-            "final_logit_softcapping": 30.0,
-        },
-        "embed_tokens.weight",
-    ),
-    "GptOss": (
-        "gpt_oss", "GptOss", {**_BASE, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "embed_tokens.weight",
-    ),
-    "Qwen3-Next": (
-        "qwen3_next", "Qwen3Next",
-        {
-            **_BASE, **_EXPERTS, "num_hidden_layers": 2, "num_experts": 4, "shared_expert_intermediate_size": 32,
-            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
-        },
-        "embed_tokens.weight",
-    ),
-    "Mamba-2": (
-        "mamba2", "Mamba2",
-        {
-            "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "n_groups": 2,
-            "state_size": 8, "expand": 2, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        },
-        "embeddings.weight",
-    ),
+    "Llama, 4 and 2 heads": ("llama", _LLAMA),
+    "Llama, 3 and 3 heads": ("llama", {**_LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "Gemma-2": ("gemma2", {
+        **_LLAMA, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 30.0,
+    }),
+    "GptOss": ("gpt_oss", {**_LLAMA, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3-Next": ("qwen3_next", {
+        **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    }),
+    "Mamba-2": ("mamba2", {
+        "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "n_groups": 2,
+        "state_size": 8, "expand": 2, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }),
 }  # fmt: skip
-LENGTHS = {
-    "one document of 48": (48,),
-    "documents of 7, 1, 13, 2": (7, 1, 13, 2),
-    "one document of 1": (1,),
-}
+LENGTHS = {"48": (48,), "7, 1, 13, 2": (7, 1, 13, 2), "1": (1,)}
 DIFFUSION = {"Flux, 4 heads": 4, "Flux, 3 heads": 3}
-ROWS = {"36 image, 6 text": (36, 6), "37 image, 7 text": (37, 7), "37 image, 1 text": (37, 1)}
+ROWS = {"36, 6": (36, 6), "37, 7": (37, 7), "37, 1": (37, 1)}  # of image and of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +46,7 @@ class Problem:
         input_ids, position_ids: `[1, total]`; positions begin again with each document, as collators make them.
         lengths: tokens of each document.
         weight: `[total, vocabulary]`, what outputs are multiplied by before they are summed to a loss.
-        early: name of the parameter whose gradient is compared.
-        logits, gradient: of the stock class on each document alone.
+        logits, gradient: of the stock class on each document alone; the gradient of the embedding.
     """
 
     model: torch.nn.Module
@@ -78,7 +54,6 @@ class Problem:
     position_ids: torch.Tensor
     lengths: tuple[int, ...]
     weight: torch.Tensor
-    early: str
     logits: torch.Tensor
     gradient: torch.Tensor
 
@@ -89,7 +64,7 @@ def preload() -> None:
     Kernels that want a GPU are hidden: the stock classes would take them where they are installed, also on a CPU.
     """
     sys.modules.update(dict.fromkeys(("fla", "mamba_ssm", "causal_conv1d")))
-    names = [f"transformers.models.{module}.modeling_{module}" for module, *_ in LANGUAGE.values()]
+    names = [f"transformers.models.{module}.modeling_{module}" for module, _ in LANGUAGE.values()]
     for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", *names):
         importlib.import_module(name)
     with contextlib.suppress(ImportError):
@@ -110,15 +85,14 @@ def _randomise(model):
 
 def language(name: str, lengths: tuple[int, ...]) -> Problem:
     """Builds a model with random parameters and runs it on each document alone."""
-    module, stem, config, early = LANGUAGE[name]
-    found = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    kind = getattr(found, f"{stem}ForCausalLM")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, config = LANGUAGE[name]
     torch.manual_seed(0)
-    settings = kind.config_class(**config)
-    settings._attn_implementation = settings._experts_implementation = "eager"
-    model = kind(settings).train()
+    settings = AutoConfig.for_model(kind, **config)
+    settings._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").train()
     _randomise(model)
-    early = f"{model.base_model_prefix}.{early}"
     total = sum(lengths)
     ids = torch.randint(3, 97, (1, total))
     weight = torch.randn(total, 97)
@@ -128,10 +102,10 @@ def language(name: str, lengths: tuple[int, ...]) -> Problem:
         (rows * weight[begin : begin + length]).sum().backward()
         outputs.append(rows.detach())
         begin += length
-    gradient = model.get_parameter(early).grad.clone()
+    gradient = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad(set_to_none=True)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return Problem(model, ids, positions, lengths, weight, early, torch.cat(outputs), gradient)
+    return Problem(model, ids, positions, lengths, weight, torch.cat(outputs), gradient)
 
 
 @functools.cache

@@ -15,14 +15,13 @@ _HOW = """# Which context parallelism is right for which model
 Ways of context parallelism that `pip` installs, each on tiny models with random weights in fp32, on CPU and gloo, held
 against the stock class in eager mode on one process, each document alone.
 
-- **right**: outputs and the gradient of one early weight are within {bound:g} of the largest element. The number is
-  the larger of the two errors.
-- **wrong**: no exception and a larger error; both errors are shown, of outputs and of the gradient.
-- **refused**: an exception on some rank; its first line is below the table. **not runnable**: an import fails or an
-  error names the CPU: it says nothing about a GPU. **hung**: nothing after {seconds:g} seconds.
+- **right**: outputs and the gradient of one early weight are within {bound:g} of the largest element.
+- **wrong**: no exception and a larger error, which is shown.
+- **refused**: an exception on some rank; its first line is at the end. **not runnable**: an import fails or an error
+  names the CPU: it says nothing about a GPU. **hung**: nothing after {seconds:g} seconds.
 
-A way that refuses does its duty: only a wrong cell misleads. Ours is used as its page says, like the others. A table
-row is a model with documents (or rows) of these lengths; `x2` is the number of ranks. Tiny models say whether a way
+A way that refuses does its duty: only a wrong cell misleads. Ours is used as its page says, like the others. A column
+is the lengths of the documents (or rows of image and text) and the number of ranks. Tiny models say whether a way
 computes the model's function, and nothing about speed, memory or training at scale.
 fla, mamba_ssm and causal_conv1d are hidden, since stock classes would take their GPU kernels on a CPU too; what needs
 them says so and is refused.
@@ -36,11 +35,16 @@ def text_of(found: dict[Cell, Outcome], seconds: float) -> str:
     lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found))]
     lines += ["| package | version |", "|---|---|", f"| Python | {platform.python_version()} |"]
     lines += [f"| {name} | {_version(name)} |" for name in _PACKAGES]
-    lines += ["", "## In short", "", *_counts(found)]
+    return "\n".join([*lines, "", *results(found)]) + "\n"
+
+
+def results(found: dict[Cell, Outcome]) -> list[str]:
+    """Returns the lines of all tables, and below them the first lines of errors, each once."""
+    lines, notes = ["## In short", "", *_counts(found)], dict[str, str]()
     both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
     for title, ways, kinds in both:
-        lines += ["", f"## {title}", *_tables({c: o for c, o in found.items() if c.model in kinds}, ways)]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"## {title}", *_tables({c: o for c, o in found.items() if c.model in kinds}, ways, notes)]
+    return [*lines, "", "## Errors", "", *(f"- {number} `` {words[:300]} ``" for words, number in notes.items())]
 
 
 def _version(name):
@@ -62,31 +66,24 @@ def _counts(found):
         yield f"| {name} | {' | '.join(map(str, shown))} | {other} |"
 
 
-def _tables(found, ways):
+def _tables(found, ways, notes):
     for name, way in ways.items():
         mine = {cell: outcome for cell, outcome in found.items() if cell.way == name}
         if not mine:
             continue
-        yield from ["", f"### {name}", "", f"{way.package} {_version(way.package)}: {way.used}.", ""]
-        ranks = sorted({cell.ranks for cell in mine})
-        words = dict.fromkeys(outcome.words for outcome in mine.values() if outcome.words)
-        notes = {each: f"[{number}]" for number, each in enumerate(words, start=1)}
-        yield f"| model | lengths | {' | '.join(f'x{size}' for size in ranks)} |"
-        yield "|---" * (2 + len(ranks)) + "|"
-        for model, lengths in dict.fromkeys((cell.model, cell.lengths) for cell in mine):
-            row = [_shown(mine.get(Cell(name, model, lengths, size)), notes) for size in ranks]
-            yield f"| {model} | {lengths} | {' | '.join(row)} |"
-        if notes:
-            yield ""
-            yield from (f"- {number} `` {each[:300]} ``" for each, number in notes.items())
+        yield from ["", f"### {name}", "", f"{way.package}: {way.used}.", ""]
+        columns = dict.fromkeys((cell.lengths, cell.ranks) for cell in mine)
+        yield f"| model | {' | '.join(f'{lengths} x{ranks}' for lengths, ranks in columns)} |"
+        yield "|---" * (1 + len(columns)) + "|"
+        for model in dict.fromkeys(cell.model for cell in mine):
+            row = [_shown(mine.get(Cell(name, model, *column)), notes) for column in columns]
+            yield f"| {model} | {' | '.join(row)} |"
 
 
 def _shown(outcome, notes):
     if outcome is None:
         return "not run"
     if outcome.error is None:
-        return f"{outcome.name} {notes.get(outcome.words, '')}".strip()
-    if outcome.name == RIGHT:
-        return f"right, {max(outcome.error, outcome.gradient or 0):.0e}"
-    gradient = "" if outcome.gradient is None else f", {outcome.gradient:.1e}"
-    return f"**wrong**, {outcome.error:.1e}{gradient}"
+        note = notes.setdefault(outcome.words, f"[{len(notes) + 1}]") if outcome.words else ""
+        return f"{outcome.name} {note}".strip()
+    return "right" if outcome.name == RIGHT else f"**wrong** {max(outcome.error, outcome.gradient or 0):.1e}"

@@ -152,23 +152,21 @@ LANGUAGE_WAYS = {
     "ringmaster ulysses": _ringmaster(
         partial(ringmaster, backend="ulysses"),
         used="`setup(RingmasterConfig(size, backend=\"ulysses\"), inner_attn=\"sdpa\")`, `set_attn_implementation`, "
-        "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`. Its page says that any "
-        "kernel can be wrapped; transformers itself refuses SDPA for Gemma-2 and GptOss, and with a flash kernel that "
-        "has soft caps and sinks one document may be right. Its Gated DeltaNet wants kernels that want a GPU",
+        "`wire_recurrent_layers`, `ContextParallelContextManager`; documents by `position_ids`. transformers refuses "
+        "SDPA for Gemma-2 and GptOss; a flash kernel with soft caps and sinks may be right for one document",
     ),
     "ringmaster ulysses, flex": _ringmaster(
         partial(ringmaster, backend="ulysses", inner="flex_attention"),
-        used="as above with `inner_attn=\"flex_attention\"`, which transformers allows for Gemma-2 and GptOss",
+        used="the same with `inner_attn=\"flex_attention\"`, which transformers allows for Gemma-2 and GptOss",
     ),
     "ringmaster ring": _ringmaster(
         partial(ringmaster, backend="ring"),
-        used="as above with `backend=\"ring\"`; on a CPU no block of its public choices has gradients, so its own "
-        "`math` block stands in, which its tests use on gloo",
+        used="the same with `backend=\"ring\"` and its own `math` block, which its tests use on gloo: on a CPU no "
+        "block of its public choices has gradients",
     ),
     "ringmaster usp": _ringmaster(
         partial(ringmaster, backend="auto"),
-        used="as above with `backend=\"auto\"` on 4 ranks and no mesh, so that it makes its own: Ulysses of "
-        "2 times ring of 2 for 2 key heads",
+        used="the same with `backend=\"auto\"` on 4 ranks: Ulysses of 2 times ring of 2 for 2 key heads",
         ranks=(4,),
     ),
     "torch": Way(
@@ -177,18 +175,16 @@ LANGUAGE_WAYS = {
     ),
     "accelerate": Way(
         partial(torch_own, prepare=True), "accelerate", "accelerate",
-        "torch's, with the hooks that `Accelerator._prepare_cp` puts on the model; the `Accelerator` itself refuses a "
-        "`ParallelismConfig` without FSDP",
+        "torch's, with the hooks that `Accelerator._prepare_cp` puts on the model; the `Accelerator` itself wants FSDP",
     ),
     "verl ulysses": Way(
         verl_ulysses, "verl", "verl.models.transformers.monkey_patch",
-        "`apply_monkey_patch(model, ulysses_sp_size)`, `ulysses_pad_and_slice_inputs`, flash attention; "
-        "as without TRL, whose newest versions lack a class that it patches",
+        "`apply_monkey_patch(model, ulysses_sp_size)`, `ulysses_pad_and_slice_inputs`, flash attention, without TRL",
     ),
     "none: stock, one process": Way(
         stock, "transformers", "transformers",
-        "no context parallelism: the stock class in eager mode on the packed row, as a control. GptOss gives "
-        "its masks no `position_ids`; in Qwen3-Next and Mamba-2 state goes on into the next document", (1,),
+        "the stock class in eager mode on the packed row, as a control. GptOss gives its masks no `position_ids`; in "
+        "Qwen3-Next and Mamba-2 state goes on into the next document", (1,),
     ),
 }  # fmt: skip
 DIFFUSION_WAYS = {
@@ -198,19 +194,18 @@ DIFFUSION_WAYS = {
     ),
     "diffusers ulysses": _diffusers(
         partial(diffusers_own, degree="ulysses_degree"),
-        used="`transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks))`; its method that "
-        "makes the mesh divides by the number of accelerators, which is 0 on a CPU, and is replaced by the same "
-        "without that; outputs only, as it is for inference",
+        used="`transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks))`, with a mesh of the "
+        "CPU's; outputs only, as it is for inference",
     ),
     "diffusers ulysses_anything": _diffusers(
         partial(diffusers_own, degree="ulysses_degree", ulysses_anything=True),
-        used="as above with `ulysses_anything=True`; gloo gathers rows of equal counts only, NCCL also others",
+        used="the same with `ulysses_anything=True`; gloo gathers rows of equal counts only, NCCL also others",
     ),
     "diffusers ring": _diffusers(
-        partial(diffusers_own, degree="ring_degree"), used="as above with `ring_degree=ranks`"
+        partial(diffusers_own, degree="ring_degree"), used="the same with `ring_degree=ranks`",
     ),
     "diffusers ring_anything": _diffusers(
         partial(diffusers_own, degree="ring_degree", ring_anything=True),
-        used="as above with `ring_degree=ranks, ring_anything=True`",
+        used="the same with `ring_degree=ranks, ring_anything=True`",
     ),
 }  # fmt: skip

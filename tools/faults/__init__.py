@@ -5,12 +5,11 @@ it saves, 40 seconds in place of ten minutes. A skipped layer or backward is dra
 miss what is not sent.
 
     cases.py      what is drawn: a job and its fault, by a seed and a number alone
-    classify.py   what came of it, from what was recorded
     job.py        one rank of a job: a small training loop, with the fault in it
     faulty.py     the fault itself: when it is due, and what it does
-    launches.py   the ways in which a job's ranks are started, and one that is started as a script
+    launches.py   the ways in which a job's ranks are started
     watch.py      one job from outside: signals, time limits, processes that are left, its checkpoint
-    report.py     tables
+    classify.py   what came of it, from what was recorded; report.py counts it
 
 Needs Linux: it forks, and it finds processes that are left behind by `PR_SET_CHILD_SUBREAPER`.
 """

@@ -11,11 +11,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from tools.faults.cases import Case, draw
-from tools.faults.classify import Verdict
 from tools.faults.report import line, summary, table
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -31,25 +29,23 @@ def main(args: argparse.Namespace, home: Path) -> int:
     campaign.warm_up()
     print(f"seed {args.seed}", flush=True)
     began = time.monotonic()
-    made = campaign.Campaign(home, args.jobs, args.limit, partial(_tell, args.show))
-    made.run(_cases(args))
-    results = [(case, verdict) for case, verdict, _ in made.results]
+    ended = []
+    for case, verdict, record in campaign.run(_cases(args), home, args.jobs, args.limit):
+        ended.append((case, verdict, record))
+        if verdict.failed:
+            print(line(case, verdict), flush=True)
+        elif args.show:
+            print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
+        for name, message in verdict.messages.items() if args.show else ():
+            print(f"    {name}: {message}", flush=True)
+    ended.sort(key=lambda each: each[0].number)
+    results = [(case, verdict) for case, verdict, _ in ended]
     numbers = {**summary(results), "wall_seconds": round(time.monotonic() - began)}
     print(f"{table(results)}\n{json.dumps(numbers)}")
     if args.json:
-        cases = [{"verdict": dataclasses.asdict(verdict), **record} for _, verdict, record in made.results]
+        cases = [{"verdict": dataclasses.asdict(verdict), **record} for _, verdict, record in ended]
         Path(args.json).write_text(json.dumps({"summary": numbers, "seed": args.seed, "cases": cases}, indent=1))
     return 1 if numbers["failed"] else 0
-
-
-def _tell(show: bool, case: Case, verdict: Verdict) -> None:
-    """Prints a case that failed, or every one."""
-    if verdict.failed:
-        print(line(case, verdict), flush=True)
-    elif show:
-        print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
-    for name, message in verdict.messages.items() if show else ():
-        print(f"    {name}: {message}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -57,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="start new cases for so long (default: 60)")
     parser.add_argument("--count", type=int, help="so many cases, however long they take")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the cases (default: the time)")
-    parser.add_argument("--jobs", type=int, default=4, help="at a time, jobs that only wait apart (default: 4)")
+    parser.add_argument("--jobs", type=int, default=8, help="at a time, most of which wait (default: 8)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after a fault that are a hang (default: 60)")
     parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds (default: 8)")
     parser.add_argument("--case", help="one case, as a failure prints it")

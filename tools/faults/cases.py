@@ -6,7 +6,6 @@ import dataclasses
 import json
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
 
 from megatron_cp.plan.schemes import SCHEMES
 
@@ -33,7 +32,7 @@ TIMEOUT = "TOOLS_FAULTS_TIMEOUT"  # the variable with the seconds of process gro
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a single operation. Layers of one `plan` number differ in weights alone, and share the plan."""
+    """A layer: attention or the mixer of a linear layer. Layers of one `plan` number differ in weights alone."""
 
     kind: str
     scheme: str  # of attention; of linear layers the mode
@@ -44,7 +43,6 @@ class Layer:
     transport: str = "collective"
     chunks: int | None = None
     codec: str = "none"
-    mixer: bool = False  # with the convolution and the gates
     mask: str = "causal"
     softcap: float = 0.0
     sink: bool = False
@@ -90,7 +88,6 @@ class Case:
         own_reduce: gradients are summed over a process group of their own.
         save: "none" or "megatron": by what `megatron-cp train` saves with.
         timeout: of the process groups, seconds.
-        store: who holds the key/value store of independent ranks: "agent" or "rank".
         destroy: independent ranks destroy their process group when they end, whatever ends them.
         fresh: they are new processes as users have them, which end as scripts do, not forks that leave at once.
     """
@@ -111,7 +108,6 @@ class Case:
     own_reduce: bool = False
     save: str = "none"
     timeout: float = 8.0
-    store: str = "rank"
     destroy: bool = True
     fresh: bool = False
     seed: int = 0
@@ -122,19 +118,15 @@ class Case:
 
     @classmethod
     def of(cls, text: str) -> Case:
-        """From what `text` gave."""
-        return cls.made(json.loads(text))
-
-    @classmethod
-    def made(cls, known: dict[str, Any]) -> Case:
-        """From fields as JSON has them."""
+        """Makes a case of what `text` gave."""
+        known = json.loads(text)
         layers = tuple(Layer(**layer) for layer in known["layers"])
         changed = {"layers": layers, "lengths": tuple(known["lengths"]), "fault": Fault(**known["fault"])}
         return cls(**{**known, **changed})
 
 
-def draw(seed: int, number: int, timeout: float = 8.0, *, train_share: float = TRAIN_SHARE) -> Case:
-    """The case of that number."""
+def draw(seed: int, number: int, timeout: float = 8.0) -> Case:
+    """Draws the case of a number."""
     random = Random(f"{seed}/{number}")
     kind = random.choices(list(FAULTS), list(FAULTS.values()))[0]
     cp_size = random.choice((2, 2, 3, 4))
@@ -145,7 +137,6 @@ def draw(seed: int, number: int, timeout: float = 8.0, *, train_share: float = T
         tuple(random.randint(1, 12) for _ in range(random.randint(2, 5))),
         Fault(kind, random.randrange(cp_size), 0, 0, variant=random.randrange(12)),
         layout=random.choice(("zigzag", "zigzag", "contiguous", "balanced", "random")),
-        steps=3,
         dtype=random.choice(("float64", "float64", "float32")),
         launch="launcher" if kind in PARENT else random.choice(("launcher", "independent")),
         replan=random.random() < 0.6,
@@ -153,14 +144,13 @@ def draw(seed: int, number: int, timeout: float = 8.0, *, train_share: float = T
         own_reduce=random.random() < 0.5,
         save=random.choice(("none", "none", "megatron")),
         timeout=timeout,
-        store=random.choice(("agent", "rank")),
         destroy=random.random() < 0.7,
         seed=random.randrange(10_000),
     )
     # New processes import for seconds; forks are as good but for how they start and end.
     is_new = random.random() < 0.05
     case = replace(case, spawn=is_new and case.launch == "launcher", fresh=is_new and case.launch == "independent")
-    return _with_fault(random, case, train_share)
+    return _with_fault(random, case)
 
 
 def _layers(random: Random, cp_size: int) -> tuple[Layer, ...]:
@@ -173,10 +163,11 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
     kind = kind or random.choice(("attention", "attention", "attention", "gdn", "kda", "mamba", "conv1d"))
     heads, groups = random.choice(((4, 2), (4, 4), (6, 2), (8, 8), (3, 1)))
     transport = random.choice(("collective", "collective", "pairwise", "hierarchical"))
-    layer = Layer(kind, "", plan, heads, groups, transport=transport, mixer=random.random() < 0.5)
+    layer = Layer(kind, "", plan, heads, groups, transport=transport)
     if kind != "attention":
-        mode = random.choice(("headwise", "chunkwise") + (("redistribute",) if kind != "conv1d" else ()))
-        layer = replace(layer, scheme=mode)
+        layer = replace(
+            layer, scheme=random.choice(("headwise", "chunkwise", "redistribute")[: 2 + (kind != "conv1d")])
+        )
     else:
         layer = replace(
             layer,
@@ -186,11 +177,11 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
             sink=random.random() < 0.25,
             dropout=random.choice((0.0, 0.0, 0.0, 0.3)),
         )
-    if random.random() < 0.3:
-        layer = replace(_chunkable(layer), chunks=random.choice((1, 2))) if _can_chunk(layer) else layer
-    return (
-        replace(layer, codec=random.choice(("fp8", "int8"))) if random.random() < 0.12 and _can_code(layer) else layer
-    )
+    if random.random() < 0.3 and _can_chunk(layer):
+        layer = replace(_chunkable(layer), chunks=random.choice((1, 2)))
+    if random.random() < 0.12 and _can_code(layer):
+        layer = replace(layer, codec=random.choice(("fp8", "int8")))
+    return layer
 
 
 def _schemes(cp_size: int) -> tuple[str, ...]:
@@ -208,23 +199,18 @@ def _chunkable(layer: Layer) -> Layer:
 
 def _that_sends(layer: Layer) -> Layer:
     """Returns the layer in a scheme that always sends, because ranks do not notice a fault where nothing is sent."""
-    return (
-        replace(
-            layer, scheme={"exact": "all_gather", "chunkwise": "headwise", "redistribute": "headwise"}[layer.scheme]
-        )
-        if layer.scheme in ("exact", "chunkwise", "redistribute")
-        else layer
-    )
+    others = {"exact": "all_gather", "chunkwise": "headwise", "redistribute": "headwise"}
+    return replace(layer, scheme=others.get(layer.scheme, layer.scheme))
 
 
 def _can_code(layer: Layer) -> bool:
     return layer.kind != "conv1d" and (layer.scheme == "headwise" or layer.scheme.startswith("a2a"))
 
 
-def _with_fault(random: Random, case: Case, train_share: float) -> Case:
-    """The case with a fault that it can have: at a random place, of a layer that the fault is about."""
+def _with_fault(random: Random, case: Case) -> Case:
+    """Returns the case with a fault that it can have: at a random place, of a layer that the fault is about."""
     fault, kind = case.fault, case.fault.kind
-    if kind in _IN_TRAIN and random.random() < train_share:
+    if kind in _IN_TRAIN and random.random() < TRAIN_SHARE:
         case = replace(case, train=True, cp_size=2, save="megatron", spawn=False)  # forks have the fault in them
         fault = replace(fault, rank=fault.rank % 2)
     step, layer = random.randrange(case.steps), random.randrange(len(case.layers))
@@ -252,7 +238,7 @@ def _with_fault(random: Random, case: Case, train_share: float) -> Case:
 
 
 def _with_layer(random: Random, case: Case) -> Case:
-    """The case with a layer in the fault's place on which the ranks can disagree so."""
+    """Returns the case with a layer in the fault's place on which the ranks can disagree so."""
     kind, old = case.fault.kind, case.layers[case.fault.layer]
     layer = old
     if kind in _OF_ATTENTION and old.kind != "attention":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tools.faults.cases import HELD_UP, LOST, PARENT, SAVING, Case
@@ -66,16 +68,11 @@ class Verdict:
 
 
 def classify(record: dict[str, Any]) -> Verdict:
-    """The verdict on a record of `watch`."""
-    case = Case.made(record["case"])
-    of: dict[str, str] = {}
+    """Returns the verdict on a record of `watch`."""
+    case = Case.of(json.dumps(record["case"]))
+    of = {_name(number): "hang" for number in record["hung"]}
     messages: dict[str, str] = {}
-    for number in record["hung"]:
-        of[_name(number)] = "hang"
-    if case.launch == "launcher":
-        _judge_launcher(case, record, of, messages)
-    else:
-        _judge_ranks(case, record, of, messages)
+    (_judge_launcher if case.launch == "launcher" else _judge_ranks)(case, record, of, messages)
     if record["orphans"]:
         of["processes"] = "orphan"
     if record["checkpoint"]:
@@ -84,7 +81,12 @@ def classify(record: dict[str, Any]) -> Verdict:
         of["fault"] = "not reached"
     errors = [name for name, outcome in of.items() if outcome == "error" and name in messages]
     named = [name for name in errors if names_cause(case, messages[name])]
-    _find_unnamed(case, of, errors, named, messages)
+    for name in set(errors) - set(named):
+        # Where ranks wait in a row, one must name the fault's rank, the others their peers.
+        peers = [rank for rank in range(case.cp_size) if _name(rank) != name]
+        in_a_row = bool(named) and case.fault.kind in _NAMED_BY_RANK
+        if not (in_a_row and any(names_rank(said(messages[name]), rank) for rank in peers)):
+            of[name] = "no cause"
     worst = min(of.values(), key=OUTCOMES.index, default="right")
     began, last = record["fault"].get("at"), record["last"]
     seconds = max(0.0, last - began) if began and last and not record["hung"] else None
@@ -149,36 +151,35 @@ def said(message: str) -> str:
 
 
 def _judge_ranks(case: Case, record: dict[str, Any], of: dict[str, str], messages: dict[str, str]) -> None:
-    """Ranks that started by themselves: each survivor by its own end."""
+    """Judges ranks that started by themselves: each survivor by its own end."""
     for rank in survivors(case):
-        if _name(rank) in of:
+        name, code, result = _name(rank), record["codes"].get(str(rank)), record["ranks"][rank]
+        if name in of:
             continue
-        code, result = record["codes"].get(str(rank)), record["ranks"][rank]
         if code in _CRASHES:
-            of[_name(rank)] = "abort"
+            of[name] = "abort"
         elif "error" in result or code != 0:
             # Of `megatron-cp train`, and of ranks that fail before or after their steps, the log has it.
             log = record["log"].get(str(rank), "")
-            message = result["error"]["message"] if "error" in result else _final_message(log)
-            messages[_name(rank)] = message
-            of[_name(rank)] = "error" if message else "no cause"
+            messages[name] = result["error"]["message"] if "error" in result else _final_message(log)
+            of[name] = _of_error(case) if messages[name] else "no cause"
         else:
-            of[_name(rank)] = "right" if case.train else _compared(case, record, rank)
-        if of[_name(rank)] == "error" and case.fault.kind in HELD_UP:
-            of[_name(rank)] = "refused"
+            of[name] = "right" if case.train else _compared(case, record, rank)
+
+
+def _of_error(case: Case) -> str:
+    return "refused" if case.fault.kind in HELD_UP else "error"
 
 
 def _judge_launcher(case: Case, record: dict[str, Any], of: dict[str, str], messages: dict[str, str]) -> None:
-    """Ranks of the launcher: by what its caller gets. A rank that ends in a crash is one all the same."""
+    """Judges ranks of the launcher by what its caller gets. A rank that ends in a crash is one all the same."""
     caller = record["caller"]
-    for rank, code in enumerate(caller.get("exit_codes", [])):
-        if code in _CRASHES:
-            of[_name(rank)] = "abort"
+    crashes = [rank for rank, code in enumerate(caller.get("exit_codes", [])) if code in _CRASHES]
+    of |= {_name(rank): "abort" for rank in crashes}
     if case.fault.kind in PARENT or "caller" in of:
         return
-    said_of_crash = re.search(r"exit code -(6|11|7|4|8)\b", caller.get("error", {}).get("message", ""))
-    if said_of_crash:  # new processes, of which nobody else knows how they ended
-        of["a rank"] = "abort"
+    if re.search(r"exit code -(6|11|7|4|8)\b", caller.get("error", {}).get("message", "")):
+        of["a rank"] = "abort"  # a new process, of which nobody else knows how it ended
     if record["codes"].get("-1") in _CRASHES or not caller:
         of["caller"] = "abort"
     elif caller["ok"]:
@@ -186,8 +187,9 @@ def _judge_launcher(case: Case, record: dict[str, Any], of: dict[str, str], mess
             of.setdefault(_name(rank), _compared(case, record, rank))
         of["caller"] = "right"
     else:
-        message = caller["error"]["message"] if "error" in caller else _final_message(record["log"].get("-1", ""))
-        of["caller"], messages["caller"] = "refused" if case.fault.kind in HELD_UP else "error", message
+        log = record["log"].get("-1", "")
+        messages["caller"] = caller["error"]["message"] if "error" in caller else _final_message(log)
+        of["caller"] = _of_error(case)
 
 
 def _compared(case: Case, record: dict[str, Any], rank: int) -> str:
@@ -202,22 +204,8 @@ def equal(numbers: list[list[float]], reference: list[list[float]], tolerance: f
     """Returns True if two runs have the same numbers, up to rounding."""
     if [len(step) for step in numbers] != [len(step) for step in reference]:
         return False
-    pairs = [(a, b) for ours, theirs in zip(numbers, reference, strict=True)
-             for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+    pairs = zip(chain(*numbers), chain(*reference), strict=True)
     return all(math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(b)) for a, b in pairs)
-
-
-def _find_unnamed(
-    case: Case, of: dict[str, str], errors: list[str], named: list[str], messages: dict[str, str]
-) -> None:
-    """Errors that do not say why. Where ranks wait in a row, one must name the fault's rank, the others their peers."""
-    for name in errors:
-        if name in named:
-            continue
-        peers = [rank for rank in range(case.cp_size) if _name(rank) != name]
-        in_a_row = bool(named) and case.fault.kind in _NAMED_BY_RANK
-        if not (in_a_row and any(names_rank(said(messages[name]), rank) for rank in peers)):
-            of[name] = "no cause"
 
 
 def _final_message(log: str) -> str:

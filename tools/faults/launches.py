@@ -8,8 +8,8 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,7 +28,7 @@ from tools.faults import training
 from tools.faults.cases import TIMEOUT, Case
 from tools.faults.job import Job
 
-PORT, CALLER = "port", "caller.json"
+MASTER_PORT, CALLER = "master_port", "caller.json"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -44,7 +44,11 @@ def write(path: Path, value: Any) -> None:
     new.replace(path)
 
 
-# -- a rank ----------------------------------------------------------------------------------------------------------
+def choose_port(folder: Path) -> None:
+    """Writes down a free port for the store over which ranks meet that start by themselves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / MASTER_PORT).write_text(str(free.getsockname()[1]))
 
 
 def show_stacks_on_demand(folder: Path) -> None:
@@ -63,7 +67,7 @@ def recorded(folder: Path, rank: int, run: Callable[[], Any]) -> Any:
         result["error"] = described(error)
         raise
     finally:
-        write(result_file(folder, rank), result | {"at": time.monotonic()})
+        write(result_file(folder, rank), result)
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -81,9 +85,6 @@ def _of_case(case: Case, group: Any, folder: Path) -> Any:
     return Job(case, group, sums, folder).run()
 
 
-# -- ranks that start by themselves, as those of torchrun -------------------------------------------------------------
-
-
 def become_fresh_rank(case: Case, rank: int, folder: Path) -> None:
     """Makes this process a rank that is no fork: it imports what it needs, and it ends as a script does."""
     arguments = ["-P", "-m", "tools.faults.launches", case.text(), str(rank), str(folder)]
@@ -91,13 +92,17 @@ def become_fresh_rank(case: Case, rank: int, folder: Path) -> None:
 
 
 def independent_rank(case: Case, rank: int, folder: Path) -> None:
-    """Runs a rank in a process without a launcher. It joins the other ranks over a store."""
+    """Runs a rank in a process without a launcher, as torchrun's are; the first rank holds the store."""
     show_stacks_on_demand(folder)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(case.cp_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(case.cp_size), "MASTER_PORT": (folder / MASTER_PORT).read_text(),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     if case.train:
-        training.run_independent(case, rank, folder)
-        return
-    store = _store(case, rank, folder)
+        raise SystemExit(training.run(case, folder))
+    port, waits = int(os.environ["MASTER_PORT"]), timedelta(seconds=60)  # for ranks that import for longer than others
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=waits)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=case.cp_size, timeout=timedelta(seconds=case.timeout)
     )
@@ -109,39 +114,6 @@ def independent_rank(case: Case, rank: int, folder: Path) -> None:
             dist.destroy_process_group()
 
 
-def _store(case: Case, rank: int, folder: Path) -> dist.TCPStore:
-    if rank == 0 and case.store == "rank":
-        return serve_store(folder)
-    return dist.TCPStore("127.0.0.1", _port(folder), is_master=False, timeout=timedelta(seconds=60))
-
-
-def serve_store(folder: Path) -> dist.TCPStore:
-    """Opens the store over which ranks meet, on a free port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    write(folder / PORT, store.port)
-    return store
-
-
-def agent(folder: Path) -> None:
-    """Holds the store in this process, as torchrun's agent does, until it is ended."""
-    store = serve_store(folder)
-    while True:
-        time.sleep(60)
-        assert store is not None
-
-
-def _port(folder: Path) -> int:
-    deadline = time.monotonic() + 60
-    while not (folder / PORT).exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("no store")
-        time.sleep(0.005)
-    return int((folder / PORT).read_text())
-
-
-# -- ranks of the library's launcher ----------------------------------------------------------------------------------
-
-
 def call_launcher(case: Case, folder: Path) -> None:
     """Runs `run_ranks`, or `megatron-cp train`, in this process, and records the outcome."""
     show_stacks_on_demand(folder)
@@ -150,18 +122,18 @@ def call_launcher(case: Case, folder: Path) -> None:
     with _forks(processes) if not case.spawn else contextlib.nullcontext():
         try:
             if case.train:
-                outcome |= training.run_locally(case, folder)
+                outcome["ok"] = training.run(case, folder) == 0
             else:
                 os.environ[TIMEOUT] = str(case.timeout)  # for new processes, too
                 limit_groups()
                 launch.run_ranks(
                     _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes",
-                    timeout=4 * case.timeout,
+                    timeout=5 * case.timeout,
                 )  # fmt: skip
                 outcome["ok"] = True
         except BaseException as error:
             outcome |= {"ok": False, "error": described(error)}
-    write(folder / CALLER, outcome | {"at": time.monotonic(), "exit_codes": [p.exitcode for p in processes]})
+    write(folder / CALLER, outcome | {"exit_codes": [p.exitcode for p in processes]})
 
 
 def limit_groups() -> None:

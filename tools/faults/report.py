@@ -11,21 +11,18 @@ from tools.faults.classify import FAILURES, OUTCOMES, Verdict
 
 
 def table(results: list[tuple[Case, Verdict]]) -> str:
-    """Fault kinds by outcomes."""
-    counts = Counter((case.fault.kind, verdict.outcome) for case, verdict in results)
-    shown = [outcome for outcome in OUTCOMES if any(found == outcome for _, found in counts)]
-    header = ["fault", "cases", *shown, "seconds (median, most)"]
-    rows = [header]
-    for kind in FAULTS:
-        own = [verdict for case, verdict in results if case.fault.kind == kind]
+    """Returns the table of kinds of faults by outcomes."""
+    shown = [outcome for outcome in OUTCOMES if any(verdict.outcome == outcome for _, verdict in results)]
+    rows = [["fault", "cases", *shown, "seconds (median, most)"]]
+    for kind in (*FAULTS, "all"):
+        own = [verdict for case, verdict in results if kind in (case.fault.kind, "all")]
         if own:
-            cells = [str(counts[kind, outcome] or "") for outcome in shown]
-            rows.append([kind, str(len(own)), *cells, _times([verdict.seconds for verdict in own])])
-    rows.append(["all", str(len(results)), *(str(sum(v.outcome == name for _, v in results)) for name in shown),
-                 _times([verdict.seconds for _, verdict in results])])  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in rows)  # fmt: skip
+            counts = Counter(verdict.outcome for verdict in own)
+            known = [verdict.seconds for verdict in own if verdict.seconds is not None]
+            times = f"{median(known):.1f}, {max(known):.1f}" if known else ""
+            rows.append([kind, str(len(own)), *(str(counts[outcome] or "") for outcome in shown), times])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def summary(results: list[tuple[Case, Verdict]]) -> dict[str, Any]:
@@ -48,8 +45,3 @@ def line(case: Case, verdict: Verdict) -> str:
     """A failing case, and how to run it again."""
     parts = "; ".join(f"{name}: {outcome}" for name, outcome in verdict.of.items() if outcome in FAILURES)
     return f"FAILED {case.number} {case.fault.kind}: {parts}\n  --case '{case.text()}'"
-
-
-def _times(seconds: list[float | None]) -> str:
-    known = [value for value in seconds if value is not None]
-    return f"{median(known):.1f}, {max(known):.1f}" if known else ""

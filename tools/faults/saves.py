@@ -60,13 +60,10 @@ def _loaded_step(folder: Path) -> int:
     found = latest_checkpoint(folder / CHECKPOINTS)
     common = dist_checkpointing.load_common_state_dict(str(found))
     tensors = dist_checkpointing.load_plain_tensors(str(found))
-    _check_finite({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
-    return int(common["megatron_cp"]["iteration"])
-
-
-def _check_finite(tensors: dict[str, Tensor]) -> None:
-    if not tensors:
+    weights = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    if not weights:
         raise ValueError("no weights")
-    for name, tensor in tensors.items():
-        if not tensor.double().isfinite().all():
-            raise ValueError(f"{name} is not finite")
+    broken = [name for name, x in weights.items() if not x.double().isfinite().all()]
+    if broken:
+        raise ValueError(f"{broken[0]} is not finite")
+    return int(common["megatron_cp"]["iteration"])

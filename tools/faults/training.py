@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +17,22 @@ _SHAPE = [
     "--linear-value-head-dim", "8", "--hybrid-layer-pattern", "G*-", "--device", "cpu", "--seq-length", "64",
     "--global-batch-size", "1", "--lr-warmup-iters", "1", "--train-iters", "4", "--save-interval", "1",
 ]  # fmt: skip
-MASTER_PORT = "master_port"
 _FIRST_STEP = 40.0  # the limit of the first step and of saving is ten minutes, for which no campaign has the time
 
 
 def prepare(folder: Path) -> None:
-    """Documents to train on, and a port for ranks that start by themselves."""
+    """Writes documents to train on."""
     (folder / "documents").mkdir()
     for number, length in enumerate((7, 1, 130, 64, 90)):
         (folder / "documents" / f"{number}.txt").write_text((f"{number} and on, " * length)[:length])
     (folder / saves.CHECKPOINTS).symlink_to(folder / "run" / saves.CHECKPOINTS)  # as the command calls it
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (folder / MASTER_PORT).write_text(str(free.getsockname()[1]))
 
 
-def run_locally(case: Case, folder: Path) -> dict[str, Any]:
-    """The command, which starts its ranks."""
-    _put_faults_in(case, folder)
-    return {"ok": _run(case, folder) == 0}
-
-
-def run_independent(case: Case, rank: int, folder: Path) -> None:
-    """The command on one of the ranks that a launcher such as torchrun has started."""
-    _put_faults_in(case, folder)
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(case.cp_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "LOCAL_WORLD_SIZE": str(case.cp_size), "MASTER_PORT": (folder / MASTER_PORT).read_text(),
-    }  # fmt: skip
-    raise SystemExit(_run(case, folder))
-
-
-def _run(case: Case, folder: Path) -> int:
+def run(case: Case, folder: Path) -> int:
+    """Runs the command, which starts its ranks, or is one of those that torchrun has started; its exit code."""
     from megatron_cp.cli.main import main
 
+    _put_faults_in(case, folder)
     where = ["--data-path", str(folder / "documents"), "--run-dir", str(folder / "run"), "--seed", str(case.seed)]
     return main(["train", "--context-parallel-size", str(case.cp_size), *_SHAPE, *where])
 

@@ -42,7 +42,6 @@ class Watch:
         self.case, self.folder, self.limit, self.grace = case, folder, limit, grace
         self.pids: dict[int, int] = {}  # of ranks; of the launcher's caller, -1
         self.ended: dict[int, tuple[int, float]] = {}  # by number: exit code, moment
-        self.helpers: list[int] = []
         self.fault: dict[str, Any] = {}
         self.asked = False
         self.began = time.monotonic()
@@ -55,8 +54,7 @@ class Watch:
         if case.launch == "launcher":
             self.pids[-1] = forked(partial(launches.call_launcher, case, folder), folder / f"{LOG}.-1")
             return
-        if case.store == "agent" and not case.train:
-            self.helpers.append(forked(partial(launches.agent, folder)))
+        launches.choose_port(folder)
         begin = launches.become_fresh_rank if case.fresh else launches.independent_rank
         for rank in range(case.cp_size):
             self.pids[rank] = forked(partial(begin, case, rank, folder), folder / f"{LOG}.{rank}")
@@ -120,7 +118,7 @@ class Watch:
         until = time.monotonic() + self.grace
         while True:
             self._reap()
-            left = [process for process in descendants() if process.pid not in self.helpers]
+            left = descendants()
             if not left:
                 return [], time.monotonic()
             if time.monotonic() > until:
@@ -129,8 +127,7 @@ class Watch:
 
     def _stacks(self) -> str:
         for process in descendants():
-            if process.pid not in self.helpers:
-                process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("stacks.*")
                          if path.stat().st_size)  # fmt: skip

@@ -1,7 +1,6 @@
-"""`python -m tools.nullgpu [OPTIONS] COMMAND...`: runs a command on the emulated device, or ends with 2 without one.
+"""`python -m tools.nullgpu [--or-gpu] COMMAND...`: runs a command on the emulated device, or ends with 2 without one.
 
 --or-gpu  on a GPU where there is one
---note    notes which CUDA-only code runs: see `python -m tools.nullgpu.coverage`
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import shutil
 import subprocess
 import sys
 
-from tools.nullgpu.device import UnavailableError, environment, noting
+from tools.nullgpu.device import UnavailableError, environment
 
 
 def main() -> int:
     """Becomes the command."""
-    command, options = sys.argv[1:], set()
-    while command and command[0] in ("--or-gpu", "--note"):
-        options.add(command.pop(0))
+    may_be_gpu = sys.argv[1:2] == ["--or-gpu"]
+    command = sys.argv[2:] if may_be_gpu else sys.argv[1:]
     if command[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return 0
@@ -26,9 +24,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        how = "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
-        given = environment() if how == "emulated" else dict(os.environ)
-        os.execvpe(command[0], command, noting(given, how) if "--note" in options else given)
+        os.execvpe(command[0], command, dict(os.environ) if may_be_gpu and _has_gpu() else environment())
     except UnavailableError as reason:
         print(f"nullgpu: {reason}", file=sys.stderr)
     except OSError as error:

@@ -37,14 +37,6 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def noting(given: dict[str, str], how: str) -> dict[str, str]:
-    """An environment whose processes note the CUDA-only code that they run. Earlier notes are dropped."""
-    folder = ROOT / "build" / "cuda_code" / how
-    shutil.rmtree(folder, ignore_errors=True)
-    paths = [str(HERE / "site"), str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
-    return given | {"NULLGPU_PIECES": str(folder), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
 def _built() -> Path:
     """The folder of the libraries."""
     if not sys.platform.startswith("linux"):

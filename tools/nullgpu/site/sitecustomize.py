@@ -1,7 +1,6 @@
 """Python runs this when it starts: on the emulated device every thread that uses torch emulates.
 
-What is imported late is hooked, so that processes that never import torch start as quickly as ever. On a GPU, too, the
-CUDA-only code that runs is noted where that is asked for.
+What is imported late is hooked, so that processes that never import torch start as quickly as ever.
 """
 
 import importlib.abc
@@ -77,7 +76,3 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 if "NULLGPU" in os.environ:
     sys.meta_path.insert(0, _Finder())
-if "NULLGPU_PIECES" in os.environ:
-    from tools.nullgpu.coverage import collect
-
-    collect()
