@@ -34,6 +34,24 @@ TOOLS = ("wheel",)  # what their builds import beside torch and setuptools
 HOPPER = ["-gencode", "arch=compute_90,code=sm_90"]
 ARCHS = ("\n    # HACK: The compiler flag", f"\n    cc_flag = {HOPPER}\n    # HACK: The compiler flag")
 
+# A compiler that reads a header, and torch's with it, once for all files that it compiles with the same flags.
+COMPILER = """#!{python}
+import fcntl, os, subprocess, sys
+compiler, shared, words = {compiler!r}, __file__ + ".h", sys.argv[1:]
+if "-c" in words:
+    with open(__file__ + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(shared + ".gch"):
+            pairs = zip(["", *words], words)
+            dropped = "-c", "-o", "-MF"  # each with the word after it
+            flags = [word for last, word in pairs if word not in ("-MMD", *dropped) and last not in dropped]
+            given = [compiler, *flags, "-x", "c++-header", shared, "-o", shared + ".part"]
+            subprocess.run(given, check=True)
+            os.rename(shared + ".part", shared + ".gch")
+    words = ["-include", shared, *words]
+os.execvp(compiler, [compiler, *words])
+"""
+
 
 @dataclass(frozen=True)
 class Package:
@@ -41,6 +59,8 @@ class Package:
 
     Args:
         edits: file, text in it, and what replaces that text before it is compiled.
+        headers: files in the folder of torch's CUDA libraries that it includes.
+        shared: its own header that all its files include, if they are so many that it pays to read it once.
         imported: packages that it imports, and the project does not.
     """
 
@@ -48,6 +68,8 @@ class Package:
     version: str
     variables: tuple[tuple[str, str], ...] = ()
     edits: tuple[tuple[str, str, str], ...] = ()
+    headers: tuple[str, ...] = ()
+    shared: str | None = None
     imported: tuple[str, ...] = ()
 
     @property
@@ -58,10 +80,12 @@ class Package:
 PACKAGES = (
     Package(
         "causal_conv1d", "1.7.0", (("CAUSAL_CONV1D_FORCE_BUILD", "TRUE"),), (("setup.py", *ARCHS),),
+        ("cu13/include/cusparse.h",),
     ),
     Package(
         "mamba_ssm", "2.3.2.post1", (("MAMBA_FORCE_BUILD", "TRUE"),),
         (("setup.py", *ARCHS), ("setup.py", '"-O3",\n                    "-std=c++17",', '"-Xptxas=-O0",')),
+        ("cu13/include/cusparse.h",),
     ),
     Package(
         "flash_attn_4", "4.0.0b36",
@@ -81,6 +105,8 @@ PACKAGES = (
             ("NVTE_BUILD_USE_NVIDIA_WHEELS", "1"), ("NVTE_PYTORCH_FORCE_BUILD", "TRUE"), ("NVTE_FRAMEWORK", "pytorch"),
         ),
         (("build_tools/pytorch.py", '"-O3"', '"-O0"'),),
+        ("cu13/include/cublas_v2.h", "cudnn/include/cudnn.h", "nccl/include/nccl.h", "nvshmem/include/nvshmem.h"),
+        "extensions.h",
     ),
 )  # fmt: skip
 
@@ -109,7 +135,13 @@ def main() -> int:
                 run.error("no command")
             given = variables(args.site)
             os.execvpe(args.command[0], args.command, given)
-    except (ArgumentError, OSError, subprocess.CalledProcessError) as error:
+    except ArgumentError as error:
+        print(f"real_packages: {error}", file=sys.stderr)
+        return 2
+    except subprocess.CalledProcessError as error:
+        print(f"real_packages: exit code {error.returncode}: {' '.join(map(str, error.cmd))}", file=sys.stderr)
+        return 2
+    except OSError as error:
         print(f"real_packages: {error}", file=sys.stderr)
         return 2
     return 0
@@ -119,11 +151,10 @@ def make_wheels(folder: Path, packages: list[Package]) -> None:
     """Fetches or compiles those wheels of `packages` that a folder has not, and prints seconds and bytes of each.
 
     Raises:
-        ArgumentError: another torch, or no nvcc; before anything is fetched.
+        ArgumentError: another torch, no compiler, or no headers; before anything is fetched.
     """
     missing = [each for each in packages if not wheel_of(folder, each)]
-    if any(each.compiled for each in missing):
-        check_machine()
+    check_machine([each for each in missing if each.compiled])
     folder.mkdir(parents=True, exist_ok=True)
     for package in missing:
         began = time.monotonic()
@@ -142,11 +173,27 @@ def wheel_of(folder: Path, package: Package) -> Path | None:
     return next(iter(sorted(folder.glob(f"{package.name}-{package.version}-*.whl"))), None)
 
 
-def check_machine() -> None:
-    """Refuses to compile packages for another torch, or without nvcc."""
-    check_torch(version("torch"))
-    if cuda_home() is None:
+def check_machine(packages: list[Package], torch_version: str | None = None, nvidia: Path | None = None) -> None:
+    """Refuses to compile packages for another torch, or without a compiler or the headers of torch's CUDA libraries.
+
+    Args:
+        torch_version: that of the installed torch, by default.
+        nvidia: the folder of torch's CUDA libraries; by default where Python finds them.
+    """
+    if not packages:
+        return
+    check_torch(torch_version or version("torch"))
+    cuda = cuda_home()
+    if cuda is None:
         raise ArgumentError("CUDA_HOME", None, "a folder with bin/nvcc", "Install nvcc of CUDA 13.0, or set CUDA_HOME.")
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise ArgumentError("CXX", os.environ.get("CXX"), "a C++ compiler on PATH", "Install g++.")
+    folder = nvidia or libraries()
+    for package in packages:
+        for header in package.headers:
+            if folder is None or not (folder / header).exists():
+                remedy = f"{package.name} includes it: install torch {TORCH} with its CUDA libraries (cu130)."
+                raise ArgumentError("headers", str(folder), f"a folder nvidia with {header}", remedy)
 
 
 def check_torch(found: str) -> None:
@@ -184,6 +231,8 @@ def _compile(package: Package, folder: Path, scratch: Path) -> None:
     includes = [str(each) for each in (*sorted(nvidia.glob("*/include")), cuda / "include")]
     given = {"CUDA_HOME": str(cuda), "CPATH": _first(os.pathsep.join(includes), "CPATH"), **dict(package.variables)}
     given["MAX_JOBS"] = os.environ.get("MAX_JOBS", "2")
+    if package.shared is not None:
+        given["CXX"] = str(_shared_compiler(scratch, package.shared))
     _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, path=_tools(scratch), **given)
 
 
@@ -199,6 +248,15 @@ def edit_source(package: Package, source: Path) -> None:
             remedy = "The source is another: write its edits anew."
             raise ArgumentError(f"{package.name} {package.version}", name, f"a file with {old!r}", remedy)
         (source / name).write_text(text.replace(old, new))
+
+
+def _shared_compiler(scratch: Path, header: str) -> Path:
+    made = scratch / "bin" / "g++"
+    made.parent.mkdir()
+    made.write_text(COMPILER.format(python=sys.executable, compiler=os.environ.get("CXX", "g++")))
+    made.chmod(0o755)
+    made.with_name("g++.h").write_text(f'#include "{header}"\n')
+    return made
 
 
 def _tools(scratch: Path) -> Path:

@@ -1,35 +1,66 @@
 """`tools/real_packages.py` says why it cannot build or use packages, before it fetches anything."""
 
-import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.refusals import rejects
 from tools import real_packages
-from tools.real_packages import PACKAGES, edit_source, make_wheels, unpack_wheels, variables, wheel_of
+from tools.gpu_check.wheels import pins
+from tools.real_packages import PACKAGES, check_machine, edit_source, make_wheels, unpack_wheels, variables, wheel_of
+
+COMPILED = [package for package in PACKAGES if package.compiled]
+
+
+@pytest.fixture
+def nvidia(tmp_path, monkeypatch):
+    """A machine with nvcc, a compiler, and torch's CUDA libraries, whose folder this is."""
+    toolkit = tmp_path / "cuda"
+    (toolkit / "bin").mkdir(parents=True)
+    (toolkit / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("CXX", sys.executable)
+    folder = tmp_path / "nvidia"
+    for package in COMPILED:
+        for header in package.headers:
+            (folder / header).parent.mkdir(parents=True, exist_ok=True)
+            (folder / header).touch()
+    return folder
 
 
 def test_versions_are_those_of_the_extras():
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    pinned = dict(re.findall(r'"([\w.-]+)(?:\[\w+\])?==([\w.+-]+)"', project))
+    pinned = pins(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text().replace("[cu13]", "").replace("[pytorch]", "")
+    )
     assert pinned["torch"] == real_packages.TORCH
     for package in PACKAGES:
         name = "transformer-engine" if package.name.startswith("transformer_engine") else package.name.replace("_", "-")
         assert package.version == pinned[name], package.name
 
 
-@pytest.mark.parametrize(
-    ("torch", "cuda", "says"),
-    [
-        ("2.10.0+cu130", "cuda", "torch: got '2.10.0.cu130'; allowed: 2.11.0"),
-        (real_packages.TORCH, None, "CUDA_HOME: got None; allowed: .*nvcc"),
-    ],
-)
-def test_rejects_a_machine_that_cannot_compile(torch, cuda, says, monkeypatch, tmp_path):
-    monkeypatch.setattr(real_packages, "version", lambda _: torch)
-    monkeypatch.setattr(real_packages, "cuda_home", lambda: cuda)
-    rejects(says, make_wheels, tmp_path, list(PACKAGES))
+def test_accepts_a_machine_with_all(nvidia):
+    check_machine(COMPILED, real_packages.TORCH, nvidia)
+    check_machine([], "1.0")  # nothing is to be compiled
+
+
+def test_rejects_another_torch(nvidia):
+    rejects("torch: got '2.10.0.cu130'; allowed: 2.11.0", check_machine, COMPILED, "2.10.0+cu130", nvidia)
+
+
+def test_rejects_a_machine_without_nvcc(nvidia, monkeypatch):
+    monkeypatch.setattr(real_packages, "cuda_home", lambda: None)
+    rejects("CUDA_HOME: got None; allowed: .*nvcc", check_machine, COMPILED, real_packages.TORCH, nvidia)
+
+
+def test_rejects_a_machine_without_a_compiler(nvidia, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    rejects("CXX: got 'no-such-compiler'; .*PATH", check_machine, COMPILED, real_packages.TORCH, nvidia)
+
+
+def test_rejects_a_torch_without_headers(nvidia):
+    (nvidia / "nccl" / "include" / "nccl.h").unlink()
+    rejects("headers: got .*nccl.h. transformer_engine_torch", check_machine, COMPILED, real_packages.TORCH, nvidia)
 
 
 def test_rejects_a_source_that_has_not_what_is_edited(tmp_path):
