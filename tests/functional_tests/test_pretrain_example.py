@@ -183,14 +183,17 @@ def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
 def test_step_of_the_page_trains_packed_documents_the_same_over_ranks(documents, others, tmp_path):
     """The page's diff of Megatron's pretrain_gpt.py: its data set says where documents of a sample begin."""
     flags = ["--spec", "megatron_cp.megatron.specs", "gpt_layer_spec", "--num-layers", 2, "--num-workers", 0,
-             "--dataloader-inter-document-masking", "--calculate-per-token-loss", "--train-iters", 2,
+             "--dataloader-inter-document-masking", "--calculate-per-token-loss", "--train-iters", 3,
              "--data-path", 0.3, documents, 0.7, others]  # fmt: skip
-    alone, spread = (
-        trained(ranks, *flags, "--context-parallel-size", ranks, "--data-cache-path", tmp_path / str(ranks),
-                main=pretrain_on_cpu.main_of_the_page)
-        for ranks in (1, 2)
-    )  # fmt: skip
-    assert (alone[0].keys(), len(alone[1])) == ({1, 2}, 1)
+
+    def step_of_the_page(ranks, *more):
+        places = ["--context-parallel-size", ranks, "--data-cache-path", tmp_path / str(ranks)]
+        return trained(ranks, *flags, *places, *more, main=pretrain_on_cpu.main_of_the_page)
+
+    start = tmp_path / "start"  # on other numbers of ranks Megatron draws other weights
+    step_of_the_page(1, "--save", start, "--save-interval", 1, "--exit-interval", 1)
+    alone, spread = (step_of_the_page(ranks, "--load", start) for ranks in (1, 2))
+    assert (alone[0].keys(), len(alone[1])) == ({2, 3}, 1)
     assert_same_training(spread, alone)
 
 
