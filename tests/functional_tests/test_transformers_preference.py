@@ -141,7 +141,7 @@ def test_trains_and_evaluates_as_the_stock_trainer(kind, found):
     if adapter:  # it changes nothing before the first step: rewards are 0, and their order is rounding
         assert abs(stock["rewards/margins 0"]) < 1e-5
         for each in (ours, stock):
-            del each["rewards/accuracies 0"]
+            each.pop("rewards/accuracies 0", None)  # which KTO does not log
     assert_near(ours, stock, rel=1e-4, abs=1e-5)
 
 
