@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 
 class OrderError(RuntimeError):
@@ -68,26 +68,37 @@ class Clocks:
     def wait_event(self, event: int, stream: int) -> None:
         self.acquire(stream, self._events.get(event, {}))
 
-    def access(self, name: str, ranges: list[tuple[int, int]], *, writes: bool) -> None:
-        """Checks accesses of half-open ranges of addresses in the current stream, and remembers them."""
-        stream = torch.cuda.current_stream().cuda_stream
+    def access(self, name: str, ranges: Iterable[tuple[int, int]], *, writes: bool, stream: int) -> None:
+        """Checks accesses of half-open ranges of addresses in a stream, and remembers them."""
         with self.lock:
             clock = self._clocks[stream]
             for start, end in ranges:
                 if start < end:
                     self._access(Access(name, stream, clock.get(stream, 0) + 1, writes), start, end, clock)
 
-    def _access(self, access: Access, start: int, end: int, clock: dict[int, int]) -> None:
-        self.checks += 1
+    def check_transfers(self, name: str, given: tuple[int, int], stream: int) -> None:
+        """Checks that a stream has waited for all transfers with some memory."""
+        with self.lock:
+            clock = self._clocks[stream]
+            for _, other in self._others(*given):
+                if other.stream < 0 and clock.get(other.stream, 0) < other.time:
+                    raise _error(Access(name, stream, 0, True), other)
+
+    def _others(self, start: int, end: int) -> Iterator[tuple[int, Access]]:
+        """Yields the accesses of some memory, with their places."""
         starts, ends = self._ranges
         for at in np.flatnonzero((starts < end) & (ends > start)).tolist():
             other = self._accesses[at]
             assert other is not None
+            yield at, other
+
+    def _access(self, access: Access, start: int, end: int, clock: dict[int, int]) -> None:
+        self.checks += 1
+        starts, ends = self._ranges
+        for at, other in self._others(start, end):
             if other.stream != access.stream and clock.get(other.stream, 0) < other.time:
                 if (access.writes or other.writes) and not self.callers >= {access.stream, other.stream}:
-                    did, does = ("writes" if each.writes else "reads" for each in (other, access))
-                    text = f"{access.name} {does} what {other.name} {did} in another stream, in no order"
-                    raise OrderError(text)
+                    raise _error(access, other)
             elif start <= starts[at] and ends[at] <= end and (access.writes or not other.writes):
                 self._free.append(at)  # whatever races with it races with the new one
                 self._ranges[:, at] = 0
@@ -98,6 +109,13 @@ class Clocks:
             self._ranges = np.concatenate([self._ranges, np.zeros((2, more), np.int64)], 1)
         at = self._free.pop()
         self._accesses[at], self._ranges[:, at] = access, (start, end)
+
+
+def _error(access: Access, other: Access) -> OrderError:
+    does, did = ("writes" if each.writes else "reads" for each in (access, other))
+    if other.stream < 0:
+        return OrderError(f"{access.name} {does} memory of {other.name}, which its stream has not waited for")
+    return OrderError(f"{access.name} {does} what {other.name} {did} in another stream, in no order")
 
 
 def runs(addresses: np.ndarray) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ def run_ranks_over_nccl(
         size: the number of ranks.
         args: its further arguments.
         timeout: seconds until the call fails.
-        clocks: checks the order of all accesses as well, if given.
+        clocks: of the order of all accesses; new ones if None.
 
     Raises:
         RankError: a rank raised; a collective was started otherwise on another rank, or not everywhere.
@@ -72,7 +72,7 @@ class Collective:
     sent: Tensor
     received_splits: list[int]
     sent_splits: list[int]
-    transfer: ordering.Transfer
+    transfer: int
     is_waited: bool = field(default=False)
     is_done: bool = field(default=False)
 
