@@ -257,7 +257,7 @@ def _granite_hybrid(config: Fields) -> Blocks:
     scaled = replace(_attention(config), softmax_scale=config.number("attention_multiplier", 1.0))
     linear, attention = Block(_mamba_of_bamba(config), mlp), Block(scaled, mlp)
     types = {"mamba": linear, "attention": attention, LINEAR: linear, FULL: attention}
-    return chosen_blocks("layer_types", config.get("layer_types", ["mamba"] * layers), types, layers)
+    return chosen_blocks("layer_types", config.get("layer_types", [LINEAR] * layers), types, layers)
 
 
 def _latent(config: Fields) -> AttentionMixer:

@@ -296,7 +296,9 @@ def test_auto_tries_head_chunks_for_very_many_fragments(monkeypatch):
     monkeypatch.setattr("megatron_cp.planner.choose.VERY_MANY", 10)
     chosen = plan_attention(packing, Layout.zigzag(packing, 8), **request)
     assert sorted((price.scheme, price.detail.partition(",")[0]) for price in chosen.prices) == sorted(
-        (price.scheme, price.detail.partition(",")[0]) for price in all_prices if "exact" not in price.scheme
+        (price.scheme, price.detail.partition(",")[0])
+        for price in all_prices
+        if "exact" not in price.scheme and "(u = 4)" not in price.detail  # of the degrees only the first, too
     )
     fixed = [
         plan_attention(packing, Layout.zigzag(packing, 8), **request, scheme=chosen.scheme, head_chunks=chunks)
