@@ -13,7 +13,7 @@ import torch
 import megatron_cp as cp
 from benchmarks import exchange, layer, timing, wire
 from benchmarks.__main__ import main, parser, run
-from benchmarks.ranks import MEGATRON, aligned_lengths
+from benchmarks.ranks import MEGATRON
 from benchmarks.timing import DIRECTIONS, Watch, WatchedGroup, interleaved_order
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
@@ -102,18 +102,6 @@ def test_torchrun_brings_its_ranks(name):
     assert under_torchrun(name, *small)["repeats"] == 1
 
 
-def test_as_many_bytes_are_counted_as_go_to_other_ranks_or_hosts():
-    def sent(group, hosts):
-        watch = Watch()
-        watched = WatchedGroup(group, watch, hosts)
-        own = torch.zeros(6, dtype=torch.uint8)
-        watched.start_all_to_all(torch.zeros(6, dtype=torch.uint8), own, [2] * 3, [2] * 3).wait()
-        return watch.sent
-
-    assert run_ranks(sent, 3, None) == [4, 4, 4]
-    assert run_ranks(sent, 3, (0, 0, 1)) == [2, 2, 4]
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_transports_and_codecs_bring_the_same_in_as_many_bytes_as_are_planned(hosts):
     _, report = reported("wire", "--cp", "4", "--hosts", str(hosts), "--heads", "16", "--head-dim", "128", *THREADS)
@@ -187,15 +175,6 @@ def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
     )
     with pytest.raises(RankError, match="with the gate returns other data than was sent"):
         run_ranks(check_all, 2, CASE)
-
-
-@pytest.mark.parametrize(("tokens", "documents", "multiple"), [(64, 3, 4), (1024, 16, 8), (8192, 64, 8), (16, 4, 4)])
-def test_documents_are_what_megatron_can_deal(tokens, documents, multiple):
-    lengths = aligned_lengths(tokens, documents, multiple)
-    assert (len(lengths), sum(lengths)) == (documents, tokens)
-    assert min(lengths) >= multiple
-    assert all(length % multiple == 0 for length in lengths)
-    assert tokens == documents * multiple or len(set(lengths)) > 1
 
 
 TINY = ["--device", "cpu", "--model", "tiny", "--tokens-per-rank", "32", "--documents", "3", "--repeats", "2"]

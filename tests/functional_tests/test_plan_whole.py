@@ -99,19 +99,6 @@ def test_a_pack_that_fits_is_among_the_lengths_that_fit():
     assert printed(*shape, "--fit", str(int(predicted / 0.9) + 1))[1]["longest"] == 4000
 
 
-def test_layers_that_are_left_out_are_said(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({
-        "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 7, "num_attention_heads": 4,
-        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-        "intermediate_size": 512, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1,
-        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "vocab_size": 1000, "tie_word_embeddings": False,
-        "num_nextn_predict_layers": 1,
-    }))  # fmt: skip
-    out, _ = printed("--whole", "--model", str(path), "--lengths", "4096", "--cp", "1", "--pp", "2")
-    assert "\nleft out: layers of multi-token prediction (1), which the model has\n" in out
-
-
 @pytest.mark.parametrize("seconds", ["9", "2"])
 def test_a_long_search_is_announced(capsys, monkeypatch, seconds):
     """The line is on standard error, before the plan: standard output is JSON all the same."""

@@ -10,10 +10,6 @@ from tests.commands import reported
 from tests.fixed_machine import FIXED
 
 
-def said_by(*options):
-    return reported(["plan", "--lengths", "7,1,130", *options])[0].splitlines()
-
-
 @pytest.mark.parametrize("options", [[], ["--scheme", "ring"], ["--mask", "window:20"]])
 def test_the_verdict_comes_first_with_the_times_of_its_scheme_and_of_the_next(options):
     shape = ["--cp", "4", "--heads", "8", "--kv-heads", "8", "--head-dim", "64", "--lengths", "7,1,130"]
@@ -68,18 +64,6 @@ def test_the_verdict_names_the_candidates_that_are_as_fast(fixed):
         "7,1,130": "",
     }  # fmt: skip
     assert describe_ties(tied({"x": 99.4, "y": 100.5, "z": 99.6}, 100.0)) == "; z and y are within 0.5 %"
-
-
-def test_the_verdict_on_sizes_and_whole_models_names_ties_too(fixed):
-    # With two heads one rank of three has none.
-    of_sizes, *_ = said_by("--cp", "3,4", "--lengths", "300k", "--heads", "2", "--scheme", "a2a", *fixed)
-    says = r"cp 3 by a2a, [0-9.]+ ms predicted on fixed; cp 4 is within 0\.5 %; least GPU time: cp 3"
-    assert re.search(says, of_sizes)
-    assert "within 0.5 %" not in said_by("--cp", "1")[0]  # nothing is sent, and all are the same
-    model = ["--whole", "--model", "llama3-8b", "--fit", "1000GiB"]
-    whole = said_by(*model, "--cp", "8", "--lengths", "1M", *fixed)
-    why = next(line for line in whole if line.startswith("why: "))
-    assert why.endswith("; layout zigzag and layout balanced are within 0.5 %")
 
 
 def test_no_size_is_fastest_where_each_has_a_batch_of_its_own(fixed):

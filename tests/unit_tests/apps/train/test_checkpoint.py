@@ -18,13 +18,6 @@ from megatron_cp.errors import ArgumentError
 from tests.refusals import rejects
 
 
-def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
-    for iteration in (5, 10):
-        (tmp_path / f"iter_{iteration:07d}").mkdir()
-    (tmp_path / TRACKER).write_text("5\n")
-    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000005"
-
-
 @pytest.mark.parametrize(("content", "says"), [(b"", "invalid literal"), (b"\xff", "utf-8")])
 def test_rejects_a_damaged_tracker(content, says, tmp_path):
     (tmp_path / "iter_0000005").mkdir()

@@ -67,6 +67,7 @@ def test_stages_of_a_ring_are_those_of_their_keys():
     assert found.cut[0].tolist() == [55 * 100 - 5050] * 4
     assert not found.cut[1:].any()
     assert found.pairs.sum() == 400 * 401 // 2
+    assert found.pairs[1].tolist() == [0, 10_000, 10_000, 10_000]  # of the rank before
     assert found.tiles.sum(axis=0).tolist() == [10, 20, 30, 40]
     assert not found.padding.any()
 
