@@ -45,10 +45,10 @@ def pytest_collection_modifyitems(items):
 _DEAR = (
     "test_entries", "transformers_generation", "transformers_preference", "transformers_evaluation", "megatron_models",
     "transformers_compile", "transformers_training", "test_schemes", "megatron_stock", "tiles/test_search",
-    "test_train", "test_cli", "megatron_matrix", "wire_options", "test_codecs", "test_tiled", "test_compile",
-    "test_parity", "softmax/test_kernels", "emulated_device", "triton_compiled", "flex_compiled", "test_memory",
-    "test_launch", "fla_kernels", "tiny_layouts", "test_fuzz", "megatron_batch", "triton_kernels", "bench_exchange",
-    "gates_compiled", "message_buffers", "test_gather", "kernel_copies", "layout_choice",
+    "test_train", "test_cli", "megatron_matrix", "test_options", "wire_options", "test_codecs", "test_tiled",
+    "test_compile", "test_parity", "softmax/test_kernels", "emulated_device", "triton_compiled", "flex_compiled",
+    "test_memory", "test_launch", "package_kernels", "tiny_layouts", "test_fuzz", "megatron_batch", "triton_kernels",
+    "bench_exchange", "gates_compiled", "message_buffers", "test_gather", "kernel_copies", "layout_choice",
 )  # fmt: skip
 
 

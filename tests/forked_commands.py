@@ -13,11 +13,11 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +28,6 @@ import torch
 from tests.commands import ROOT
 from tests.forked_ranks import forking_context
 from tests.limits import limit
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a command, with the names of `subprocess`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @contextlib.contextmanager
@@ -64,7 +55,9 @@ def forked(
         process.join()
 
 
-def run_forked(arguments: Sequence[str], prints: Path, *, timeout: float, **more: Any) -> Done:
+def run_forked(
+    arguments: Sequence[str], prints: Path, *, timeout: float, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """Runs a command in a fork and returns its result; its output is kept in the folder `prints`.
 
     Raises:
@@ -74,7 +67,7 @@ def run_forked(arguments: Sequence[str], prints: Path, *, timeout: float, **more
     with forked(arguments, out, err, **more) as process:
         process.join(timeout)
         assert process.exitcode is not None, f"not ended after {timeout} s: {err.read_text()}"
-        return Done(process.exitcode, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
 
 
 def run_module(module: str, *arguments: str, **environment: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 import megatron_cp as cp
+from tests.fuzz_cases import Call
+from tests.fuzz_check import operate
+from tests.fuzz_problem import problem_of
 
 CAPACITY, DOCUMENTS = 120, 6
 KINDS: dict[str, Any] = {
@@ -19,7 +23,15 @@ KINDS: dict[str, Any] = {
     "mamba": cp.LinearSpec("mamba", 6, 2, 16, 16, mode="headwise"),
     "conv1d": cp.LinearSpec("conv1d", 64, 2, 16, 16, mode="headwise"),
 }
-_MASKS = {"a2a": "causal", "p2p": "causal", "window": "window:5,0"}
+_MASKED = ("a2a", "window", "p2p")
+_SIZES: dict[str, Any] = {
+    "lengths": (CAPACITY,), "heads": 6, "groups": 2, "head_dim": 16, "value_head_dim": 16, "dtype": "bfloat16",
+}  # fmt: skip
+CALLS = {
+    **{name: Call("attention", **_SIZES) for name in _MASKED},
+    "gdn": Call("gated_delta_net", **_SIZES), "mamba": Call("mamba2_mixer", options=("skip",), **_SIZES),
+    "conv1d": Call("causal_conv1d", **_SIZES | {"heads": 4}),
+}  # fmt: skip
 
 
 def packs_drawn(count: int, seed: int = 0) -> list[list[int]]:
@@ -33,63 +45,38 @@ def packs_drawn(count: int, seed: int = 0) -> list[list[int]]:
     return packs
 
 
-def _drawn(name: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs `[CAPACITY, ...]` and parameters, numbers of `dtype`."""
-    generator = torch.Generator().manual_seed(len(name))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    taps = {"conv": normal(160, 4)}
-    decay = {"A_log": normal(6), "dt_bias": normal(6)}
-    match name:
-        case "gdn":
-            return {
-                "qkv": normal(CAPACITY, 160),
-                "beta": normal(CAPACITY, 6),
-                "alpha": normal(CAPACITY, 6),
-            }, taps | decay
-        case "mamba":
-            return {"xBC": normal(CAPACITY, 160), "dt": normal(CAPACITY, 6)}, taps | decay | {"D": normal(6)}
-        case "conv1d":
-            return {"x": normal(CAPACITY, 64)}, {"weight": normal(64, 4)}
-    return {name: normal(CAPACITY, heads, 16) for name, heads in (("q", 6), ("k", 2), ("v", 2))}, {}
-
-
-def _called(
-    name: str, inputs: list[Tensor], parameters: dict[str, Tensor], plan: cp.Plan, group: Any, **more: Any
-) -> Tensor:
-    match name:
-        case "gdn":
-            return cp.gated_delta_net(*inputs, plan, group, **parameters, **more)
-        case "mamba":
-            return cp.mamba2_mixer(*inputs, plan, group, **parameters, **more)
-        case "conv1d":
-            return cp.causal_conv1d(*inputs, parameters["weight"], None, plan, group, **more)
-    return cp.attention(*inputs, plan, group, **more)
+def _results(
+    call: Call, plan: cp.Plan, layout: cp.Layout, group: Any, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns this rank's rows of the output and of the gradients of inputs, of numbers of bfloat16."""
+    problem, rank = problem_of(call, 1), 0 if group is None else group.rank
+    leaves = {
+        name: (x if name in problem.whole else layout.shard(x, rank)).to(device, dtype).requires_grad_()
+        for name, x in problem.leaves.items()
+    }
+    out = operate(call, plan, group, leaves)
+    inputs = [name for name in leaves if name not in problem.whole]
+    gradients = torch.autograd.grad(out, [leaves[name] for name in inputs], torch.ones_like(out))
+    return {"out": out.detach(), **dict(zip(inputs, gradients, strict=True))}
 
 
 def run_on_rank(
-    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, names: tuple[str, ...] = tuple(KINDS)
-) -> list[dict[str, Tensor]]:
+    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Tensor]]:  # fmt: skip
     """Returns, for each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size)
     found = []
     for lengths in packs:
         layout = slots.layout(lengths)
         batch = cp.shard_batch(
-            np.arange(sum(lengths)), layout, group, slots=[KINDS[name] for name in names], into=slots, device=device
+            np.arange(sum(lengths)), layout, group, slots=list(KINDS.values()), into=slots, device=device
         )
         streams = {}
-        for name in names:
-            inputs, parameters = _drawn(name, dtype)
-            own = [layout.shard(x, group.rank).to(device).requires_grad_() for x in inputs.values()]
-            kernel = "auto" if device.type == "cpu" else "varlen" if name in _MASKS else "chunked"
-            given = {key: x.to(device) for key, x in parameters.items()}
-            out = _called(name, own, given, batch.plan(KINDS[name]), group, kernel=kernel)
-            rows = [out.detach(), *torch.autograd.grad(out, own, torch.ones_like(out))]
-            for what, x in zip(("out", *inputs), rows, strict=True):
-                streams[f"{name} {what}"] = cp.gather(x.contiguous(), layout, group).cpu()
+        for name, kind in KINDS.items():
+            kernel = "auto" if device.type == "cpu" else "varlen" if name in _MASKED else "chunked"
+            call = replace(CALLS[name], kernel=kernel)
+            rows = _results(call, batch.plan(kind), layout, group, device, dtype)
+            streams |= {f"{name} {what}": cp.gather(x.contiguous(), layout, group).cpu() for what, x in rows.items()}
         found.append(streams)
     return found
 
@@ -98,18 +85,14 @@ def errors_of(found: dict[str, Tensor], lengths: list[int], size: int, dtype: to
     """Returns each stream's error against one rank in float64, as a share of its largest; padding is left out."""
     step = 2 * size
     sizes = [-(-length // step) * step for length in lengths]
-    packing = cp.Packing([*sizes, CAPACITY - sum(sizes)])
-    layout = cp.Layout.contiguous(packing, 1)
+    layout = cp.Layout.contiguous(cp.Packing([*sizes, CAPACITY - sum(sizes)]), 1)
     errors = {}
-    for name in dict.fromkeys(stream.split()[0] for stream in found):
-        inputs, parameters = ({key: x.double() for key, x in part.items()} for part in _drawn(name, dtype))
-        own = [x.requires_grad_() for x in inputs.values()]
-        kind = KINDS[name]
-        plan = kind.plan(layout) if name not in _MASKS else cp.BatchPlan(layout, [kind], lengths=[*sizes, 0]).plan(kind)
-        out = _called(name, own, parameters, plan, None, kernel="reference")
-        rows = [out.detach(), *torch.autograd.grad(out, own, torch.ones_like(out))]
-        tokens = sum(sizes) if name in _MASKS else CAPACITY
-        for what, x in zip(("out", *inputs), rows, strict=True):
+    for name, kind in KINDS.items():
+        is_masked = name in _MASKED
+        plan = cp.BatchPlan(layout, [kind], lengths=[*sizes, 0]).plan(kind) if is_masked else kind.plan(layout)
+        call = replace(CALLS[name], kernel="reference")
+        tokens = sum(sizes) if is_masked else CAPACITY
+        for what, x in _results(call, plan, layout, None, torch.device("cpu"), torch.float64).items():
             difference = found[f"{name} {what}"][:tokens].double() - x[:tokens]
             errors[f"{name} {what}"] = float(difference.abs().max() / x.abs().max())
     return errors

@@ -44,7 +44,7 @@ ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.
 STARTS_PROCESSES = (
     *(f"tests/functional_tests/test_{name}.py" for name in (
         "benchmarks", "cluster", "disagreement", "examples",
-        "faults", "fla_kernels", "megatron_batch", "megatron_models", "megatron_oracle",
+        "faults", "package_kernels", "megatron_batch", "megatron_models", "megatron_oracle",
         "megatron_stock", "pretrain_example", "train",
     )),
     *(f"tests/unit_tests/{name}.py" for name in (

@@ -108,7 +108,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
     one_case, tolerance = KERNELS[kernel]
     case = replace(one_case, cp=cp, layout=layout)
     if case.kernel == "fla" and IS_EMULATED:
-        pytest.skip("on the emulated device: Triton's interpreter is wrong in bfloat16; see test_fla_kernels")
+        pytest.skip("on the emulated device: Triton's interpreter is wrong in bfloat16; see test_package_kernels")
     try:
         replace(case, device=DEVICE).refuse_early()
     except ArgumentError as error:

@@ -220,15 +220,17 @@ def test_plans_that_layers_have_run_with_may_be_loaded():
 
 
 def test_rejects_captures():
-    """Those of the first two are also the first calls; the others have run before."""
+    """Those of the first two are also the first calls; the others have run before, and run after."""
     new = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4))
     step = HybridStep(ThreadGroup.create(1)[0], cp.GraphTables(CAPACITY, 6, 1, align_documents=2))
     of_new, batch, ones = new.shard(PACKS[0]), step.shard(PACKS[0]), torch.ones(4, device=DEVICE)
     of_one_pack, four = KINDS["a2a"].plan(cp.Layout.zigzag(cp.Packing([7, 1, 40]), 1)), cp.Packing([4])
+    layout, rows = cp.Layout.contiguous(four, 1), torch.ones(4, 4, device=DEVICE)
+    conv = functools.partial(cp.causal_conv1d, rows, rows, None, cp.plan_linear(four, layout, "conv1d", channels=4))
 
     def attends(plan, kernel):
-        rows = plan.layout.packing.total
-        q, k, v = (torch.randn(rows, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
+        total = plan.layout.packing.total
+        q, k, v = (torch.randn(total, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
         return functools.partial(cp.attention, q, k, v, plan, kernel=kernel)
 
     for ran, says, call in (
@@ -236,10 +238,14 @@ def test_rejects_captures():
         (False, "Run the step once, eagerly", functools.partial(on_device, np.arange(5), DEVICE)),
         (True, "GraphTables", attends(of_one_pack, "varlen")),
         (True, "kernel: got 'reference'.*serves every pack", attends(batch.plan(KINDS["a2a"]), "reference")),
-        (True, "Leave this call out", functools.partial(cp.gather, ones, cp.Layout.contiguous(four, 1), None)),
+        (True, "Leave this call out", functools.partial(cp.gather, rows, layout, None)),
+        (True, "stream that is being captured", functools.partial(cp.relayout, rows, layout, layout, None)),
+        (True, "stream that is being captured", conv),
         (True, "num_tokens: got 8", functools.partial(cp.token_loss, ones, ones, num_tokens=8)),
-    ):  # fmt: skip
+    ):
         if ran:
             call()
         with pytest.raises(cp.ArgumentError, match=says), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call()
+        if ran:
             call()

@@ -67,71 +67,65 @@ def group_by_group(monkeypatch):
     monkeypatch.setattr(cpu, "cpu_flash_backward", one_by_one(cpu.cpu_flash_backward, tensors=6, keys=2))
 
 
-CASES = {
-    f"{case} num_hosts={case.num_hosts}": case
-    for case in (
-        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
-        Case("attention", 4, LENGTHS, scheme="a2a", layout="contiguous", heads=14, groups=14, learned_sink=True),
-        Case("attention", 5, LENGTHS, scheme="a2a", layout="random", heads=20, groups=10, num_hosts=3),
-        Case("attention", 8, LENGTHS, scheme="a2a", heads=16, groups=16, dtype=torch.bfloat16, num_hosts=3),
-        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=16, groups=8, layout="balanced"),
-        Case("attention", 6, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, ulysses_degree=3, num_hosts=4),
-        # Key heads that several ranks share, of which each is in a chunk of another number.
-        Case("attention", 5, LENGTHS, scheme="a2a", heads=9, groups=9, mask="window:20,0"),
-        Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6),
-        Case("gdn", 5, LENGTHS, scheme="headwise", heads=10, groups=10, layout="contiguous"),
-        Case("kda", 4, LENGTHS, scheme="headwise", heads=16, groups=8, num_hosts=3),
-        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="random"),
-        Case("conv1d", 3, LENGTHS, scheme="headwise"),
-    )
-}
+CASES = (
+    Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
+    Case("attention", 4, LENGTHS, scheme="a2a", layout="contiguous", heads=14, groups=14, learned_sink=True),
+    Case("attention", 5, LENGTHS, scheme="a2a", layout="random", heads=20, groups=10, num_hosts=3),
+    Case("attention", 8, LENGTHS, scheme="a2a", heads=16, groups=16, dtype=torch.bfloat16, num_hosts=3),
+    Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=16, groups=8, layout="balanced"),
+    Case("attention", 6, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, ulysses_degree=3, num_hosts=4),
+    # Key heads that several ranks share, of which each is in a chunk of another number.
+    Case("attention", 5, LENGTHS, scheme="a2a", heads=9, groups=9, mask="window:20,0"),
+    Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6),
+    Case("gdn", 5, LENGTHS, scheme="headwise", heads=10, groups=10, layout="contiguous"),
+    Case("kda", 4, LENGTHS, scheme="headwise", heads=16, groups=8, num_hosts=3),
+    Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="random"),
+    Case("conv1d", 3, LENGTHS, scheme="headwise"),
+    Case("attention", 5, LENGTHS, scheme="a2a", heads=10, groups=10, head_dim=32, codec="fp8_e5m2"),
+    Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_dim=32, codec="int8", layout="random"),
+)
 
 
 def features(case):
     """Returns the features that a selection of cases should cover."""
-    return case.layer, case.scheme, case.num_hosts, case.learned_sink
+    return case.layer, case.scheme, case.num_hosts, case.learned_sink, case.codec
 
 
 @pytest.mark.parametrize("product", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["each", "product"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("group_by_group")
-@pytest.mark.few(of=lambda name, product: features(CASES[name]))
-def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name, product):
+@pytest.mark.few(of=lambda case, product: features(case))
+def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(case, product):
     """A transport has one of the counts, another with each case; or all of them."""
-    case = CASES[name]
     expected = bits(case)
     most = case.plan().partition.most_groups
     assert most > 1
     counts = sorted({1, 2, min(3, most)})
-    first = list(CASES).index(name)
+    first = CASES.index(case)
     each = [(transport, counts[(first + number) % len(counts)]) for number, transport in enumerate(TRANSPORTS)]
     for transport, chunks in itertools.product(TRANSPORTS, counts) if product else each:
         if (transport, chunks) != ("collective", 1):
             assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
 
 
-SCHEMES = {
-    f"{case} num_hosts={case.num_hosts}": case
-    for case in (
-        Case("attention", 3, LENGTHS, scheme="all_gather"),
-        Case("attention", 5, LENGTHS, scheme="exact", layout="random", num_hosts=3),
-        Case("attention", 5, LENGTHS, scheme="p2p"),
-        Case("attention", 4, LENGTHS, scheme="a2a+all_gather", layout="contiguous"),
-        Case("gdn", 5, LENGTHS, scheme="chunkwise", layout="balanced", num_hosts=3),
-        Case("kda", 3, LENGTHS, scheme="chunkwise"),
-        Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", num_hosts=3),
-        Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
-        Case("gdn", 5, LENGTHS, scheme="redistribute", hidden_size=64, num_hosts=3),
-        Case("mamba", 3, LENGTHS, scheme="redistribute", layout="random", hidden_size=64),
-    )
-}
+SCHEMES = (
+    Case("attention", 3, LENGTHS, scheme="all_gather"),
+    Case("attention", 5, LENGTHS, scheme="exact", layout="random", num_hosts=3),
+    Case("attention", 5, LENGTHS, scheme="p2p"),
+    Case("attention", 4, LENGTHS, scheme="a2a+all_gather", layout="contiguous"),
+    Case("gdn", 5, LENGTHS, scheme="chunkwise", layout="balanced", num_hosts=3),
+    Case("kda", 3, LENGTHS, scheme="chunkwise"),
+    Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", num_hosts=3),
+    Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
+    Case("gdn", 5, LENGTHS, scheme="redistribute", hidden_size=64, num_hosts=3),
+    Case("mamba", 3, LENGTHS, scheme="redistribute", layout="random", hidden_size=64),
+)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("case", SCHEMES, ids=str)
 @pytest.mark.few
-def test_every_schedule_goes_by_every_transport(name, transport):
-    case = SCHEMES[name]
+def test_every_schedule_goes_by_every_transport(case, transport):
     assert_same(bits(case, transport=transport), bits(case))
 
 
