@@ -16,6 +16,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.groups import BatchGroups
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 from tests.shared import once, selected
 
 TIMEOUT = 300
@@ -180,7 +181,7 @@ def steps(request, tmp_path_factory):
         models.setdefault(case["place"], []).append(case["model"])
 
     def launched(world, places):
-        return run_ranks(run, world, places, kind="processes", timeout=TIMEOUT)[0]
+        return run_ranks(run, world, places, kind="processes", timeout=limit(TIMEOUT))[0]
 
     def compute():
         alone, spread = launched(1, {name: ({}, models[name]) for name in models}), {}

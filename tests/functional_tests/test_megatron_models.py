@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_cp.executor.launch import run_ranks
 from tests.covering import covering
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 from tests.shared import once, selected
 
 pytest.importorskip("megatron.core")
@@ -246,7 +247,7 @@ def steps(request, tmp_path_factory):
         for size in (1, 2, 3, 4):
             places = {place: list(needed[place]) for place in PLACES if PLACES[place][2] == size}
             places = places or {"alone": list(alone)}
-            found |= run_ranks(run_cases, size, places, kind="processes", timeout=TIMEOUT)[0]
+            found |= run_ranks(run_cases, size, places, kind="processes", timeout=limit(TIMEOUT))[0]
         return found
 
     return once(tmp_path_factory, "megatron_models", run)
