@@ -1,4 +1,7 @@
-"""Tests of the calls of mamba_ssm and causal_conv1d, with replacements that compute the same in plain torch."""
+"""Tests of the calls of mamba_ssm and causal_conv1d, with replacements that compute the same in plain torch.
+
+Those of flash-linear-attention are tested by its own kernels, in `test_fla_kernels.py`.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -7,8 +10,9 @@ import pytest
 import torch
 
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels.base import LinearCall, StateSpace
+from megatron_cp.linear.kernels.base import Delta, LinearCall, StateSpace
 from megatron_cp.linear.kernels.causal_conv1d import CausalConv1dConv
+from megatron_cp.linear.kernels.fla import _evenly_grouped
 from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
 from tests.linear_oracle import conv_errors, convolution, rule_errors, state_space
 
@@ -43,12 +47,24 @@ def calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1, 1]])
+EVEN, UNEVEN = [[0, 1], [0, 0, 1, 1]], [[0, 1, 1], [0, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("groups", [*EVEN, *UNEVEN], ids=str)
 def test_mamba_ssm_computes_documents(calls, groups):
     torch.manual_seed(0)
     found = rule_errors(MambaSsmRule(), "mamba", [7, 1, 0, 13], groups, dk=4, dv=3)
     assert all(error <= 1e-5 for error in found.values()), found
     assert calls == [[7, 1, 13]]
+
+
+@pytest.mark.parametrize("groups", [*EVEN, *UNEVEN], ids=str)
+def test_fla_is_given_a_key_head_for_each_head_unless_all_are_shared_evenly(groups):
+    q, k = (torch.randn(5, 2, 4) for _ in "qk")
+    inputs = Delta(q, k, torch.randn(5, len(groups), 3), torch.zeros(5, 1), torch.zeros(5, 1))
+    found = _evenly_grouped(inputs, groups)
+    for x, given in ((found.q, q), (found.k, k)):
+        assert x is given if groups in EVEN else torch.equal(x, given[:, groups])
 
 
 @pytest.mark.parametrize("lengths", [ACROSS, [17], [4], [5, 1, 1, 11, 6]])

@@ -54,7 +54,7 @@ def test_odd_head_sizes_are_the_same_bits_on_every_rank(head_dim, dtype):
 
 
 class Mine(ReferenceAttention):
-    """A kernel of the caller's."""
+    """A kernel of the caller's, which takes tensors with a dense last axis, as those of other packages do."""
 
     name = "mine"
 
@@ -63,6 +63,7 @@ class Mine(ReferenceAttention):
 
     def forward(self, *args):
         self.calls += 1
+        assert all(x.stride(-1) == 1 for x in args[2:5])  # q, k and v
         super().forward(*args)
 
 
@@ -91,6 +92,10 @@ def test_a_kernel_of_the_callers_runs_and_once_registered_has_a_name_everywhere(
     assert cp.nn.Attention(16, 4, kernel="mine").kernel == "mine"
     rejects("or mine", cp.attention, *tensors(), plan_for(), kernel="none")
     assert choose_kernel(KERNELS, "auto", call_for(softcap=1.0)).name == "reference"
+
+
+def test_kernels_are_given_a_dense_last_axis():
+    cp.attention(*(torch.stack([x, x], -1)[..., 0] for x in tensors()), plan_for(), kernel=Mine())
 
 
 def test_ranks_that_bring_other_kernels_are_told_apart():
