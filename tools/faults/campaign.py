@@ -60,7 +60,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     importlib.import_module("megatron_cp.apps.train.checkpoint")  # Megatron's, by which all jobs save
-    cases = [case for case in (draw(0, number) for number in range(60)) if case.cp_size == 2 and not case.train]
+    cases = [case for case in (draw(0, number) for number in range(60)) if case.cp_size == 2]
     for case in cases[:20]:
         (group,) = ThreadGroup.create(1)
         Job(dataclasses.replace(case, cp_size=1), group, group, None).run()

@@ -211,7 +211,8 @@ def _with_fault(random: Random, case: Case) -> Case:
     """Returns the case with a fault that it can have: at a random place, of a layer that the fault is about."""
     fault, kind = case.fault, case.fault.kind
     if kind in _IN_TRAIN and random.random() < TRAIN_SHARE:
-        case = replace(case, train=True, cp_size=2, save="megatron", spawn=False)  # forks have the fault in them
+        # Its layers are not run. Forks have the fault in them.
+        case = replace(case, train=True, cp_size=2, layers=_layers(random, 2), save="megatron", spawn=False)
         fault = replace(fault, rank=fault.rank % 2)
     step, layer = random.randrange(case.steps), random.randrange(len(case.layers))
     fault = replace(fault, step=step, layer=layer, once=random.random() < 0.5)
