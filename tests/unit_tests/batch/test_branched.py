@@ -59,16 +59,6 @@ def test_a_step_is_that_of_the_sequences_alone(weighted):
         assert (part[1:] - losses[start : start + len(part) - 1]).abs().max() < 1e-12  # a label is at its own place
 
 
-def test_every_token_is_a_label_of_the_row_before_it():
-    packing = cp.Packing.tree([3, 2, 1, 2], [-1, 0, 0, -1])
-    batch = cp.shard_batch(np.arange(10, 18), cp.Layout.contiguous(packing, 1))
-    targets = batch.targets
-    labels = zip(targets.rows.tolist(), targets.labels.tolist(), strict=True)
-    pairs = {(row, label) for row, label in labels if label >= 0}
-    assert pairs == {(0, 11), (1, 12), (2, 13), (3, 14), (2, 15), (6, 17)}
-    assert targets.weights.sum() == batch.num_tokens == targets.copies.sum() == 2 * 2 + 2 + 1 + 1
-
-
 def test_labels_of_a_tree_are_not_taken_for_those_of_rows():
     packing = cp.Packing.tree([3, 2, 1], [-1, 0, 0])
     batch = cp.shard_batch(np.arange(6), cp.Layout.contiguous(packing, 1))

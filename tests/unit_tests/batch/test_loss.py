@@ -1,13 +1,12 @@
 """`token_loss`: one mean on every rank, and each rank's own share of its gradient."""
 
 import math
-import re
 
 import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.errors import ArgumentError, CallMismatchError, PeerError
+from megatron_cp.errors import CallMismatchError, PeerError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 from tests.refusals import rejects
@@ -108,46 +107,25 @@ def test_weights_may_be_a_mask(dtype):
     assert (cp.token_loss(losses, mask.to(dtype)) - losses[mask].mean()).abs() < 1e-15
 
 
-def replicas(group, packings):
-    """The loss of two replicas of two context-parallel ranks each, whose batches differ in length."""
-    packing = packings[group.rank // 2]
-    layout, tokens = cp.Layout.zigzag(packing, 2), torch.arange(packing.total)
-    batch = cp.shard_batch(tokens, layout, ThreadGroup.create(2)[group.rank % 2], agree=False)
-    losses = batch.tokens.double().requires_grad_()
-    loss = cp.token_loss(losses, batch, group)
-    loss.backward()
-    return loss.item(), losses.grad.sum().item(), batch.num_tokens
-
-
-def test_a_group_of_data_and_context_parallel_ranks_has_one_mean():
-    found = run_ranks(replicas, 4, [cp.Packing([3, 7]), cp.Packing([30, 1])])
-    assert [batch_tokens for *_, batch_tokens in found] == [8, 8, 29, 29]
-    expected = (sum(range(10)) - 2 - 9 + sum(range(29))) / 37
-    for loss, *_ in found:
-        assert abs(loss - expected) < 1e-12
-    assert abs(sum(share for _, share, _ in found) - 1) < 1e-12
-
-
 def batch_of(cp_size):
     layout = cp.Layout.contiguous(PACKING, cp_size)
     return cp.shard_batch(torch.arange(16), layout, ThreadGroup.create(cp_size)[0], agree=False)
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_rejects_a_group_that_is_not_of_the_batchs_ranks(size):
-    group = None if size is None else ThreadGroup.create(size)[0]
-    given = re.escape(f"group: got '{size or 1} ranks'; allowed: the 2 that the batch is for")
-    rejects(given, cp.token_loss, torch.ones(8), batch_of(2), group)
-
-
-def test_rejects_losses_and_weights_of_other_rows():
-    with pytest.raises(ArgumentError, match=r"losses: got '\[1, 16\] on cpu'; allowed: \[16\] on cpu, the rows of the"):
-        cp.token_loss(torch.ones(1, 16), batch_of(1))
-    rejects(r"losses: .*reduction='none'", cp.token_loss, torch.tensor(2.0), batch_of(1))
-    with pytest.raises(ArgumentError, match=r"weights: got 'torch.float32 \[15\] on cpu'; allowed: .* \[16\] on cpu"):
-        cp.token_loss(torch.ones(16), torch.ones(15))
-    with pytest.raises(ArgumentError, match=r"weights: got 'a tensor that needs a gradient'.*detach"):
-        cp.token_loss(torch.ones(16), torch.ones(16, requires_grad=True))
+@pytest.mark.parametrize(
+    ("losses", "weights", "group", "says"),
+    [
+        (torch.ones(8), batch_of(2), None, "group: got '1 ranks'; allowed: the 2 that the batch is for"),
+        (torch.ones(8), batch_of(2), ThreadGroup.create(3)[0], "group: got '3 ranks'; allowed: the 2 that the batch"),
+        (torch.ones(1, 16), batch_of(1), None, r"losses: got '\[1, 16\] on cpu'; allowed: \[16\] on cpu, the rows of "),
+        (torch.tensor(2.0), batch_of(1), None, r"losses: .*reduction='none'"),
+        (torch.ones(16), torch.ones(15), None, r"weights: got 'torch.float32 \[15\] on cpu'; .* \[16\] on cpu"),
+        (torch.ones(16), torch.ones(16, requires_grad=True), None,
+         "weights: got 'a tensor that needs a gradient'.*detach"),
+    ],
+)  # fmt: skip
+def test_rejects_other_ranks_and_rows_than_the_batch_has(losses, weights, group, says):
+    rejects(says, cp.token_loss, losses, weights, group)
 
 
 def of_other_type(group):

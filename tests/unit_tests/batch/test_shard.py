@@ -9,7 +9,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.batch import shard as shard_module
-from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
@@ -68,13 +68,6 @@ def test_the_ranks_are_given_the_stream(name, cp_size, align):
             assert field.dtype == (torch.float32 if field is batch.loss_weights else torch.int64)
 
 
-def test_a_loss_mask_weighs_given_labels():
-    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
-    mask[-50:] = 0
-    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
-    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
-
-
 def test_a_batch_has_the_plans_of_the_layers_and_what_they_derive(monkeypatch):
     layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSpec(4, 4, 8, 8)
     for batch in sharded(layout, slots=SLOTS):
@@ -117,6 +110,9 @@ def test_given_labels_are_taken_as_they_are_and_negative_ones_count_nothing():
         assert torch.equal(stream(batches, "labels", pad=-5), labels.where(labels >= 0, torch.tensor(-5)))
         assert torch.equal(stream(batches, "loss_weights"), (labels >= 0).float())
         assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
+    mask = np.where(np.arange(RAGGED.total) < 150, 0.5, 0)
+    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
+    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64, "numpy"])
@@ -187,51 +183,25 @@ def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
     assert e.value.argument == argument
 
 
-def test_rejects_cu_seqlens_given_as_lengths():
-    layout = cp.Layout.zigzag(cp.Packing([0, 7, 8, 138]), 1)
-    with pytest.raises(ArgumentError, match=r"tokens: got '138 rows'.*Packing\.from_cu_seqlens\(\[0, 7, 8, 138\]\)"):
-        cp.shard_batch(torch.zeros(138, dtype=torch.int64), layout)
+TWO_RANKS = cp.Layout.zigzag(RAGGED, 2)
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_rejects_weights_that_are_not_finite(weight):
-    mask = torch.ones(RAGGED.total)
-    mask[5] = weight
-    with pytest.raises(ArgumentError, match=f"loss_mask: got 'torch.float32 with {weight}'; allowed: finite weights"):
-        cp.shard_batch(ids(), ONE_RANK, loss_mask=mask)
-
-
-def test_rejects_other_tokens_groups_and_layers():
-    rejects(r"tokens: got 'torch.float32'; allowed: .* integers", cp.shard_batch, ids().float(), ONE_RANK)
-    with pytest.raises(ArgumentError, match="group: got '3 ranks'; allowed: the 2 ranks"):
-        cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
-    rejects("group: got None", cp.shard_batch, ids(), cp.Layout.zigzag(RAGGED, 2))
-    rejects("kv_heads: got 3; allowed: a divisor of heads, 8", dataclasses.replace, SLOTS[0], kv_heads=3)
-
-
-def disagreement(group, arguments, agree):
-    given = {"tokens": ids(), "layout": cp.Layout.zigzag(RAGGED, 3)} | arguments[group.rank]
-    try:
-        cp.shard_batch(group=group, agree=agree, **given)
-    except PlanMismatchError as error:
-        return str(error)
-    return "they agree"
-
-
-OTHERS = {
-    "layers": {"slots": SLOTS[:1]}, "tokens": {"tokens": ids().flip(0)}, "a step": {"seed": 1},
-    "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)}, "labels": {"labels": ids().flip(0)},
-    "weights": {"loss_mask": torch.full((RAGGED.total,), 2.0)},
-}  # fmt: skip
-GIVEN = {"labels": ids().roll(-1), "loss_mask": torch.ones(RAGGED.total)}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_rejects_another_batch_on_another_rank(other):
-    arguments = [GIVEN, GIVEN, GIVEN | OTHERS[other]]
-    for message in run_ranks(disagreement, 3, arguments, True):
-        assert "rank 2 differs from rank 0" in message
-    assert run_ranks(disagreement, 3, arguments, False) == ["they agree"] * 3
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: cp.shard_batch(torch.zeros(138, dtype=torch.int64), cp.Layout.zigzag(cp.Packing([0, 7, 8, 138]), 1)),
+         r"tokens: got '138 rows'.*Packing\.from_cu_seqlens\(\[0, 7, 8, 138\]\)"),
+        *((lambda weight=weight: cp.shard_batch(ids(), ONE_RANK, loss_mask=torch.full((RAGGED.total,), weight)),
+           f"loss_mask: got 'torch.float32 with {weight}'; allowed: finite weights")
+          for weight in (float("nan"), float("inf"))),
+        (lambda: cp.shard_batch(ids().float(), ONE_RANK), r"tokens: got 'torch.float32'; allowed: .* integers"),
+        (lambda: cp.shard_batch(ids(), TWO_RANKS, ThreadGroup.create(3)[0]), "group: got '3 ranks'; allowed: the 2 r"),
+        (lambda: cp.shard_batch(ids(), TWO_RANKS), "group: got None"),
+        (lambda: dataclasses.replace(SLOTS[0], kv_heads=3), "kv_heads: got 3; allowed: a divisor of heads, 8"),
+    ],
+)  # fmt: skip
+def test_rejects_what_is_no_batch(call, says):
+    rejects(says, call)
 
 
 @pytest.mark.parametrize("given", [{}, {"loss_mask": np.linspace(0, 1, 7)}, {"labels": np.arange(1, 8)}], ids=str)

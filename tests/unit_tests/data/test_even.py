@@ -102,26 +102,15 @@ def least(lengths, budget, kind):
     return best
 
 
-@settings(max_examples=25)
-@given(lengths=st.lists(st.integers(1, 20), min_size=4, max_size=6), barrier=st.booleans())
-def test_small_batches_are_close_to_the_best_of_all_assignments(lengths, barrier):
+@pytest.mark.parametrize("barrier", [False, True])
+def test_small_batches_are_close_to_the_best_of_all_assignments_and_as_a_rule_equal(barrier):
+    random, over = np.random.default_rng(0), []
     kind = GlobalBatch(2, 2, PackCost(0, 1, 0.1), barrier)
-    needed = len(best_fit(lengths, 24))
-    if needed > 4:
-        return
-    packs = even_packs(lengths, budget=24, cost=kind.cost, ranks=2, microbatches=2, barrier=barrier)
-    found = kind.step_time(times_of(packs, lengths, kind.cost))
-    assert found <= 1.35 * least(lengths, 24, kind)
-
-
-def test_the_small_batches_are_equal_to_the_best_as_a_rule():
-    random = np.random.default_rng(0)
-    over = []
-    for _ in range(10):
-        lengths = random.integers(1, 13, 6).tolist()
-        kind = GlobalBatch(2, 2, PackCost(0, 1, 0.1))
-        packs = even_packs(lengths, budget=24, cost=kind.cost, ranks=2, microbatches=2)
+    for _ in range(12):
+        lengths = random.integers(1, 13, random.integers(4, 7)).tolist()
+        packs = even_packs(lengths, budget=24, cost=kind.cost, ranks=2, microbatches=2, barrier=barrier)
         over.append(kind.step_time(times_of(packs, lengths, kind.cost)) / least(lengths, 24, kind))
+    assert np.max(over) < 1.35
     assert np.mean(over) < 1.02
 
 

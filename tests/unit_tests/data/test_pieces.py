@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.data import Piece, best_fit
 from megatron_cp.data.pieces import cut
+from tests.counts import calls_of
 from tests.refusals import rejects
 
 ragged = settings(max_examples=150)
@@ -19,18 +20,6 @@ def lengths_and_budget(draw):
     budget = draw(st.integers(1, 30) | st.sampled_from([97, 4096]))
     lengths = draw(st.lists(st.integers(1, budget) | st.sampled_from([1, budget, budget // 2 + 1]), max_size=40))
     return lengths, budget
-
-
-@st.composite
-def full_packs(draw):
-    """The lengths that some packs without any room left fall into when cut at random, shuffled."""
-    budget = draw(st.integers(1, 40))
-    packs = draw(st.integers(1, 12))
-    lengths = []
-    for _ in range(packs):
-        ends = draw(st.sets(st.integers(1, budget), max_size=5)) | {budget}
-        lengths += np.diff([0, *sorted(ends)]).tolist()
-    return draw(st.permutations(lengths)), budget, packs
 
 
 def naive(lengths, budget):
@@ -56,13 +45,6 @@ def test_every_index_is_in_the_pack_that_best_fit_finds(case):
     assert best_fit(*case) == naive(*case)
 
 
-@ragged
-@given(case=full_packs())
-def test_needs_few_more_packs_than_the_best(case):
-    lengths, budget, best = case  # the best is known here: no token is lacking in any pack
-    assert best <= len(best_fit(lengths, budget)) <= 11 / 9 * best + 1
-
-
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16], ids=lambda kind: kind.__name__)
 def test_lengths_may_be_an_array(kind):
     packs = best_fit(np.array([3, 5, 2, 6, 4], kind), 10)
@@ -70,13 +52,12 @@ def test_lengths_may_be_an_array(kind):
     assert all(type(index) is int for pack in packs for index in pack)
 
 
-# Seconds of a second's work; looking at every pack would take hours.
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("budget", [4096, 1_000_000])
-def test_a_hundred_thousand_lengths_are_packed_in_reasonable_time(budget):
-    lengths = np.random.default_rng(0).integers(1, budget + 1, 100_000)
-    packs = best_fit(lengths, budget)
-    assert sum(map(len, packs)) == 100_000
+def test_calls_grow_no_faster_than_lengths(budget):
+    lengths, found = np.random.default_rng(0).integers(1, budget + 1, 20_000), []
+    assert calls_of(lambda: found.append(best_fit(lengths, budget))) < 20 * lengths.size
+    (packs,) = found
+    assert sum(map(len, packs)) == lengths.size
     assert lengths.sum() / (len(packs) * budget) > 0.99
 
 

@@ -141,27 +141,17 @@ def test_rejects_a_file_when_the_package_is_missing(write, monkeypatch):
         read_tokenizer(path)
 
 
-def test_rejects_paths_that_lead_to_no_file(tmp_path):
-    with refusal_of(tmp_path / "nowhere.json", "No such file"):
-        read_tokenizer(tmp_path / "nowhere.json")
-    with refusal_of(tmp_path, "directory"):
-        read_tokenizer(tmp_path)
-
-
 @pytest.mark.timeout(20)
-def test_rejects_a_pipe(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere.json", "No such file"), (".", "directory"), ("pipe", "no regular file"), ("a\0b", "null"),
+     ("tokenizer.model", "utf-8")],
+)  # fmt: skip
+def test_rejects_paths_that_lead_to_no_file_or_cannot_be_read(tmp_path, name, said):
     os.mkfifo(tmp_path / "pipe")
-    with refusal_of(tmp_path / "pipe", "no regular file"):
-        read_tokenizer(tmp_path / "pipe")
-
-
-def test_rejects_files_that_cannot_be_read(tmp_path):
-    with refusal_of("a\0b", "null"):
-        read_tokenizer("a\0b")
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"\xff\xfe")
-    with refusal_of(path, "utf-8"):
-        read_tokenizer(path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\xff\xfe")
+    with refusal_of(tmp_path / name, said):
+        read_tokenizer(tmp_path / name)
 
 
 def test_tokens_become_text_up_to_the_end_of_the_document(write, tokenizers):

@@ -1,18 +1,14 @@
 """Transports in parts of a group, and the messages that they send; that all bring the same is in `test_transports`."""
 
-import socket
-import threading
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transports import Pairwise
 from megatron_cp.plan.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
@@ -96,21 +92,6 @@ def test_rounds_are_pairs_and_all_meet_once(size):
     assert met == Counter((a, b) for a in range(size) for b in range(size) if a != b)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_pairwise_sends_each_piece_once_and_directly(size):
-    counts = np.arange(size * size).reshape(size, size) + 1
-
-    def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
-        group = Noting(inner)
-        exchanged(group, Transport("pairwise"), counts)
-        return sorted(group.sent)
-
-    for rank, sent in enumerate(run_ranks(rank_main, size)):
-        assert sent == sorted(
-            (other, 8 * int(counts[rank, other])) for other in range(size) if other != rank for _ in range(2)
-        )
-
-
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_as_many_rounds_are_under_way_as_the_caller_says(in_flight):
     counts = np.ones((6, 6), dtype=int)
@@ -187,20 +168,6 @@ def test_all_links_between_hosts_are_used():
     assert run_ranks(rank_main, 6) == [{3}, {4}, {5}, {0}, {1}, {2}]
 
 
-@pytest.mark.parametrize(
-    ("name", "hosts", "argument"),
-    [
-        ("smoke signals", (), "transport"), ("hierarchical", (), "hosts"), ("pairwise", (0, 1), "hosts"),
-        ("hierarchical", (0, 2), "hosts"), ("hierarchical", (1, 2), "hosts"), ("hierarchical", (-1, 0), "hosts"),
-        ("hierarchical", (0, 1.0), "hosts"), ("hierarchical", (False, True), "hosts"),
-        ("hierarchical", ("a", "b"), "hosts"), ("hierarchical", "01", "hosts"), ("hierarchical", {0, 1}, "hosts"),
-        ("hierarchical", 2, "hosts"), ("hierarchical", None, "hosts"),
-    ],
-)  # fmt: skip
-def test_rejects_what_is_no_transport(name, hosts, argument):
-    rejects(f"^{argument}: got ", Transport, name, hosts)
-
-
 @pytest.mark.parametrize("hosts", [[0, 0, 1], np.array([0, 0, 1]), torch.tensor([0, 0, 1]), [np.int64(0)] * 2 + [1]])
 def test_hosts_may_be_any_sequence(hosts):
     made = Transport("hierarchical", hosts)
@@ -209,29 +176,23 @@ def test_hosts_may_be_any_sequence(hosts):
     assert hash(made)
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-@pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
-def test_rejects_more_hosts_than_ranks(num_hosts, name):
-    rejects(r"^hosts: got ", Transport.even_hosts, name, 4, num_hosts)
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: Transport("smoke signals"), "transport"), (lambda: Transport("hierarchical"), "hosts"),
+        (lambda: Transport("pairwise", (0, 1)), "hosts"),
+        *((lambda hosts=hosts: Transport("hierarchical", hosts), "hosts") for hosts in (
+            (0, 2), (1, 2), (-1, 0), (0, 1.0), (False, True), ("a", "b"), "01", {0, 1}, 2, None,
+        )),
+        *((lambda name=name, hosts=hosts: Transport.even_hosts(name, 4, hosts), "hosts")
+          for name in TRANSPORTS for hosts in (0, 5, 99, 2.0)),
+        (lambda: Communicator(ThreadGroup.create(2)[0], Transport("hierarchical", (0, 1, 1))), "hosts"),
+    ],
+)  # fmt: skip
+def test_rejects_what_is_no_transport_of_these_ranks(call, argument):
+    rejects(f"^{argument}: got ", call)
 
 
-def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
-    monkeypatch.delenv("GROUP_RANK", raising=False)
-    assert hosts_of(None) == (0,)
-    assert run_ranks(hosts_of, 3) == [(0, 0, 0)] * 3
-    names = {f"rank {rank}": name for rank, name in enumerate("babc")}
-    monkeypatch.setattr(socket, "gethostname", lambda: names[threading.current_thread().name])
-    assert run_ranks(hosts_of, 4) == [(0, 1, 0, 2)] * 4
-
-
-def test_rejects_transports_and_hosts_that_do_not_fit():
-    rejects("transport: got 'carrier'", Transport, "carrier")
-
-    def rank_main(group: RankGroup) -> str:
-        with pytest.raises(ArgumentError) as caught:
-            Communicator(group, Transport("hierarchical", (0, 1, 1)))
-        return caught.value.argument
-
-    assert run_ranks(rank_main, 2) == ["hosts"] * 2
+def test_hosts_of_equal_size_are_made_up():
     assert Transport.even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
     assert Transport.even_hosts("collective", 5, 2) == COLLECTIVE

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
-from tests.limits import limit
+from tests.refusals import rejects
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
 
@@ -76,22 +75,6 @@ def test_gather_and_its_gradient(layout: Layout, trailing: tuple[int, ...], dtyp
     check(answers, layout, trailing, dtype, same_loss)
 
 
-def cases_in_processes(group: RankGroup) -> list[tuple[Tensor, Tensor]]:
-    layout = LAYOUTS["zigzag, cp 3, align 4"]
-    return [gathered(group, layout, (2,), dtype, same) for dtype in DTYPES.values() for same in (False, True)]
-
-
-def test_gather_over_processes_and_equals_unshard():
-    answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=limit(60))
-    cases = [(dtype, same) for dtype in DTYPES.values() for same in (False, True)]
-    for number, (dtype, same) in enumerate(cases):
-        check([answer[number] for answer in answers], LAYOUTS["zigzag, cp 3, align 4"], (2,), dtype, same)
-    layout = LAYOUTS["zigzag, cp 3, align 4"]
-    locals_ = [layout.shard(torch.randn(RAGGED.total, 2), rank) for rank in range(3)]
-    for full in run_ranks(lambda group: gather(locals_[group.rank], layout, group), 3):
-        assert torch.equal(full, layout.unshard(locals_))
-
-
 def test_gradients_in_bfloat16_are_summed_in_fp32():
     layout = Layout.contiguous(Packing([4, 3]), 5)
     gradients = [256.0, 1.0, 1.0, 1.0, 1.0]  # summed one by one in bfloat16: 256
@@ -130,13 +113,9 @@ def test_an_expanded_gradient_and_no_group():
     assert torch.equal(gather(local, LAYOUTS["one rank"], None), local)
 
 
-def _refused(local: Tensor, group: RankGroup | None) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        gather(local, LAYOUTS["contiguous, cp 3"], group)
-    return caught.value.argument
-
-
-def test_rejects_wrong_rows_and_groups():
-    assert _refused(torch.zeros(9), ThreadGroup.create(3, timeout=1.0)[0]) == "local"
-    assert _refused(torch.zeros(7), ThreadGroup.create(2, timeout=1.0)[0]) == "group"
-    assert _refused(torch.zeros(7), None) == "group"
+@pytest.mark.parametrize(
+    ("rows", "group", "argument"),
+    [(9, ThreadGroup.create(3)[0], "local"), (7, ThreadGroup.create(2)[0], "group"), (7, None, "group")],
+)
+def test_rejects_wrong_rows_and_groups(rows: int, group: RankGroup | None, argument: str):
+    rejects(f"^{argument}: got ", gather, torch.zeros(rows), LAYOUTS["contiguous, cp 3"], group)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, symmetric_memory
+from megatron_cp.executor.groups import RankGroup, ThreadGroup, symmetric_memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transports import symmetric_memory as transport_module
 from megatron_cp.plan.schemes import SCHEMES
@@ -55,18 +55,6 @@ def test_layers_have_the_bits_of_a_collective(name: str):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
-def test_several_messages_to_one_rank_stay_in_order():
-    def rank_main(group: RankGroup) -> None:
-        comm, other = Communicator(group, BY), 1 - group.rank
-        for _ in range(3):
-            sent = [torch.full((n,), float(n + group.rank)) for n in (3, 0, 700, 5)]
-            received = [torch.empty(n) for n in (3, 0, 700, 5)]
-            comm.start_messages([Message(x, other) for x in sent], [Message(x, other) for x in received]).wait()
-            assert [x.tolist() for x in received] == [[float(n + other)] * n for n in (3, 0, 700, 5)]
-
-    run_ranks(rank_main, 2)
-
-
 def test_signals_are_taken_before_they_are_sent_again():
     """At most one signal of each reader and slot is left over, so that pads stay flags."""
 
@@ -85,58 +73,46 @@ def of_torch(monkeypatch):
     """Has ranks pass for those of torch.distributed with a device each, and the set-up that there is for these."""
     monkeypatch.setattr(transport_module, "window_of", symmetric_memory.window_of)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: "CUDA")
+    monkeypatch.setattr(symmetric_memory, "Window", lambda *_: "a window")
     monkeypatch.setattr(ThreadGroup, "process_group", ThreadGroup)
 
 
-def refused(text: str) -> None:
-    """Checks that every one of two ranks refuses."""
+def each_in_turn(*values):
+    """Returns a function whose calls return the values, or raise those that are errors."""
+    left = iter(values)
 
-    def rank_main(group: RankGroup) -> None:
-        rejects(r"^transport: got 'symmetric_memory'; allowed: " + text, Communicator, group, BY)
+    def call(*_):
+        value = next(left)
+        if isinstance(value, Exception):
+            raise value
+        return value
 
-    run_ranks(rank_main, 2)
-
-
-EACH = r"processes of one host, each with a CUDA device that the others reach \("
-
-
-def test_rejects_ranks_that_are_threads(of_torch, monkeypatch):
-    monkeypatch.setattr(ThreadGroup, "process_group", None)
-    refused(EACH + r"rank 0: it is no rank of a torch.distributed group; rank 1: it is no rank")
+    return call
 
 
-def test_rejects_ranks_without_a_device(of_torch, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    refused(EACH + "rank 0: it has no CUDA device")
+OVERLAP = RuntimeError("detected allocations from overlapping devices")
+# What is otherwise than `of_torch` has it, and what both ranks then say.
+REFUSED = [
+    (ThreadGroup, "process_group", None, r"rank 0: it is no rank of a torch.distributed group; rank 1: it is no rank"),
+    (torch.cuda, "device_count", lambda: 0, "rank 0: it has no CUDA device"),
+    (symmetric_memory, "symmetric_backend", each_in_turn("CUDA", "NVSHMEM"),
+     r'rank \d: torch has the backend NVSHMEM of symmetric memory, and not "CUDA"\)'),
+    (symmetric_memory, "symmetric_backend", lambda _: None, "rank 0: torch has the backend None"),
+    (symmetric_memory, "system", each_in_turn("one", "another"), "the ranks are on several hosts, or in several cont"),
+    (symmetric_memory, "symmetric_memory", each_in_turn((None, None), OVERLAP), rf"rank \d: {OVERLAP}\)"),
+]  # fmt: skip
 
 
-def test_rejects_another_backend_or_none_though_one_rank_alone_has_it(of_torch, monkeypatch):
-    backends = iter(("CUDA", "NVSHMEM"))
-    monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: next(backends))
-    refused(EACH + r'rank \d: torch has the backend NVSHMEM of symmetric memory, and not "CUDA"\)')
-    monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: None)
-    refused(EACH + "rank 0: torch has the backend None")
-
-
-def test_rejects_several_hosts(of_torch, monkeypatch):
-    names = iter(("one", "another"))
-    monkeypatch.setattr(symmetric_memory, "system", lambda: next(names))
-    refused(EACH + "the ranks are on several hosts, or in several containers")
-
-
-def test_rejects_memory_that_cannot_be_shared_on_one_rank(of_torch, monkeypatch):
-    calls = iter((0, 1))
-
-    def rendezvous(*_):
-        if next(calls) == 1:
-            raise RuntimeError("detected allocations from overlapping devices")
-        return None, None
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(symmetric_memory, "symmetric_memory", rendezvous)
-    monkeypatch.setattr(symmetric_memory, "Window", lambda *_: "a window")
-    refused(EACH + r"rank \d: detected allocations from overlapping devices\)")
+@pytest.mark.parametrize(("owner", "name", "value", "says"), REFUSED)
+def test_rejects_on_every_rank_what_cannot_be_shared_though_one_rank_could(
+    owner, name, value, says, of_torch, monkeypatch
+):
+    monkeypatch.setattr(owner, name, value)
+    start = "^transport: got 'symmetric_memory'; allowed: "
+    start += r"processes of one host, each with a CUDA device that the others reach \("
+    run_ranks(lambda group: rejects(start + says, Communicator, group, BY), 2)
     assert not symmetric_memory._windows
 
 

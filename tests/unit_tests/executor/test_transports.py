@@ -104,24 +104,6 @@ def test_all_transports_bring_the_same(data):
         assert found == results["collective"], name
 
 
-@pytest.mark.parametrize("counts", [np.zeros((6, 6), int), np.diag(range(6)), np.eye(6, k=1, dtype=int)], ids=str)
-@pytest.mark.parametrize("size", range(1, 7))
-@pytest.mark.parametrize("name", TRANSPORTS)
-@pytest.mark.few(together=2)
-def test_a_transport_brings_each_piece_where_it_belongs(name: str, size: int, counts: np.ndarray):
-    counts = counts[:size, :size]
-
-    def rank_main(group: RankGroup) -> None:
-        transport = transport_over(group, named(name, size))
-        sent = torch.cat([torch.full((n,), 10.0 * group.rank + to) for to, n in enumerate(counts[group.rank])])
-        received = landed(transport, sent, int(counts[:, group.rank].sum()), kept=False)
-        transport.start_all_to_all(received, sent, SplitCounts(counts)).wait()
-        pieces = [torch.full((n,), 10.0 * source + group.rank) for source, n in enumerate(counts[:, group.rank])]
-        assert torch.equal(received, torch.cat(pieces))
-
-    run_ranks(rank_main, size)
-
-
 NAMES = st.sampled_from(["contiguous", "zigzag", "random"])
 
 
@@ -181,6 +163,20 @@ def test_memory_is_the_groups_unless_it_is_kept(name: str):
         assert group.buffers.allocations == 1  # the same once more
         assert again.untyped_storage().data_ptr() == read.untyped_storage().data_ptr()
         assert bool((kept == 7).all())
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_several_messages_to_one_rank_stay_in_order_also_from_memory_of_nobody(name: str):
+    def rank_main(group: RankGroup) -> None:
+        transport, other = transport_over(group, named(name, 2)), 1 - group.rank
+        for _ in range(3):
+            sent = [torch.full((n,), float(n + group.rank)) for n in (3, 0, 700, 5)]
+            received = [torch.empty(n) for n in (3, 0, 700, 5)]
+            transport.start_messages([Message(x, other) for x in sent], [Message(x, other) for x in received]).wait()
+            assert [x.tolist() for x in received] == [[float(n + other)] * n for n in (3, 0, 700, 5)]
+        assert not group.buffers._taken
 
     run_ranks(rank_main, 2)
 

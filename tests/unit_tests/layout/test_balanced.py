@@ -1,17 +1,14 @@
 """`Layout.balanced`: tokens and work both even, in few fragments."""
 
-import hashlib
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.balance import Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
 from megatron_cp.layout.moved_keys import most_keys_moved
-from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import random_layout
 from tests.counts import calls_of, peak_of
 from tests.mask_oracle import pairs_of
@@ -76,6 +73,9 @@ def test_fragments_of_a_rank_over_many_packs():
 
 @ragged
 @given(lengths=LENGTHS, cp_size=st.integers(1, 12), spec=st.sampled_from(MASKS))
+@example(lengths=[29, 28, 21], cp_size=3, spec="causal")  # where contiguous is lucky
+@example(lengths=[0], cp_size=5, spec="causal")
+@example(lengths=[1, 0, 1, 1], cp_size=5, spec="causal")
 def test_shares_are_even_and_few(lengths, cp_size, spec):
     mask = Mask.named(Packing(lengths), spec)
     layout = Layout.balanced(mask.packing, cp_size, mask=mask)
@@ -90,12 +90,6 @@ def test_no_less_even_than_zigzag_of_as_few_fragments(cp_size):
         zigzag = Layout.zigzag(mask.packing, cp_size)
         assert fragments(zigzag).sum() <= 2 * cp_size - 1
         assert imbalance(Layout.balanced(mask.packing, cp_size), mask) <= imbalance(zigzag, mask), length
-
-
-def test_no_less_even_than_contiguous_where_that_is_lucky():
-    mask = Mask.causal(Packing([29, 28, 21]))
-    contiguous = Layout.contiguous(mask.packing, 3)
-    assert imbalance(Layout.balanced(mask.packing, 3), mask) <= imbalance(contiguous, mask)
 
 
 @ragged
@@ -128,13 +122,6 @@ def test_causal_is_the_default_and_cross_attention_counts_its_keys():
     layout = Layout.balanced(packing, 4, mask=mask)
     check_shares(layout)
     assert imbalance(layout, mask) < 1.01
-
-
-@pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [2, 1], [1, 0, 1, 1]])
-def test_fewer_tokens_than_ranks(lengths):
-    layout = Layout.balanced(Packing(lengths), 5)
-    check_shares(layout)
-    assert layout.token_counts.max(initial=0) <= 1
 
 
 def test_work_that_is_even_stays_in_stream_order():
@@ -170,9 +157,6 @@ def test_of_shares_that_are_as_even_the_one_that_moves_fewer_keys():
     mask = block_diffusion(65536, 1024)
     layout = Layout.balanced(mask.packing, 8, mask=mask)
     assert layout == Layout.zigzag(mask.packing, 8)
-    plan = plan_attention(mask.packing, layout, heads=32, kv_heads=8, head_dim=128, mask=mask, scheme="exact")
-    sent = [max(plan.bytes_sent(2, forward=forward)) for forward in (True, False)]
-    assert sent == [224 << 20, 444 << 20]  # by work alone 444 and 540
     shares = even_shares(Work.from_tokens(mask.seen), 8)
     assert 1.9 * keys_moved(layout, mask) < most_keys_moved(mask.bands, shares)
 
@@ -229,27 +213,6 @@ def test_calls_grow_with_ranks_and_not_with_documents():
         assert imbalance(layouts[0], Mask.causal(packing)) < 1.002
 
 
-# Of the arrays, by the search that looked at every window: what a plan is must not change with how it is found.
-DIGESTS = [
-    ("causal", 8, 2000, "f9d23e7005795220"), ("causal", 64, 2000, "e26be32c9d51e7ce"),
-    ("causal", 64, 3, "3696029401e7a972"), ("causal", 37, 300, "25a7b171f90f03a2"),
-    ("window:500,0", 24, 300, "e092ff57525c915a"), ("prefix:300", 64, 300, "aa50284e420fcb8c"),
-    ("chunk:100", 12, 30, "6007b1c9c1a7b1df"), ("first:4+window:90,0", 48, 30, "4cb391bffb83299c"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spec", "cp_size", "scale", "expected"), DIGESTS)
-@pytest.mark.few(of=lambda spec, cp_size, **_: (spec, cp_size))
-def test_fragments_stay_those_of_the_whole_search(spec, cp_size, scale, expected):
-    found = hashlib.blake2b(digest_size=8)
-    for seed in range(4):
-        packing = heavy_tailed(seed, scale)
-        layout = Layout.balanced(packing, cp_size, mask=Mask.named(packing, spec))
-        for array in (layout.starts, layout.ends, layout.fragment_offsets):
-            found.update(array.tobytes())
-    assert found.hexdigest() == expected
-
-
 @ragged
 @given(lengths=LENGTHS.filter(any), spec=st.sampled_from(MASKS))
 def test_work_before_each_place(lengths, spec):
@@ -266,26 +229,18 @@ def test_no_table_is_made_of_tokens():
     assert peak_of(lambda: Layout.balanced(packing, 64)) < packing.total  # far below a byte a token
 
 
-def test_even_shares_takes_any_work():
-    work = np.array([9, 0, 0, 0, 0, 0, 0, 9])
-    assert even_shares(Work.from_tokens(work), 2) == [[(0, 4)], [(4, 8)]]
-    shares = even_shares(Work.from_tokens(work[[0, 7, 1, 2, 3, 4, 5, 6]]), 2)
-    assert sorted(sum(int(work[[0, 7, 1, 2, 3, 4, 5, 6]][a:b].sum()) for a, b in share) for share in shares) == [9, 9]
-
-
 @pytest.mark.parametrize(
-    "mask",
-    [Mask.causal(Packing([3, 2])), Mask.causal(Packing([2, 3, 0])), lambda _: Mask.causal(Packing([5])), Mask, 5],
-)
-def test_rejects_a_mask_over_another_packing(mask):
-    rejects(r"mask: got .* a mask over the same packing", Layout.balanced, Packing([2, 3]), 2, mask=mask)
-
-
-def test_rejects_unknown_names_of_masks():
-    rejects(r"mask: got 'windw:5'.*Did you mean window:N\?", Layout.balanced, Packing([2, 3]), 2, mask="windw:5")
-
-
-@pytest.mark.parametrize(("argument", "value"), [("cp_size", 0), ("cp_size", 1.5), ("align", 0), ("packing", [2, 3])])
-def test_rejects_what_every_layout_rejects(argument, value):
-    given_arguments = {"packing": Packing([2, 3]), "cp_size": 2} | {argument: value}
-    rejects(f"{argument}: got ", Layout.balanced, **given_arguments)
+    ("changes", "says"),
+    [
+        ({"mask": Mask.causal(Packing([3, 2]))}, "mask: got .* a mask over the same packing"),
+        ({"mask": Mask.causal(Packing([2, 3, 0]))}, "mask: got .* a mask over the same packing"),
+        ({"mask": lambda _: Mask.causal(Packing([5]))}, "mask: got .* a mask over the same packing"),
+        ({"mask": Mask}, "mask: got .* a mask over the same packing"),
+        ({"mask": 5}, "mask: got .* a mask over the same packing"),
+        ({"mask": "windw:5"}, r"mask: got 'windw:5'.*Did you mean window:N\?"),
+        ({"cp_size": 0}, "cp_size: got 0"), ({"cp_size": 1.5}, "cp_size: got 1.5"), ({"align": 0}, "align: got 0"),
+        ({"packing": [2, 3]}, r"packing: got \[2, 3\]"),
+    ],
+)  # fmt: skip
+def test_rejects_bad_arguments(changes, says):
+    rejects(says, Layout.balanced, **{"packing": Packing([2, 3]), "cp_size": 2} | changes)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.layout.fragments import arange_ranges, index_ranges
+from megatron_cp.layout.fragments import index_ranges
 from tests.counts import calls_of, peak_of
 from tests.refusals import refusal_of, rejects
 
@@ -55,15 +55,11 @@ def test_every_token_is_held_once_in_an_order_that_can_be_undone(layout):
     assert layout.order.tolist() == list(itertools.chain(*held))
     np.testing.assert_array_equal(layout.order[layout.inverse_order], np.arange(layout.packing.total))
     np.testing.assert_array_equal(layout.inverse_order[layout.order], np.arange(layout.packing.total))
-    assert layout.in_stream_order == np.array_equal(layout.order, np.arange(layout.packing.total))
+    assert layout.in_stream_order is np.array_equal(layout.order, np.arange(layout.packing.total))
     singles = [[(token, token + 1) for token in layout.tokens(rank).tolist()] for rank in ranks(layout)]
     assert Layout.from_fragments(layout.packing, singles) == layout
     assert not layout.pad_rows.any()
     np.testing.assert_array_equal(layout.row_counts, layout.token_counts)
-
-
-def test_in_stream_order_is_a_plain_bool():
-    assert type(Layout.contiguous(Packing([5, 3]), 2).in_stream_order) is bool
 
 
 @ragged
@@ -116,31 +112,21 @@ def test_zigzag_is_megatrons_order_where_lengths_are_multiples(multiples, cp_siz
 
 
 @pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
-def test_zigzag_of_one_document_is_megatrons_batch_split(cp_size, monkeypatch):
+def test_zigzag_is_megatrons_split_of_one_document_and_of_packs_with_inter_document_masks(cp_size, monkeypatch):
     megatron_utils = pytest.importorskip("megatron.core.utils")
-    stream = torch.arange(2 * cp_size * 7)
-    layout = Layout.zigzag(Packing([len(stream)]), cp_size)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
-    for rank in ranks(layout):
-        theirs = megatron_utils.get_batch_on_this_cp_rank({"tokens": stream[None]}, is_hybrid_cp=False, cp_group=rank)
-        assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
-
-
-@pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
-def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp_size, monkeypatch):
-    megatron_utils = pytest.importorskip("megatron.core.utils")
     stream = torch.arange(2 * cp_size * 7)
-    packing = Packing([5, len(stream) - 5])
-    layout = Layout.zigzag_of_pack(packing, cp_size)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
-    for rank in ranks(layout):
-        batch = {"tokens": stream[None], "cu_seqlens": torch.tensor(packing.cu_seqlens)[None]}
-        theirs = megatron_utils.get_batch_on_this_cp_rank(
-            batch, is_hybrid_cp=False, cp_group=rank, use_per_sequence_balancing=True
-        )
-        assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
+    one, two = Packing([len(stream)]), Packing([5, len(stream) - 5])
+    packed = {"cu_seqlens": torch.tensor(two.cu_seqlens)[None]}
+    for layout, more, how in (
+        (Layout.zigzag(one, cp_size), {}, {}),
+        (Layout.zigzag_of_pack(two, cp_size), packed, {"use_per_sequence_balancing": True}),
+    ):
+        for rank in ranks(layout):
+            batch = {"tokens": stream[None], **more}
+            theirs = megatron_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=rank, **how)
+            assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
 
 
 @ragged
@@ -308,6 +294,7 @@ FRAGMENTS = [
     ([[(0, 3)], [(3, 6)]], "'tokens 6 to 7 are held by no rank'"), ([[(0, 3)], [(2, 8)]], "'token 2 is held twice'"),
     ([[(0, 8)], [(2, 3)]], "'token 2 is held twice'"), ([[(0, 3)], [(3, 9)]], "'a fragment ends at 9'"),
     ([[(0, 8)], [(5, 3)]], "(5, 3)"), ([[(0, 8)], *[[]] * 1024], "'those of 1025 ranks'"),
+    ([[(-3, 8)]], "'a fragment starts at -3'"),
 ]  # fmt: skip
 REFUSED = [
     *(("cp_size", repr(size), partial(partition, EIGHT, size))
@@ -330,27 +317,11 @@ def test_rejects_what_is_no_layout(argument, given, call):
         call()
 
 
-def test_rejects_a_fragment_before_the_stream():
-    rejects("a fragment starts at -3", Layout.from_fragments, EIGHT, [[(-3, 8)]])
-
-
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_labels_of_unsigned_token_ids_can_be_ignored(make):
     tokens = make([250, 251, 252], dtype=(np if make is np.array else torch).uint8)
     labels, _ = Layout.contiguous(Packing([2, 1]), 1).labels(tokens, 0)
     assert labels.tolist() == [251, -100, -100]
-
-
-def test_ranges_are_counted_block_by_block():
-    random = np.random.default_rng(0)
-    for count in (0, 1, 7, 3000):
-        starts = random.integers(0, 2**20, count)
-        ends = starts + random.integers(0, 50, count)
-        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
-        expected = [number for start, end in pairs for number in range(start, end)]
-        for found, dtype in ((arange_ranges(starts, ends), np.int64), (index_ranges(starts, ends), np.int32)):
-            assert found.tolist() == expected
-            assert found.dtype == dtype
 
 
 def test_ranges_beyond_32_bits_are_counted_in_64():

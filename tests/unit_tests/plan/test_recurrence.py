@@ -1,14 +1,10 @@
-"""Halo and scan: what they wait for and when, and what their plans say they send."""
+"""Halo and scan: that a halo travels while others work, and what their plans say they send."""
 
-import itertools
-
-import numpy as np
 import pytest
 import torch
 
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.recurrence import Halo, Scan
 from tests.counting_group import Diary
@@ -43,67 +39,6 @@ def halo_diary(group):
 def test_a_halo_travels_while_others_work_in_both_directions():
     for events in run_ranks(halo_diary, 3):
         assert events == ["start", "work", "wait"] * 2
-
-
-class Sums(LocalScan):
-    """S_out = S_in + the sum of a segment; every token's output is the state before the segment."""
-
-    def __init__(self, own, events):
-        self.own, self.events = own, events
-        self.spans = list(zip(own.packing.cu_seqlens, own.packing.cu_seqlens[1:], strict=False))
-
-    def leave(self, tensors):
-        (x,) = tensors
-        sums = torch.stack([x[a:b].sum() for a, b in self.spans])[:, None, None, None]
-        ones = torch.ones_like(sums)
-        return sums[torch.tensor(self.own.future)], ones[torch.tensor(self.own.past & self.own.future)], None
-
-    def meanwhile(self, tensors, begun):
-        self.events.append("work")
-        return begun
-
-    def finish(self, tensors, begun, states):
-        (x,) = tensors
-        out, waiting = torch.zeros_like(x), iter(states.flatten())
-        for (a, b), past in zip(self.spans, self.own.past, strict=True):
-            if past:
-                out[a:b] = next(waiting)
-        return out, []
-
-    def leave_backward(self, tensors, kept, gradient):
-        sums = torch.stack([gradient[a:b].sum() for a, b in self.spans])[:, None, None, None]
-        return sums[torch.tensor(self.own.past)], None
-
-    def meanwhile_backward(self, tensors, kept, begun, gradient):
-        self.events.append("work")
-        return begun
-
-    def finish_backward(self, tensors, kept, begun, gradient, states):
-        found, waiting = torch.zeros_like(gradient), iter(states.flatten())
-        for (a, b), future in zip(self.spans, self.own.future, strict=True):
-            if future:
-                found[a:b] = next(waiting)
-        return [found]
-
-
-def scan_diary(group):
-    step, diary = Scan(LAYOUT, 1, 1, 1, False), Diary(group)
-    x = torch.from_numpy(LAYOUT.tokens(group.rank)).double().requires_grad_()
-    out = scan(step, diary, Sums(step.segments.local(group.rank), diary.events), x)
-    out.backward(torch.ones_like(out))
-    return diary.events, out.detach(), x.grad
-
-
-def test_maps_travel_while_others_work_and_are_folded_in_document_order():
-    ranks = run_ranks(scan_diary, 3)
-    assert [events for events, _, _ in ranks] == [["start", "work", "wait"] * 2] * 3
-    out, gradient = (LAYOUT.unshard([rank[i] for rank in ranks]) for i in (1, 2))
-    first_row = np.cumsum(LAYOUT.token_counts)
-    starts = [3, *first_row[:-1].tolist(), LAYOUT.packing.total]  # of the second document's segments
-    for lo, hi in itertools.pairwise(starts):
-        assert (out[lo:hi] == sum(range(3, lo))).all()  # of the tokens before the segment
-        assert (gradient[lo:hi] == LAYOUT.packing.total - hi).all()  # one from each token after it
-    assert (out[:3] == 0).all()
 
 
 @pytest.mark.parametrize("dense", [True, False])
