@@ -15,6 +15,7 @@ if not sys.platform.startswith("linux"):
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import SCHEMES
+from tests.limits import limit
 from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, classify, names_cause, names_rank, said
@@ -268,7 +269,7 @@ print(problem())
 def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVED, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT, check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     nothing, fine, older, damaged = done.stdout.splitlines()
@@ -302,7 +303,7 @@ for what in ("well", "orphan", "hang"):
 def test_sees_what_hangs_and_what_is_left(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT, check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["well [] 0", "orphan [] 1", "hang [-1] 0"]

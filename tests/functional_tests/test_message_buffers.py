@@ -16,6 +16,7 @@ from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
+from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
@@ -132,7 +133,7 @@ def steps(group, step, lying):
 
 
 def assert_steady(size, step, lying):
-    return run_ranks(steps, size, step, lying)
+    return run_ranks(steps, size, step, lying, timeout=limit(120))
 
 
 def assert_case_is_steady(case, lying):

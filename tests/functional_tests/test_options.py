@@ -12,6 +12,7 @@ from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import MODES, SCHEMES
 from tests.fuzz_cases import Call, Case
 from tests.fuzz_check import check
+from tests.limits import limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no")
 LENGTHS, OTHERS = (7, 1, 40, 0, 13, 2, 11), (2, 33, 5, 1)
@@ -71,7 +72,7 @@ def assert_exact(ranks, call):
     """Runs the call, and one of other documents whose passes lie between its own; memory that nobody wrote is NaN."""
     other = replace(call, lengths=OTHERS, kv_lengths=OTHERS[::-1] if call.kv_lengths else (), mask=("causal",), seed=1)
     for schedule in ((0, 1, 0, 1), (0, 1, 1, 0)):
-        check(Case(ranks, (call, other), schedule, poison=schedule[-1] == 1))
+        check(Case(ranks, (call, other), schedule, poison=schedule[-1] == 1), limit(60))
 
 
 @pytest.mark.parametrize("option", ATTENTION, ids=str)
