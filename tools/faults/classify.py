@@ -209,8 +209,10 @@ def equal(numbers: list[list[float]], reference: list[list[float]], tolerance: f
 
 
 def _final_message(log: str) -> str:
-    """Returns a command's final message: from its own name on, or the last line that is no progress bar."""
+    """Returns a command's final message: from its own name or its last error on, or the last line but bars."""
+    starts = [found.start() for found in re.finditer(r"[\w.]+Error: ", log)]
     start = log.rfind("megatron-cp train: ")
+    start = starts[-1] if start < 0 and starts else start
     lines = [line for line in re.split(r"[\r\n]+", log) if line.strip() and not re.search(r"\d+%\|", line)]
     return log[start:].rstrip() if start >= 0 else "".join(lines[-1:])
 
