@@ -187,9 +187,7 @@ def pairs(calls, num_queries, num_keys):
     """`[queries, keys]` how often each pair is seen."""
     found = np.zeros((num_queries, num_keys), dtype=int)
     for call in calls:
-        add_pairs(
-            found, call.window, call.queries.rows, call.queries.offsets, call.keys.rows, call.keys.offsets
-        )  # fmt: skip
+        add_pairs(found, call.window, call.queries.rows, call.queries.offsets, call.keys.rows, call.keys.offsets)
     return found
 
 
@@ -243,44 +241,58 @@ def test_rejects_packs_that_do_not_fit():
             assert "capture the step again" in str(caught.value)
 
 
-def test_rejects_sizes_that_do_not_go_together():
-    for arguments, message in (
-        ((33, 2, 2), "capacity_tokens"), ((0, 2, 2), "capacity_tokens"), ((32, 0, 2), "capacity_documents"),
-        ((32, 2, 0), "cp_size"),
-    ):  # fmt: skip
-        rejects(message, cp.GraphTables, *arguments)
-    rejects("align_documents", cp.GraphTables, 32, 2, 2, align_documents=5)
-    rejects("longest", cp.GraphTables, 32, 2, 2, longest=33)
-    rejects("zigzag or contiguous", cp.GraphTables, 32, 2, 2, layout="balanced")
-
-
-def loaded(kind, layout=None, **options):
+def loaded(kind, of=None, **options):
+    """Returns tables with a pack's, which is laid out as `of` says; by default by themselves."""
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, **options)
-    slots.load(cp.BatchPlan(slots.layout([30, 10]) if layout is None else layout, [kind]), 0, CPU)
+    slots.load(cp.BatchPlan(slots.layout([30, 10]) if of is None else of, [kind]), 0, CPU)
     return slots
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("sizes", "options", "message"),
     [
-        (cp.AttentionSpec(4, 2, 16, 16, scheme="exact"), "scheme: got 'exact'"),
-        (cp.AttentionSpec(4, 2, 16, 16, scheme="all_gather"), "scheme: got 'all_gather'"),
-        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="chunkwise"), "mode: got 'chunkwise'; allowed: headwise"),
-        (
-            cp.AttentionSpec(4, 2, 16, 16, scheme="p2p"),
-            r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4",
-        ),
-        (cp.AttentionSpec(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), r"mask: got 'first:2\+window:4,0'"),
-        (
-            cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"),
-            "mask: got 'prefix:2'; allowed: causal, full or",
-        ),
-        (cp.AttentionSpec(4, 2, 16, 16, mask="chunk:4", scheme="a2a"), "mask: got 'chunk:4'"),
+        ((33, 2, 2), {}, "capacity_tokens"), ((0, 2, 2), {}, "capacity_tokens"), ((32, 0, 2), {}, "capacity_documents"),
+        ((32, 2, 0), {}, "cp_size"), ((32, 2, 2), {"align_documents": 5}, "align_documents"),
+        ((32, 2, 2), {"longest": 33}, "longest"), ((32, 2, 2), {"layout": "balanced"}, "zigzag or contiguous"),
     ],
-    ids=str,
-)
-def test_rejects_by_name_what_no_graph_serves(kind, message):
-    rejects(message, loaded, kind)
+)  # fmt: skip
+def test_rejects_sizes_that_do_not_go_together(sizes, options, message):
+    rejects(message, cp.GraphTables, *sizes, **options)
+
+
+def attention(mask="causal", scheme="a2a", **options):
+    return cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme=scheme, **options)
+
+
+ONLY = "allowed: causal, full or"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (attention(scheme="exact"), {}, "scheme: got 'exact'"),
+        (attention(scheme="all_gather"), {}, "scheme: got 'all_gather'"),
+        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="chunkwise"), {}, "mode: got 'chunkwise'; allowed: headwise"),
+        (attention(scheme="p2p"), {}, r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4"),
+        (attention(scheme="p2p"), {"layout": "contiguous", "align_documents": 4},
+         "layout: got 'contiguous'; allowed: zigzag with p2p"),
+        (attention("first:2+window:4,0"), {}, r"mask: got 'first:2\+window:4,0'"),
+        (attention("prefix:2"), {}, f"mask: got 'prefix:2'; {ONLY}"),
+        # The documents are long enough to have the same bands.
+        (attention("prefix:2"), {"align_documents": 4}, "mask: got 'prefix:2'; allowed: causal"),
+        (attention("chunk:4"), {}, "mask: got 'chunk:4'"),
+        # Filling would move their blocks.
+        *((attention(mask), {"align_documents": step}, f"mask: got '{mask}'; {ONLY} a window")
+          for mask in ("strided", "global_local", "star", "streaming", "star:2") for step in (1, 4)),
+        (attention(cp.Mask.causal(cp.Packing([30, 11]))), {}, r"mask: got .*a function makes one for each batch\."),
+        (attention(lambda packing: 5), {}, "mask: got 'a function that returns 5'; allowed: a mask over the same pack"),
+        (attention(lambda packing: cp.Mask.from_slices(packing, [])), {}, f"mask: got 'slices of 40 tokens'; {ONLY}"),
+        (attention(lambda packing: cp.Mask.chunk(packing, 4)), {}, f"mask: got 'chunk:4'; {ONLY} a window"),
+        (attention(lambda packing: cp.Mask.named(packing, "star")), {}, f"mask: got 'star of 40 tokens'; {ONLY}"),
+    ],
+)  # fmt: skip
+def test_rejects_by_name_what_no_graph_serves(kind, options, message):
+    rejects(message, loaded, kind, **options)
 
 
 def test_rejects_layouts_of_other_packs():
@@ -310,15 +322,9 @@ def test_rejects_other_layers_than_were_loaded_before(kinds):
 def test_rejects_tables_that_do_not_go_with_a_batch():
     slots = loaded(A2A[0])
     rejects("a table 'rows x'", slots.load, cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
-    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
-        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
         cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
-    # The documents are long enough to have the same bands.
-    with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
-        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 def test_knows_which_plans_it_has():
@@ -384,13 +390,6 @@ def test_plans_that_nobody_has_any_more_are_freed():
         gc.enable()
 
 
-@pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "star:2"])
-@pytest.mark.parametrize("step", [1, 4])
-def test_rejects_tables_of_blocks_since_filling_would_move_their_blocks(mask, step):
-    with pytest.raises(cp.ArgumentError, match=f"mask: got '{mask}'; allowed: causal, full or a window"):
-        loaded(cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a"), align_documents=step)
-
-
 def test_a_mask_is_a_name_a_mask_or_a_function_of_the_pack():
     """All make the same tables, and each pack may have its own `Mask`; a function has the documents without filling."""
     made = []
@@ -431,20 +430,6 @@ def test_outside_of_the_graph_any_mask_is_one_of_the_documents_without_filling()
 
 def causal_or_window(packing):
     return cp.Mask.causal(packing) if packing.num_documents == 1 else cp.Mask.window(packing, 3, 0)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (cp.Mask.causal(cp.Packing([30, 11])), r"mask: got .*a function makes one for each batch\."),
-        (lambda packing: 5, "mask: got 'a function that returns 5'; allowed: a mask over the same packing"),
-        (lambda packing: cp.Mask.from_slices(packing, []), "mask: got 'slices of 40 tokens'; allowed: causal, full or"),
-        (lambda packing: cp.Mask.chunk(packing, 4), "mask: got 'chunk:4'; allowed: causal, full or a window"),
-        (lambda packing: cp.Mask.named(packing, "star"), "mask: got 'star of 40 tokens'; allowed: causal, full or"),
-    ],
-)
-def test_rejects_masks_that_no_graph_serves_however_they_are_given(mask, message):
-    rejects(message, loaded, cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a"))
 
 
 def test_rejects_a_function_whose_masks_differ_from_pack_to_pack():

@@ -192,30 +192,25 @@ def test_a_hybrid_model_has_the_loss_and_gradients_of_one_rank(align, cp_size):
 
 
 def by_ddp(group, case):
-    """Runs a step under DistributedDataParallel, which averages."""
     wrapped = DistributedDataParallel(model_of(case), process_group=group.group, find_unused_parameters=True)
-    ((packing, tokens, labels, mask),) = case.batches()
-    layout = cp.Layout.zigzag(packing, group.size)
-    batch = cp.shard_batch(tokens, layout, group.group, labels=labels, loss_mask=mask)
-    losses = losses_of(wrapped, batch, group.group)
-    loss = cp.token_loss(losses, batch, group.group, averaged_gradients=True)
-    loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
+    return averaged(wrapped, wrapped.module, group, case)
 
 
 def by_fsdp(group, case):
-    """Runs a step under FSDP2, which shards parameters and averages gradients."""
+    """Has parameters sharded by FSDP2 too."""
     model = fully_shard(model_of(case), mesh=init_device_mesh("cpu", (group.size,)))
+    loss, gradients = averaged(model, model, group, case)
+    rejects("a DTensor", cp.reduce_gradients, model, group.group)
+    return loss, {name: grad if grad is None else grad.full_tensor() for name, grad in gradients.items()}
+
+
+def averaged(model, inner, group, case):
+    """Runs a step of a model that averages the gradients of its `inner` one itself."""
     ((packing, tokens, labels, mask),) = case.batches()
-    layout = cp.Layout.zigzag(packing, group.size)
-    batch = cp.shard_batch(tokens, layout, group.group, labels=labels, loss_mask=mask)
+    batch = cp.shard_batch(tokens, cp.Layout.zigzag(packing, group.size), group.group, labels=labels, loss_mask=mask)
     loss = cp.token_loss(losses_of(model, batch, group.group), batch, group.group, averaged_gradients=True)
     loss.backward()
-    rejects("a DTensor", cp.reduce_gradients, model, group.group)
-    return loss.item(), {
-        name: parameter.grad if parameter.grad is None else parameter.grad.full_tensor()
-        for name, parameter in model.named_parameters()
-    }
+    return loss.item(), {name: parameter.grad for name, parameter in inner.named_parameters()}
 
 
 def two_replicas(group, case):

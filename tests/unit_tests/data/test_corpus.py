@@ -180,21 +180,29 @@ def test_the_standard_library_is_read_without_a_path(tmp_path, monkeypatch):
     assert corpus.name == f"Python {platform.python_version()} standard library"
 
 
-def test_rejects_paths_that_lead_to_no_file(tmp_path):
-    with refusal_of(tmp_path / "nowhere", "No file or folder is there"):
-        read(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "pipe")
-    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
-        read(tmp_path / "pipe")
-    with refusal_of("x" * 180, "No file"):
-        read("x" * 180)
-    rejects(r"^data_path: .*Cannot read it: File name too long\.$", read, "x" * 5000)
-
-
-def test_rejects_an_empty_path(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("nowhere", "No file or folder is there"), ("", "No file or folder is there"), ("x" * 180, "No file"),
+     ("pipe", "a folder, a .jsonl file or a text file"), ("x" * 5000, "Cannot read it: File name too long.")],
+    ids=lambda text: text[:9],
+)  # fmt: skip
+def test_rejects_paths_that_lead_to_no_file(tmp_path, monkeypatch, path, said):
     monkeypatch.chdir(write(tmp_path, {"a": "not meant"}))
-    with refusal_of("", "No file or folder is there"):
-        read("")
+    os.mkfifo(tmp_path / "pipe")
+    rejects(rf"^data_path: .*{re.escape(said)}", read, path)
+
+
+@pytest.mark.parametrize(
+    ("contents", "path", "said"),
+    [
+        ({}, ".", "Nothing is there"), ({"a": b"\xff", "b": "", "c": ""}, ".", "Skipped: 2 empty, 1 not UTF-8."),
+        ({"a.jsonl": '\n{"text": ""}\n'}, "a.jsonl", "Skipped: 1 empty."), ({"a.txt": ""}, "a.txt", "1 empty"),
+        ({"a.txt": b"\xff"}, "a.txt", "1 not UTF-8"),
+    ],
+)  # fmt: skip
+def test_rejects_folders_and_files_without_a_document(tmp_path, contents, path, said):
+    with refusal_of(write(tmp_path, contents) / path, said):
+        read(tmp_path / path)
 
 
 @not_root
@@ -208,17 +216,6 @@ def test_rejects_a_path_that_may_not_be_read(tmp_path, name):
             read(tmp_path / name)
     finally:
         locked.chmod(0o700)
-
-
-def test_rejects_folders_and_files_without_a_document(tmp_path):
-    with refusal_of(tmp_path, "Nothing is there"):
-        read(tmp_path)
-    write(tmp_path, {"a": b"\xff", "b": "", "c": ""})
-    with refusal_of(tmp_path, "Skipped: 2 empty, 1 not UTF-8."):
-        read(tmp_path)
-    write(tmp_path, {"a.jsonl": '\n{"text": ""}\n'})
-    with refusal_of(tmp_path / "a.jsonl", "Skipped: 1 empty."):
-        read(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -236,10 +233,3 @@ def test_rejects_a_line_that_is_no_document(tmp_path, line, said):
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):
         read(tmp_path / "a.jsonl")
-
-
-@pytest.mark.parametrize(("content", "said"), [("", "1 empty"), (b"\xff", "1 not UTF-8")], ids=["empty", "binary"])
-def test_rejects_a_single_file_that_is_no_text(tmp_path, content, said):
-    write(tmp_path, {"a.txt": content})
-    with refusal_of(tmp_path / "a.txt", said):
-        read(tmp_path / "a.txt")

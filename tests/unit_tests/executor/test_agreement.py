@@ -117,9 +117,6 @@ def _shown(message: str, rank: int, text: str) -> bool:
 
 
 def test_rejects_layers_and_documents_that_differ():
-    (message, *_) = refusals([attention_plan(), attention_plan(), attention_plan(mask="full")])
-    assert _lines(message, 0) == ["mask: causal in each document"]
-    assert _lines(message, 2) == ["mask: full in each document"]
     plans = [attention_plan(), linear_plan(), attention_plan()]
     for message in refusals(plans):
         assert _shown(message, 0, "kind: attention")
@@ -133,7 +130,7 @@ def test_rejects_layers_and_documents_that_differ():
 
 
 BATCH = {
-    "tokens": np.arange(23), "labels": np.arange(1, 24), "seed": 0,
+    "tokens": np.arange(23), "labels": np.arange(1, 24), "loss_mask": np.ones(23), "seed": 0,
     "slots": [cp.AttentionSpec(6, 6, 4), cp.LinearSpec("gdn", 6, 2, 8, 8), cp.AttentionSpec(6, 3, 4, scheme="p2p")],
 }  # fmt: skip
 FRAGMENTS = [[(0, 4), (5, 8)], [(4, 5), (8, 9), (10, 11), (12, 13), (14, 23)], [(9, 10), (11, 12), (13, 14)]]
@@ -146,6 +143,10 @@ OTHER_BATCHES = {
     ),
     "labels": (
         {"labels": np.full(23, 4)}, ["labels: int64 [23]; [0] is 1"], ["labels: int64 [23]; [0] is 4"],
+    ),
+    "weights": (
+        {"loss_mask": np.full(23, 2.0)}, ["loss_weights: float32 [23]; [0] is 1.0"],
+        ["loss_weights: float32 [23]; [0] is 2.0"],
     ),
     "seed": ({"seed": 5}, ["seed: 0"], ["seed: 5"]),
     "documents": (
@@ -194,7 +195,7 @@ def test_rejects_batches_that_differ_showing_where_and_nothing_that_follows(name
 
     (message,) = set(run_ranks(rank_main, SIZE, timeout=limit(5)))
     assert (_lines(message, 0), _lines(message, 2)) == (at_rank_0, at_rank_2)
-    of_batch = name in ("tokens", "labels", "seed")
+    of_batch = name in ("tokens", "labels", "weights", "seed")
     assert ("given different batches (rank 2 differs from" in message) == of_batch
     assert ("made different plans (rank 2 differs from" in message) != of_batch
 
@@ -336,15 +337,6 @@ def messages_sent(group: ThreadGroup, prepare: Callable[[Plan, ThreadGroup], Non
 def test_calls_are_compared_once_or_not_at_all():
     assert run_ranks(messages_sent, SIZE, lambda plan, group: None) == [[16, 0]] * SIZE
     assert run_ranks(messages_sent, SIZE, lambda plan, group: cp.compare_calls(group, False)) == [[0, 0]] * SIZE
-
-
-def test_a_plan_that_was_compared_costs_nothing_in_a_call_that_was_made_before():
-    def prepare(plan: Plan, group: ThreadGroup) -> None:
-        q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
-        cp.attention(q, k, v, attention_plan(mask="full"), group)  # the same call of another plan
-        check_agreement(plan, group)
-
-    assert run_ranks(messages_sent, SIZE, prepare) == [[0, 0]] * SIZE
 
 
 def test_plans_are_forgotten_before_calls(monkeypatch):

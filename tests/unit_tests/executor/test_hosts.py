@@ -12,7 +12,6 @@ from megatron_cp.cli import options
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.testing.parity import Case
 from tests.limits import limit
 
 # Ranks that are processes import these functions by name; what they change is of their process alone.
@@ -30,6 +29,7 @@ def by_name(group: RankGroup) -> tuple[int, ...]:
 
 
 def test_hosts_are_numbered_in_the_order_of_ranks():
+    assert hosts_of(None) == (0,)
     assert run_ranks(by_node_of_torchrun, 5, kind="processes", timeout=limit(120)) == [(0, 1, 2, 0, 1)] * 5
     assert run_ranks(by_name, 3, kind="processes", timeout=limit(120)) == [(0, 1, 0)] * 3
 
@@ -48,9 +48,3 @@ def test_commands_know_the_hosts_of_a_job(found, transport, hosts, expected, mon
     args = Namespace(transport=transport, hosts=hosts)
     assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
     assert options.hosts_of_job(args, None, 3) == ()
-
-
-def test_a_case_sends_between_its_hosts():
-    case = Case("attention", 3, (7, 20), scheme="a2a", transport="hierarchical", hosts=(0, 1, 1))
-    assert case.plan().transport.hosts == (0, 1, 1)
-    assert "hierarchical over 1+2 ranks" in str(case)

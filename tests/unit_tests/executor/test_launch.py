@@ -73,6 +73,10 @@ def refuse_on_rank_1(group: RankGroup) -> None:
     group.barrier()
 
 
+def refuse_a_function(group: RankGroup) -> None:
+    raise ArgumentError("mask", lambda: None, "a mask")
+
+
 def answer_slowly(group: RankGroup, seconds: float) -> tuple[int, float]:
     group.barrier()
     time.sleep(seconds)
@@ -105,35 +109,6 @@ def test_threads_return_in_rank_order(size: int):
 def test_threads_inherit_the_grad_mode(enabled: bool, size: int):
     with torch.set_grad_enabled(enabled):
         assert run_ranks(lambda group: torch.is_grad_enabled(), size) == [enabled] * size
-
-
-class _Rotate(torch.autograd.Function):
-    """Hands a value to the next rank; the gradient goes back."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        ctx.group = group
-        return _handed_on(x, group, +1)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _handed_on(gradient, ctx.group, -1), None
-
-
-def _handed_on(x: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
-    splits = [[int(peer == (group.rank + way) % group.size) for peer in range(group.size)] for way in (step, -step)]
-    received = torch.empty_like(x)
-    group.all_to_all(received, x, splits[1], splits[0])
-    return received
-
-
-def test_threads_run_backward_through_the_group():
-    def rank_main(group: RankGroup) -> float:
-        x = torch.ones(1, requires_grad=True)
-        (_Rotate.apply(x, group) * float(group.rank)).sum().backward()
-        return float(x.grad)
-
-    assert run_ranks(rank_main, 5) == [1, 2, 3, 4, 0]
 
 
 def test_a_thread_that_raises_or_does_not_come_is_named():
@@ -188,12 +163,16 @@ def test_where_all_ranks_complain_of_others_all_are_heard():
     assert str(_first_cause(texts | {1: "KeyError: 'x'"}, 3)) == "rank 1 of 3 failed:\nKeyError: 'x'"
 
 
-def test_processes_that_end_or_refuse_are_errors():
-    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
-        run_ranks(exit_on_rank_1, 2, kind="processes", timeout=limit(60))
-    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 0 and no result"):
-        run_ranks(end_without_a_word, 2, kind="processes", timeout=None)
-    rejects(r"mask: got .*lambda.*; allowed: a mask\.", run_ranks, refuse_a_function, 2, kind="processes", timeout=None)
+@pytest.mark.parametrize(
+    ("rank_main", "says"),
+    [
+        (exit_on_rank_1, "ended with exit code 3"), (end_without_a_word, "ended with exit code 0 and no result"),
+        (kill_rank_1, "was killed; this machine may be out of memory"),
+    ],
+)  # fmt: skip
+def test_processes_that_end_are_named(rank_main: Callable[[RankGroup], None], says: str):
+    with pytest.raises(RankError, match=f"rank 1 of 2 {says}"):
+        run_ranks(rank_main, 2, kind="processes", timeout=None)
 
 
 def test_process_that_hangs_has_its_stack_shown(capfd):
@@ -210,15 +189,7 @@ def test_a_refusal_of_a_process_arrives_as_itself():
     error = caught.value
     assert str(error) == "heads: got 3; allowed: even numbers. Use 4."
     assert (error.argument, error.given, error.allowed, error.remedy) == ("heads", 3, "even numbers", "Use 4.")
-
-
-def refuse_a_function(group: RankGroup) -> None:
-    raise ArgumentError("mask", lambda: None, "a mask")
-
-
-def test_process_that_is_killed_is_named():
-    with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
-        run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
+    rejects(r"mask: got .*lambda.*; allowed: a mask\.", run_ranks, refuse_a_function, 2, kind="processes", timeout=None)
 
 
 def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
-from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.poison import poisoned
 from tests.refusals import rejects
 
@@ -41,21 +40,6 @@ def test_rows_arrive_and_gradients_return(cp_size, lengths, names, align):
     assert torch.equal(source.unshard([gradient for _, gradient in results]), 2 * tokens)
     for held, (_, gradient) in zip(source.token_counts.tolist(), results, strict=True):
         assert not gradient[held:].any()
-
-
-def test_it_is_one_collective_each_way():
-    packing = cp.Packing([9, 4])
-    source, target = cp.Layout.zigzag(packing, 2), cp.Layout.contiguous(packing, 2)
-
-    def rank(group):
-        counters = Counters()
-        cp.compare_calls(group, False)  # which is done once, and not part of it
-        local = torch.zeros(int(source.row_counts[group.rank]), 1, requires_grad=True)
-        with counters:
-            cp.relayout(local, source, target, counters.watch(group)).sum().backward()
-        return counters.collectives
-
-    assert run_ranks(rank, 2) == [2, 2]
 
 
 def test_rejects_rows_and_layouts_that_do_not_belong_together():

@@ -1,4 +1,4 @@
-"""Tests that measured memory equals the formula in every scheme; and of the measure itself."""
+"""Tests that measured memory equals the formula in every scheme, forward and backward."""
 
 from contextlib import nullcontext
 
@@ -183,67 +183,6 @@ def test_one_rank_allocates_what_it_returns_and_saves():
     check(plan)
     tokens, heads = sum(RAGGED), 6
     assert peak_bytes(plan, 0, 4, forward=True) == tokens * heads * (16 + 1) * 4
-
-
-def test_freed_tensors_leave_the_peak_and_not_the_count():
-    memory = PeakMemory()
-    with memory:
-        x = torch.ones(100)
-        for _ in range(3):
-            y = x + 1
-        del y
-        z = x * 2
-    assert (memory.live, memory.peak) == (800, 1200)
-    del x, z
-    assert memory.live == 0
-
-
-def test_views_and_what_was_there_before_are_not_counted():
-    before, memory = torch.ones(100), PeakMemory()
-    with memory:
-        kept = [before[:50], before.view(10, 10).t(), before.add_(1)]
-        made = torch.zeros(10)
-        kept += [made[5:], made.view(2, 5)]
-    assert memory.peak == 40
-    memory = PeakMemory()
-    with memory:
-        x = torch.ones(100) + torch.ones(100)
-        memory.restart()
-        y = x[:10] + 1
-    assert memory.peak == 440 == memory.live
-    assert y.numel() == 10
-
-
-def test_the_backward_pass_is_seen():
-    class Allocates(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            torch.empty(1000)
-            return gradient
-
-    x, memory = torch.ones(1, requires_grad=True), PeakMemory()
-    with memory:
-        out = Allocates.apply(x)
-        memory.restart()
-        out.backward()
-    assert memory.peak >= 4000
-
-
-def test_each_thread_sees_its_own():
-    def allocate(group):
-        memory = PeakMemory()
-        with memory:
-            group.barrier()
-            x = torch.ones(100 * (group.rank + 1))
-            memory.watch(group).barrier()
-        return memory.peak, x
-
-    peaks = [peak for peak, _ in run_ranks(allocate, 3)]
-    assert [peak // 400 for peak in peaks] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
