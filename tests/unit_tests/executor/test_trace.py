@@ -12,7 +12,7 @@ from megatron_cp.executor import communicator, run
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.executor.trace import layer_operation, layer_scope, profiling, range_name, traced_work
+from megatron_cp.executor.trace import NO_RANGE, layer_operation, layer_scope, profiling, range_name, traced_work
 from megatron_cp.testing.parity import Case, draw, run_linear
 
 SMALL = {"heads": 8, "groups": 4, "head_dim": 4, "value_head_dim": 4}
@@ -197,6 +197,13 @@ def test_no_name_is_built_without_a_profiler(monkeypatch):
     monkeypatch.setattr(communicator.Communicator, "traced", made)
     monkeypatch.setattr(communicator.copy, "copy", made)  # of a communicator, for a chunk
     assert run_ranks(both_ways, 4, list(CASES.values())) == [False] * 4
+
+
+def test_what_is_entered_without_a_profiler_is_nothing():
+    with NO_RANGE:
+        pass
+    with pytest.raises(ValueError, match="goes through"), NO_RANGE:
+        raise ValueError("goes through")
 
 
 def test_a_profiler_sees_ranks_that_are_threads_only_if_they_started_it():

@@ -90,6 +90,28 @@ def test_two_hops_bring_the_wanted_rows_with_one_copy_to_a_host(drawn, data):
         assert ordered.tolist() == [t for start, end in zip(*wanted[rank], strict=True) for t in range(start, end)]
 
 
+@given(fetches())
+def test_a_fetch_counts_what_its_tables_hold(drawn):
+    fetch, _ = drawn
+    back = Return(fetch)
+    for rank in range(fetch.size):
+        tables, local = fetch.tables(rank), fetch.split_counts.counts[rank, rank]
+        assert fetch.split_counts.sent_by(rank) == tables.send_counts.tolist()
+        assert fetch.split_counts.received_by(rank) == tables.recv_counts.tolist()
+        assert fetch.arrives_in_order(rank) == (tables.order is None) == (tables.inverse is None)
+        assert fetch.arrive_in_order[rank] == fetch.arrives_in_order(rank)
+        assert fetch.rows_sent(rank) == len(tables.send_rows) - local
+        assert back.rows_sent(rank) == len(tables.tokens) - local
+        ordered = None if tables.order is None else len(tables.tokens)
+        assert fetch.message_rows(rank) == (len(tables.send_rows), len(tables.tokens), ordered)
+        assert back.message_rows(rank) == (ordered, len(tables.send_rows), None)
+    for flow in (fetch, back):
+        assert flow.rows_sent_by_ranks().tolist() == [flow.rows_sent(rank) for rank in range(fetch.size)]
+    assert sum(fetch.rows_sent(rank) for rank in range(fetch.size)) == sum(
+        back.rows_sent(rank) for rank in range(fetch.size)
+    )
+
+
 def test_equal_shares_are_as_long_as_the_longest():
     layout = Layout.from_fragments(Packing([10]), [[(4, 10)], [(0, 3)], [(3, 4)]])  # 6, 3 and 1 rows
     everything = np.array([0]), np.array([10])
