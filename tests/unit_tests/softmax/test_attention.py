@@ -172,7 +172,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "says"), REFUSED, ids=str)
+@pytest.mark.parametrize(("given", "says"), REFUSED)
 def test_rejects_plans_groups_and_options(given, says):
     rejects(says, cp.attention, *tensors(), **{"plan": plan_for(), **given})
 
