@@ -208,7 +208,7 @@ def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     launcher, flags = done.stdout.splitlines()[:3], done.stdout.splitlines()[4:]
     assert launcher == ["--standalone", "--nproc-per-node", "2"]
     (printed,) = run_ranks(printed_by, 1, flags, parse, kind="processes", timeout=limit(120))
-    expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
+    expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 balanced ckpt"
     assert printed.splitlines()[-2:] == [expected, "False False False None"]
 
 

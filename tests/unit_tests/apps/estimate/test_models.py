@@ -163,8 +163,6 @@ def test_rejects_checkpoints_of_operations_in_other_layers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PRESETS["tiny"].activation_bytes("all"), "recompute: got 'all'; allowed: none or selective or full"),
-        (lambda: PRESETS["tiny"].recomputed_bytes(None), "recompute: got None; allowed: none or selective or full"),
         (lambda: AttentionMixer(0, 1, 16, 16), "heads: got 0"),
         (lambda: AttentionMixer(4, 3, 16, 16), "kv_heads: got 3; allowed: a divisor of heads, 4"),
         (lambda: replace(ATTENTION, mask="strided-ish"), "mask: got 'strided-ish'"),
