@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 from megatron_cp.errors import MAX_SIZE, ArgumentError
@@ -38,15 +39,15 @@ class _Help(argparse.HelpFormatter):
         return "\n".join(line if line.startswith("  ") else fill(line, width, indent) for line in text.split("\n"))
 
 
-_SHORT = 28  # characters of an option and its values in a list of common options
+_SHORT = 30  # characters of an option and its values in a list of common options
 
 
 class _CommonHelp(_Help):
-    """A formatter that lists the options of `common` alone, by their first names, on one screen."""
+    """A formatter that lists the options of `common` alone, by their first names."""
 
     def __init__(self, prog: str, common: Collection[str]) -> None:
         super().__init__(prog, max_help_position=_SHORT + 4)
-        self._common = {"help", "help_all", *common}
+        self._common = {"help", *common}
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         super().add_usage("%(prog)s [options]", actions, groups, prefix)
@@ -55,10 +56,12 @@ class _CommonHelp(_Help):
         super().start_section(argparse.SUPPRESS)
 
     def add_argument(self, action: argparse.Action) -> None:
-        if action.dest in self._common:
+        if action.dest in self._common or isinstance(action, _HelpAll):
             super().add_argument(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
         return f"{action.option_strings[0]} {self._values(action)}".rstrip()
 
     def _expand_help(self, action: argparse.Action) -> str:
@@ -66,28 +69,25 @@ class _CommonHelp(_Help):
         return text if "|" not in named or named == self._values(action) else f"{named.replace('|', ', ')}; {text}"
 
     def _values(self, action: argparse.Action) -> str:
-        """Returns the option's values as they stand beside its name, and dots if they are too long."""
+        """Returns the option's values as they stand beside its name; VALUE if they are too long."""
         values = self._format_values(action)
-        return values if len(action.option_strings[0]) + len(values) < _SHORT else "..."
+        return values if len("".join(action.option_strings[:1])) + len(values) < _SHORT else "VALUE"
 
 
 class _HelpAll(argparse.Action):
     """`--help-all`: prints the help text with every option."""
 
+    def __init__(self, option_strings: Sequence[str], dest: str, **rest: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, default=argparse.SUPPRESS, **rest)
+
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        cast(Parser, parser).common = None
+        parser.formatter_class = _Help
         parser.print_help()
         parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are raised, as one line that says what is allowed.
-
-    Attributes:
-        common: the destinations of the options that `--help` lists; all if None.
-    """
-
-    common: Collection[str] | None = None
+    """An argparse parser whose errors are raised, as one line that says what is allowed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # An option may not change with its neighbours.
@@ -105,11 +105,8 @@ class Parser(argparse.ArgumentParser):
 
     def list_common(self, common: Collection[str]) -> None:
         """Makes `--help` list the options with these destinations, and adds `--help-all`, which lists every one."""
-        self.common = common
+        self.formatter_class = cast(type[argparse.HelpFormatter], partial(_CommonHelp, common=common))
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
-
-    def _get_formatter(self) -> argparse.HelpFormatter:
-        return super()._get_formatter() if self.common is None else _CommonHelp(self.prog, self.common)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses as argparse does, and keeps the words for errors."""

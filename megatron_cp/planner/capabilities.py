@@ -224,7 +224,7 @@ def hints_keywords(made: Made) -> Made:
     @wraps(made)
     def call(*args: Any, **named: Any) -> Any:
         for name in named:
-            if name == "search_cache":  # which left
+            if name == "search_cache" and "search_seconds" in known:  # which left
                 allowed, remedy = "search_seconds alone", "Every rank finds the same tiles by itself."
                 raise ArgumentError(name, named[name], allowed, remedy)
             if name not in known:

@@ -34,7 +34,7 @@ class ModelSpec:
         source: the source of the numbers, and the parts of it that were not read.
 
     Raises:
-        ArgumentError: no block, or too many.
+        ArgumentError: no word, no block, or too many.
 
     Example:
         >>> from megatron_cp.apps.estimate.mixers import AttentionMixer
@@ -53,6 +53,7 @@ class ModelSpec:
     source: str = ""
 
     def __post_init__(self) -> None:
+        checked_integer("vocab_size", self.vocab_size, 1)
         checked_integer("blocks", len(self.blocks), 1, MAX_LAYERS)
 
     def with_mask(self, mask: str) -> ModelSpec:

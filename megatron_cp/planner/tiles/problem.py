@@ -124,7 +124,7 @@ class Axis(NamedTuple):
 class TileProblem:
     """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one from a mask and layouts.
+    Immutable. `tiles_of` makes one from a mask and layouts; the arrays are not checked, and become read-only.
 
     Args:
         num_ranks: ranks that compute.

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.apps.estimate import MODELS
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_delta_net, kimi_delta_attention, mamba2
@@ -110,6 +112,87 @@ def test_choices_and_masks_are_those_of_their_slots():
     rejects("transport: got 'pigeon'", PRESETS["tiny"].slots, transport="pigeon")
 
 
+class SwiGLU(torch.autograd.Function):
+    """Saves its input alone, as Megatron's."""
+
+    @staticmethod
+    def forward(ctx, both):
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError
+
+
+class RotaryEmbedding(torch.autograd.Function):
+    """Saves nothing of its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.flip(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.flip(-1)
+
+
+def plain_block(x, mixer, size, weights):
+    """A block of torch's own operations: norm, attention, norm and MLP, each with its residual."""
+    hidden_size = x.shape[1]
+    widths = (mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim, mixer.kv_heads * mixer.value_head_dim)
+    normed = F.layer_norm(x, (hidden_size,))
+    qkv = F.linear(normed, weights(sum(widths), hidden_size))
+    q, k, v = (part.unflatten(-1, (-1, mixer.head_dim)).clone() for part in qkv.split(widths, -1))
+    if mixer.qk_norm:
+        q, k = (F.layer_norm(part, (mixer.head_dim,)) for part in (q, k))
+    q, k = RotaryEmbedding.apply(q), RotaryEmbedding.apply(k)
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+    if mixer.output_gate:
+        out = out * torch.sigmoid(F.linear(normed, weights(out.shape[1], hidden_size)))
+    x = x + F.linear(out, weights(hidden_size, out.shape[1]))
+    both = F.linear(F.layer_norm(x, (hidden_size,)), weights(2 * size, hidden_size))
+    return x + F.linear(SwiGLU.apply(both), weights(hidden_size, size))
+
+
+def saved_bytes(function, tokens, hidden_size):
+    """Bytes that a function of hidden states saves for backward, but for weights: each storage once."""
+    parameters, storages = set(), {}
+
+    def weights(*shape):
+        weight = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        parameters.add(weight.untyped_storage().data_ptr())
+        kept.append(weight)
+        return weight
+
+    def pack(tensor):
+        kept.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    kept = []
+    x = torch.zeros(tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept.append(function(x, weights))
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("output_gate", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("shape", [(4, 4), (4, 2)])
+def test_a_block_saves_what_torch_saves(shape, qk_norm, output_gate):
+    mixer = AttentionMixer(*shape, 16, 16, qk_norm=qk_norm, output_gate=output_gate)
+    tokens, size = 32, 96
+    measured = saved_bytes(lambda x, weights: plain_block(x, mixer, size, weights), tokens, 64)
+    # A norm keeps the mean and the deviation of each row; attention its output and log-sum-exp, which its plan counts.
+    rows = 2 + (sum(shape) if qk_norm else 0)
+    others = rows * 2 * 2 + 64 * 2 + mixer.heads * 4
+    assert measured == tokens * (Block(mixer, MLP(size)).saved(64, "none") + others)
+
+
 @pytest.mark.parametrize(
     ("block", "none", "selective"),
     [
@@ -170,6 +253,7 @@ def test_rejects_checkpoints_of_operations_in_other_layers():
         (lambda: MLP(0), "intermediate_size: got 0"),
         (lambda: MLP(8, experts=4), "experts_per_token: got 0; allowed: an integer from 1 to 4"),
         (lambda: model_of(), "blocks: got 0; allowed: an integer from 1 to 10000"),
+        (lambda: replace(PRESETS["tiny"], vocab_size=0), "vocab_size: got 0; allowed: an integer of at least 1"),
     ],
 )
 def test_rejects_sizes_that_cannot_be(make, message):
