@@ -81,7 +81,7 @@ def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: i
 
 
 def _outcome(found, ranks, codes):
-    failures = [each for each in found.values() if each[0] != "done"]
+    failures = [found[rank] for rank in sorted(found) if found[rank][0] != "done"]
     own = [each for each in failures if "gloo" not in each[1]] or failures  # else another rank's failure
     if own:
         kind, words = own[0]
@@ -89,9 +89,10 @@ def _outcome(found, ranks, codes):
     silent = sorted(set(range(ranks)) - set(found))
     if silent:
         return Outcome(HUNG, words=f"ranks {silent} of {ranks} had not answered")
-    error = max(each[1] for each in found.values())
-    gradient = max((each[2] for each in found.values() if each[2] is not None), default=None)
-    return Outcome(RIGHT if max(error, gradient or 0.0) <= BOUND else WRONG, error, gradient)
+    errors = [each[1] for each in found.values()]
+    gradients = [each[2] for each in found.values() if each[2] is not None]
+    is_right = all(error <= BOUND for error in (*errors, *gradients))  # a NaN is not
+    return Outcome(RIGHT if is_right else WRONG, max(errors), max(gradients, default=None))
 
 
 def _rank(compare, rank, ranks, folder, answers):
