@@ -246,7 +246,7 @@ class Plan(Memo):
 
     @property
     def solutions(self) -> tuple[AssignmentQuality, ...]:
-        """What a search for tiles found, forward and backward; empty where no tiles are assigned."""
+        """The answers of the search for tiles, forward and backward; empty where no tiles are assigned."""
         tiled = self.attend.tiled if self.attend else None
         return tiled.solutions if tiled else ()
 

@@ -90,11 +90,16 @@ def test_the_largest_sizes_are_planned(tokens):
         (lambda: LinearSpec("gdn", n_heads=4), "Did you mean heads"),
         (lambda: Attention(8, num_heads=4), "Attention.__init__.*'num_heads'. Did you mean heads"),
         (lambda: plan_attention(PACKING, LAYOUT, frob=4), "unexpected keyword argument 'frob'$"),
+        (lambda: LinearSpec("gdn", heads=4, search_cache="x"), "unexpected keyword argument 'search_cache'"),
     ],
 )
 def test_rejects_an_unknown_keyword_with_the_argument_that_it_resembles(call, says):
     with pytest.raises(TypeError, match=says):
         call()
+
+
+def test_a_keyword_that_left_is_answered_with_what_took_its_place():
+    rejects("search_cache: got 'x'; allowed: search_seconds alone", plan_attention, PACKING, LAYOUT, search_cache="x")
 
 
 FOUR = Layout.zigzag(PACKING, 4)
