@@ -49,10 +49,12 @@ OTHER_SOFTMAX = (
     *({"operation": "latent_attention", "groups": 6, "latent": (2, 5), "latent_mode": mode} for mode in LATENT_MODES),
     {"operation": "projected_attention"},
     {"operation": "projected_attention", "kv_lengths": KEYS, "batch": 2, "sink": True},
-    {"operation": "sparse_attention", "width": 5, "options": ("dense", "relu")},
-    {"operation": "sparse_attention", "width": 5, "checkpoint": "non-reentrant"},
-    {"operation": "sparse_attention", "width": 5, "options": ("dense",), "kv_lengths": KEYS, "mask": ("full",)},
-    {"operation": "sparse_attention", "width": 2, "block": 3},
+)
+SPARSE = (
+    {"width": 5, "options": ("dense", "relu")},
+    {"width": 5, "checkpoint": "non-reentrant"},
+    {"width": 5, "options": ("dense",), "kv_lengths": KEYS, "mask": ("full",)},
+    {"width": 2, "block": 3},
 )
 LINEAR = (
     ("gated_delta_rule", ("norm",)), ("gated_delta_rule", ()), ("gated_delta_net", ("bias", "three")),
@@ -86,9 +88,14 @@ def test_attention(scheme, option):
 @pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact", "tiled", "a2a+p2p"])
 @pytest.mark.few
 def test_other_softmax_attention(scheme, option):
-    if option["operation"] == "sparse_attention":
-        scheme = "exact" if scheme in ("exact", "a2a", "tiled") else "all_gather"
     assert_exact(4, Call(scheme=scheme, **SIZES | option))
+
+
+@pytest.mark.parametrize("option", SPARSE, ids=str)
+@pytest.mark.parametrize("scheme", ["exact", "all_gather"])
+@pytest.mark.few
+def test_sparse_attention(scheme, option):
+    assert_exact(4, Call("sparse_attention", scheme=scheme, **SIZES | option))
 
 
 @pytest.mark.parametrize("use", USES, ids=str)
