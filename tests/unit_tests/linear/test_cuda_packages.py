@@ -1,6 +1,6 @@
 """Tests of the calls of mamba_ssm and causal_conv1d, with replacements that compute the same in plain torch.
 
-Those of flash-linear-attention are tested by its own kernels, in `test_fla_kernels.py`.
+Those of flash-linear-attention are tested by its own kernels, in `test_package_kernels.py`.
 """
 
 import sys
