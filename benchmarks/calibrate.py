@@ -46,7 +46,7 @@ _HEADS, _GROUPS = 4, 2
 _SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
 _IN_A_ROW = 20, 4  # small and large messages that follow one another
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows")
-_STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
+_STATES = tuple(kind for kind in KINDS.values() if kind.has_state and kind.measured_rule == kind.name)
 _SLOWEST_LAUNCH = 1e-2  # seconds
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.cli import Progress
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import Message, Pending, RankGroup
 from megatron_cp.torch_private import occupy_device
 
@@ -103,8 +104,9 @@ class WatchedGroup(RankGroup):
         self._is_away = np.array([host != hosts[group.rank] for host in hosts])
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         self._watch.sent += sent.element_size() * int(np.array(sent_splits)[self._is_away].sum())
         return self._started(self._group.start_all_to_all, received, sent, received_splits, sent_splits)
 

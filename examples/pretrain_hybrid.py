@@ -25,7 +25,6 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
-from megatron.training.training import num_floating_point_operations
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
 from megatron_cp.data.blend import BlendedStream
@@ -35,14 +34,13 @@ from megatron_cp.data.stream import PackedStream
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.batch import ShardedBatch, layout_options, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
+from megatron_cp.megatron.dynamic import grouped_packs, step_cost
 from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step as forward_step_of
 from megatron_cp.megatron.modules import layer_slots, slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
 from megatron_cp.planner.layouts import choose_layout, layout_by_name
-from megatron_cp.planner.predict.machine_files import machine
-from megatron_cp.planner.predict.pack_cost import PackCost
 
 
 @cache
@@ -56,10 +54,11 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
     args, groups = get_args(), batch_groups()
     pack = next(data_iterator) if data_iterator is not None else None
     pack = broadcast_pack(pack, groups.tp_host)
+    ranks = groups.of(pack)  # the context-parallel ranks, or those of a group with --hybrid-context-parallel
     return shard_batch(
         pack.tokens,
-        layout_of(pack, model),
-        groups.cp,
+        layout_of(pack, ranks.size, model),
+        ranks,
         slots=slots_of(model),
         labels=pack.labels,
         loss_mask=pack.loss_mask,
@@ -68,14 +67,14 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
     )
 
 
-def layout_of(pack: Pack, model: Any) -> Layout:
-    """Returns the layout of a pack; `--cp-layout auto` logs its reason at the steps that Megatron logs."""
+def layout_of(pack: Pack, size: int, model: Any) -> Layout:
+    """Returns a pack's layout over `size` ranks; `--cp-layout auto` logs its reason at the steps that Megatron logs."""
     args = get_args()
     # With shard_batch's options, a plan that was made to choose is not made again.
     rows = layout_options(args)
     if args.cp_layout != "auto":
-        return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
-    choice = choose_layout(pack.packing, args.context_parallel_size, layer_slots(model), **rows)
+        return layout_by_name(args.cp_layout, pack.packing, size, **rows)
+    choice = choose_layout(pack.packing, size, layer_slots(model), **rows)
     if getattr(args, "curr_iteration", 0) % args.log_interval == 0:
         print_rank_0(choice.explain())
     return choice.layout
@@ -92,11 +91,9 @@ def global_batch() -> GlobalBatch | None:
     if not args.cp_even_packs:
         return None
     ranks = mpu.get_data_parallel_world_size()
-    token = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=1)
-    pair = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0)
     # Stages and experts wait for each other in each microbatch; else ranks wait once a step.
     barrier = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
-    cost = PackCost(0.0, token, pair).at_rates_of(machine(args.cp_hardware).hardware, args.kv_channels)
+    cost, _ = step_cost(args)
     return GlobalBatch(ranks, args.global_batch_size // ranks, cost, barrier)
 
 
@@ -185,9 +182,9 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
         need_no_evaluation("there is nothing to validate on")
     if args.sft:
         validated = sft_packs(validation, pad_token, seen_in_validation) if validation is not None else None
-        return sft_packs(training, pad_token, seen), validated, None
+        return grouped_packs(sft_packs(training, pad_token, seen), batch_groups(), args), validated, None
     validated = packs(validation, seen_in_validation, samples[1]) if validation is not None else None
-    return packs(training, seen, samples[0] - seen), validated, None
+    return grouped_packs(packs(training, seen, samples[0] - seen), batch_groups(), args), validated, None
 
 
 def need_no_evaluation(reason: str) -> None:

@@ -21,6 +21,10 @@ from .layout.route import Route as Route
 from .linear.causal_conv1d import causal_conv1d as causal_conv1d
 from .linear.gated_delta_net import gated_delta_net as gated_delta_net
 from .linear.gated_delta_net import gated_delta_rule as gated_delta_rule
+from .linear.gated_delta_net_2 import gdn2 as gdn2
+from .linear.gated_delta_net_2 import gdn2_mixer as gdn2_mixer
+from .linear.gated_delta_product import gated_delta_product as gated_delta_product
+from .linear.gated_delta_product import gated_delta_product_mixer as gated_delta_product_mixer
 from .linear.kimi_delta_attention import kda as kda
 from .linear.kimi_delta_attention import kda_mixer as kda_mixer
 from .linear.mamba2 import mamba2 as mamba2
@@ -36,9 +40,9 @@ from .planner.layouts import choose_layout as choose_layout
 from .planner.linear import plan_linear as plan_linear
 from .softmax.attention import attention as attention
 from .softmax.attention import projected_attention as projected_attention
-from .softmax.held import held_attention as held_attention
+from .softmax.held_attention import held_attention as held_attention
 from .softmax.kernels import register_kernel as register_kernel
-from .softmax.latent import latent_attention as latent_attention
+from .softmax.latent_attention import latent_attention as latent_attention
 from .softmax.merge import merge as merge
 from .softmax.sparse import sparse_attention as sparse_attention
 

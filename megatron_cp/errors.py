@@ -99,6 +99,6 @@ class PeerError(RuntimeError):
         self.rank, self.peer = rank, peer
 
 
-def _shorten(value: object, limit: int = 200) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 import megatron_cp as cp
 from megatron_cp.executor.groups import TorchGroup
+from tests.fuzz_cases import Call
+from tests.fuzz_check import plan_of
 
 HIDDEN, HEADS, GROUPS, DIM, WIDTH = 16, 8, 4, 4, 4
 TOLERANCE = 1e-12
@@ -25,7 +27,6 @@ OPERATIONS = {
     "kda_mixer": MODES, "mamba2": MODES, "mamba2_mixer": MODES, "causal_conv1d": MODES, "gather": ("",),
     "relayout": ("",),
 }  # fmt: skip
-_KINDS = {"gated": "gdn", "kda": "kda", "mamba2": "mamba", "causal": "conv1d"}
 # Features of each tensor that an operation takes.
 _INPUTS = {
     "attention": (VALUES, KEYS, KEYS), "projected_attention": (HIDDEN,),
@@ -38,18 +39,13 @@ _INPUTS = {
 
 def plans(operation, mode, lengths, cp_size):
     """Returns what an operation is told of a batch: its plan, or a layout, or two; the first is that of the rows."""
-    packing = cp.Packing(lengths)
-    layout = cp.Layout.zigzag(packing, cp_size)
     scheme, _, chunks = mode.partition(", ")
-    shape = {"heads": HEADS, "head_dim": DIM, "head_chunks": 2 if chunks else None}
-    if operation in ("gather", "relayout"):
-        return (layout, cp.Layout.contiguous(packing, cp_size))[: 1 + (operation == "relayout")]
-    if "attention" in operation:
-        return (cp.plan_attention(packing, layout, kv_heads=GROUPS, scheme=scheme, **shape),)
-    kind = _KINDS[operation.split("_")[0]]
-    sizes = {"gdn": {"key_heads": GROUPS}, "kda": {"key_heads": GROUPS}, "mamba": {"groups": GROUPS, "state": DIM}}
-    shape = {"channels": VALUES} if kind == "conv1d" else shape | sizes[kind]
-    return (cp.plan_linear(packing, layout, kind, mode=scheme, conv_width=WIDTH, **shape),)
+    call = Call(
+        operation, lengths, layout="zigzag", scheme=scheme, head_chunks=2 if chunks else None, heads=HEADS,
+        groups=GROUPS, head_dim=DIM, value_head_dim=DIM, width=WIDTH,
+    )  # fmt: skip
+    plan = plan_of(call, cp_size)
+    return (plan,) if isinstance(plan, cp.Plan) else plan[: 1 + (operation == "relayout")]
 
 
 class Layer(nn.Module):

@@ -2,8 +2,13 @@
 
 import gc
 import multiprocessing
+import os
 import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Hashable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +26,35 @@ torch.set_num_threads(1)
 # A test draws the same cases in each run, and may take its time to draw and run each: the machine may do other things.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--megatron", metavar="PATH", help="a checkout of Megatron-LM to test with, not the installed one")
+
+
+def pytest_configure(config):
+    """Puts the checkout of `--megatron` before the installed Megatron, in this process and those that it starts."""
+    given = config.getoption("--megatron")
+    if given is None:
+        return
+    root, checkout = Path(__file__).parents[1], Path(given).resolve()
+    if config.rootpath != root:  # pytest takes a path behind a space for a test's as long as it looks for its settings
+        raise pytest.UsageError(f"--megatron: write --megatron={given}, in one word")
+    if not (checkout / "megatron" / "core" / "__init__.py").is_file():
+        raise pytest.UsageError(f"--megatron: got {given}; allowed: a checkout of Megatron-LM, with megatron/core")
+    # By a link, since the checkout's own `tests` and `tools` would take the place of ours.
+    folder = tempfile.mkdtemp(prefix="megatron-")
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    Path(folder, "megatron").symlink_to(checkout / "megatron")
+    sys.path.insert(0, folder)
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([others] if others else [])])
+
+
+def pytest_report_header(config):
+    """Tells which Megatron is tested, whose `dev` branch has the version of a release."""
+    given = config.getoption("--megatron")
+    return None if given is None else f"Megatron-LM: {given}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -48,7 +82,7 @@ _DEAR = (
     "test_train", "test_cli", "megatron_matrix", "test_options", "wire_options", "test_codecs", "test_tiled",
     "test_compile", "test_parity", "softmax/test_kernels", "emulated_device", "triton_compiled", "flex_compiled",
     "test_memory", "test_launch", "package_kernels", "tiny_layouts", "test_fuzz", "megatron_batch", "triton_kernels",
-    "bench_exchange", "gates_compiled", "message_buffers", "test_gather", "kernel_copies", "layout_choice",
+    "gates_compiled", "message_buffers", "test_gather", "kernel_copies", "layout_choice",
 )  # fmt: skip
 
 
@@ -69,26 +103,10 @@ def _values(callspec):
     return tuple(value if isinstance(value, Hashable) else id(value) for value in callspec.params.values())
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Says how much of CUDA's path has run without a GPU: see `test_emulated_device`."""
-    reports = [
-        report
-        for of_kind in terminalreporter.stats.values()
-        for report in of_kind
-        if getattr(report, "when", "") == "call"
-    ]
-    properties = [pair for report in reports for pair in report.user_properties]
-    ran, known = (sum(value for name, value in properties if name == key) for key in ("cuda_tests", "all_cuda_tests"))
-    if ran:
-        of_all = f" of {known}" if known else ""
-        terminalreporter.write_line(f"CUDA: {ran}{of_all} tests ran on an emulated device; make test-cuda runs all")
-
-
 # By what modules name, the imports of the process whose forks are their ranks.
 _IMPORTS = {
     "megatron": r"(from |import |skip\(.)megatron\.(core|training)|(tiny|whole)_megatron|train_runs|apps\.train",
     "trainers": r"\btests\.(compile|transformers)_cases\b|fsdp2_hybrid",  # which import torch's compiler too
-    "torch without Triton": r"\brun_(module|code)\(",
     "torch": "",
 }
 

@@ -22,7 +22,7 @@ class CountingGroup(RankGroup):
         self.calls: Counter[str] = Counter()
         self.bytes_sent = self.under_way = 0
 
-    def start_all_to_all(self, received, sent, received_splits, sent_splits):
+    def start_all_to_all(self, received, sent, received_splits, sent_splits, split_counts=None):
         self.calls["all_to_all"] += 1
         self.bytes_sent += (sum(sent_splits) - sent_splits[self.rank]) * sent.itemsize
         return _Counted(self, self.inner.start_all_to_all(received, sent, received_splits, sent_splits))

@@ -33,13 +33,14 @@ def few_of(cases: Sequence[tuple[Any, ...]], together: int = 2, spread: bool = F
     chosen: list[tuple[Any, ...]] = []
     taken: Counter[tuple[int, Any]] = Counter()
     while left:
+        combinations = {case: new for case, own in combinations.items() if (new := own & left)}
         best = max(
-            cases, key=lambda case: (len(left & combinations[case]), -sum(taken[each] for each in enumerate(case)))
+            combinations,
+            key=lambda case: (len(combinations[case]), -sum(taken[each] for each in enumerate(case)) if spread else 0),
         )
         left -= combinations[best]
         chosen.append(best)
-        if spread:
-            taken.update(enumerate(best))
+        taken.update(enumerate(best))
     return chosen
 
 

@@ -1,9 +1,15 @@
-"""Tiny diffusion transformers of diffusers, and inputs whose rows divide into no number of ranks."""
+"""Tiny diffusion transformers of diffusers over ranks that are threads; their rows divide into no number of ranks."""
 
+import functools
 import threading
+import warnings
 
 import diffusers
 import torch
+
+from megatron_cp.diffusers import enable_context_parallel
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import run_ranks
 
 DRAWS = threading.Lock()  # held while anything draws from the generator that threads share
 
@@ -151,3 +157,59 @@ def run(model, inputs, context=None):
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad()
     return out.detach(), gradients, {name: given[name].grad for name in rows}
+
+
+def over_ranks(name, size, *, text_rows=7, image_rows="", **options):
+    """Returns a model's largest errors over ranks beside one rank, and the plans that a rank's attentions ran.
+
+    Errors are shares of the largest value, of the output and of the gradients of inputs and of parameters. Each rank
+    also runs the model again in inference mode, and then disabled, for the same bits.
+
+    Args:
+        options: of `enable_context_parallel`.
+
+    Raises:
+        ArgumentError: every rank refused the options, in the same words.
+    """
+    out, gradients, of_inputs = _alone(name, text_rows, image_rows)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*ranks get no head")
+        found = run_ranks(_on_rank, size, (name, text_rows, image_rows), options)
+    refusal = next((each for each in found if isinstance(each, ArgumentError)), None)
+    if refusal is not None:
+        assert [str(each) for each in found] == [str(refusal)] * size
+        raise refusal
+    outs, by_name, inputs_by_name, disabled, plans = zip(*found, strict=True)
+    assert all(torch.equal(each, out) for each in disabled)
+    assert all(each.keys() == gradients.keys() for each in by_name)
+    shares = {key: [each[key] for each in inputs_by_name if each.get(key) is not None] for key in of_inputs}
+    errors = {
+        "output": max(distance(each, out) for each in outs),
+        "gradients": max(distance(each[key], value) for each in by_name for key, value in gradients.items()),
+        "input_gradients": max(distance(sum(shares[key]), value) for key, value in of_inputs.items()),
+    }
+    return errors, plans[0]
+
+
+@functools.lru_cache(64)
+def _alone(*sizes):
+    return run(*problem(*sizes))
+
+
+def _on_rank(group, sizes, options):
+    model, inputs = problem(*sizes)
+    try:
+        context = enable_context_parallel(model, group, **options)
+        out, gradients, of_inputs = run(model, inputs, context)
+    except ArgumentError as error:
+        return error
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs, return_dict=False)[0], out)
+    with context.disabled(), torch.no_grad():
+        disabled = model(**inputs, return_dict=False)[0]
+    return out, gradients, of_inputs, disabled, [p for each in context._enabled for p in each.attention.plans.values()]
+
+
+def distance(found, expected):
+    """Returns the largest difference, as a share of the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))

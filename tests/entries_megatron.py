@@ -1,6 +1,6 @@
-"""Cases of Megatron's entry: a small stack of layers on ranks that are threads, beside the same stack on one rank.
+"""Rows of Megatron's entry: a small stack of layers on ranks that are threads, beside the same stack on one rank.
 
-What makes Megatron run on a CPU lasts as long as the process, so `outcomes` runs cases in a process of their own.
+What makes Megatron run on a CPU lasts as long as the process, so `outcomes` runs rows in a process of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+from collections import namedtuple
 from unittest import mock
 
 import numpy as np
@@ -18,61 +19,11 @@ import torch.distributed as dist
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout import Packing
-from megatron_cp.planner.layouts import layout_by_name
-from tests.entries import recorded
+from tests.entries import LENGTHS, MEGATRON, recorded
 from tests.functional_tests import tiny_megatron as tiny
 
 # Of GPTModel by a name; others are patterns of HybridModel: M Mamba, G Gated DeltaNet, D sparse attention, - an MLP.
 STACKS = {"gpt": {"num_layers": 1}, "mla": {"num_layers": 1, **tiny.LATENT}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A stack of layers and the options of a job; each is a flag's value.
-
-    Attributes:
-        stack: a name of `STACKS`, or a pattern of HybridModel.
-        hosts: number of hosts on which the ranks seem to be, for the transport that asks.
-    """
-
-    stack: str
-    cp_size: int = 2
-    lengths: tuple = (52, 1, 21)
-    align: int = 1
-    comm_type: str | None = "a2a"
-    linear_mode: str = "auto"
-    layout: str = "zigzag"
-    transport: str = "collective"
-    hosts: int = 2
-    codec: str = "none"
-    head_chunks: int | None = None
-    latent_mode: str = "heads"
-
-    @property
-    def on_one_rank(self):
-        return Case(self.stack, 1, self.lengths, comm_type=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result of a case.
-
-    Attributes:
-        errors: the largest distances from one rank, as a share of the largest value, of the output, of the input's
-            gradient, and of the gradients of all parameters; empty if the case was refused.
-        refusal: the error that refused the case, the same on every rank; None if it ran.
-        ran: the lines of each plan that rank 0 ran.
-        slots: the stack's slots.
-    """
-
-    errors: dict
-    refusal: ArgumentError | None = None
-    ran: frozenset = frozenset()
-    slots: tuple = ()
-
-    @property
-    def worst(self):
-        return max(self.errors.values())
 
 
 class _Ranks:
@@ -88,57 +39,62 @@ class _Ranks:
         return 0 if self.ranks is None else self.ranks.rank
 
 
-def outcomes(cases, timeout=300.0):
-    """Returns the outcome of each case, all run in one process of their own."""
-    return run_ranks(_all_of, 1, list(cases), kind="processes", timeout=timeout)[0]
+def outcomes(rows, timeout=300.0):
+    """Returns what `outcome` does of each row, all run in one process of their own."""
+    return run_ranks(_all_of, 1, list(rows), kind="processes", timeout=timeout)[0]
 
 
-def _all_of(group, cases):
+def _all_of(group, rows):
     tiny.start()
-    return [outcome(case) for case in cases]
+    return [outcome(row) for row in rows]
 
 
-def outcome(case):
-    """Runs a case on threads, in a process with Megatron's groups of one rank."""
-    expected = _alone(case.on_one_rank)
+def outcome(row):
+    """Runs a row on threads, in a process with Megatron's groups of one rank.
+
+    Returns the refusal, which is the same on every rank; or the largest distances from one rank of the output and of
+    gradients, as a share of the largest value, the lines of each plan that rank 0 ran, and the stack's slots.
+    """
+    expected = _alone(row.alone())
     try:
-        found = _spread(case)
+        found = _spread(row)
     except RankError as error:
         if not isinstance(error.__cause__, ArgumentError):
             raise
-        return Outcome({}, error.__cause__)
+        return error.__cause__
     refusals = [each for each in found if isinstance(each, ArgumentError)]
     if refusals:
         assert len({str(each) for each in refusals}) == 1, refusals
-        assert len(refusals) == case.cp_size
-        return Outcome({}, refusals[0])
-    layout = found[0].layout
+        assert len(refusals) == row.cp
+        return refusals[0]
+    output, input_gradient, gradients = _whole(found)
     errors = {
-        name: tiny.distance(layout.unshard([getattr(each, name) for each in found]), getattr(expected, name))
-        for name in ("output", "input_gradient")
+        "output": tiny.distance(output, expected[0]),
+        "input_gradient": tiny.distance(input_gradient, expected[1]),
+        "gradients": max(tiny.distances(gradients, expected[2]).values()),
     }
-    summed = {name: sum(each.gradients[name] for each in found) for name in expected.gradients}
-    errors["gradients"] = max(tiny.distances(summed, expected.gradients).values())
-    return Outcome(errors, None, found[0].ran, found[0].slots)
+    return errors, found[0].ran, found[0].slots
 
 
 @functools.lru_cache(64)
-def _alone(case):
-    (found,) = _spread(case)
-    assert not isinstance(found, ArgumentError), found
-    layout = found.layout
-    return dataclasses.replace(
-        found, output=layout.unshard([found.output]), input_gradient=layout.unshard([found.input_gradient])
-    )
+def _alone(row):
+    return _whole(_spread(row))
 
 
-def _spread(case):
+def _whole(shares):
+    """Returns the output and the input's gradient over the stream, and the sums of the parameters' gradients."""
+    layout = shares[0].layout
+    rows = (layout.unshard([getattr(each, name) for each in shares]) for name in ("output", "input_gradient"))
+    return *rows, {name: sum(each.gradients[name] for each in shares) for name in shares[0].gradients}
+
+
+def _spread(row):
     from megatron.core.tensor_parallel import random
 
     from megatron_cp.megatron.layers import communication
     from megatron_cp.megatron.patches import exchanged, gated_delta_net_without_fla, mamba_mixer_without_its_kernels
 
-    hosts = tuple(rank * case.hosts // case.cp_size for rank in range(case.cp_size))
+    hosts = tuple(rank * min(2, row.cp) // row.cp for rank in range(row.cp))
     with (
         exchanged(communication, TorchGroup=lambda group: group.ranks, hosts_of=lambda ranks: hosts),
         exchanged(dist, all_reduce=_all_reduce),
@@ -147,7 +103,7 @@ def _spread(case):
         mamba_mixer_without_its_kernels(),
         mock.patch.object(random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
     ):
-        return run_ranks(_on_rank, case.cp_size, case)
+        return run_ranks(_on_rank, row.cp, row)
 
 
 def _all_reduce(tensor, op=None, group=None, async_op=False):
@@ -159,27 +115,19 @@ def _all_reduce(tensor, op=None, group=None, async_op=False):
             tensor.copy_(gathered.sum(0).view_as(tensor))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """A rank's share of a case's result."""
-
-    output: torch.Tensor
-    input_gradient: torch.Tensor
-    gradients: dict
-    layout: object
-    ran: frozenset
-    slots: tuple
+# A rank's share of a result.
+_Share = namedtuple("_Share", ["output", "input_gradient", "gradients", "layout", "ran", "slots"])
 
 
-def _on_rank(group, case):
+def _on_rank(group, row):
     from megatron_cp.megatron.batch import shard_batch
     from megatron_cp.megatron.modules import slots_of
 
     counted = recorded(group)
     try:
-        config, stack = _built(counted, case)
-        packing = Packing(case.lengths)
-        layout = layout_by_name(case.layout, packing, group.size, align=case.align, min_rows=1, seed=4)
+        config, stack = _built(counted, row)
+        packing = Packing(LENGTHS)
+        layout = row.layout_of(packing, min_rows=1)
         tokens = torch.arange(packing.total)
         batch = shard_batch(tokens, layout, counted, slots=slots_of(stack))
         params, layout = batch.packed_seq_params, batch.packed_seq_params.plans.layout
@@ -203,7 +151,7 @@ def _gradient(parameter):
     return np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
 
 
-def _built(group, case):
+def _built(group, row):
     """The stack's configuration, and the stack with the parameters that belong to their names."""
     from megatron.core.models.hybrid.hybrid_layer_allocation import validate_segment_layers
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -211,34 +159,35 @@ def _built(group, case):
 
     from megatron_cp.megatron import specs
 
-    config = _config(case)
+    config, layers = _config(row), MEGATRON[row.layer]
     groups = ProcessGroupCollection()
     for field in dataclasses.fields(groups):
         setattr(groups, field.name, _Ranks(group if field.name in ("cp", "tp_cp", "tp_dp_cp", "dp_cp") else None))
-    if case.stack in STACKS:
+    if layers in STACKS:
         stack = TransformerBlock(config, specs.gpt_layer_spec(config), pg_collection=groups)
     else:
         spec = specs.hybrid_stack_spec
-        stack = spec.module(
-            config, spec.submodules, layer_type_list=validate_segment_layers(case.stack), pg_collection=groups
-        )
+        types = validate_segment_layers(layers)
+        stack = spec.module(config, spec.submodules, layer_type_list=types, pg_collection=groups)
     stack = stack.double()
     for name, parameter in stack.named_parameters():
         parameter.data.copy_(tiny.drawn(name, list(parameter.shape)))
     return config, stack
 
 
-def _config(case):
+def _config(row):
     from megatron.core.transformer import MLATransformerConfig
 
     from megatron_cp.megatron.config import TransformerConfig, with_options
 
-    settings = tiny.SETTINGS | {"context_parallel_size": case.cp_size, "params_dtype": torch.float64}
-    settings |= STACKS.get(case.stack) or {"num_layers": len(case.stack)} | (tiny.SPARSE if "D" in case.stack else {})
-    settings["cp_comm_type"] = case.comm_type
+    layers, scheme = MEGATRON[row.layer], row.scheme if row.cp > 1 else None
+    settings = tiny.SETTINGS | {"context_parallel_size": row.cp, "params_dtype": torch.float64}
+    settings |= STACKS.get(layers) or {"num_layers": len(layers)} | (tiny.SPARSE if "D" in layers else {})
+    settings["cp_comm_type"] = scheme if row.is_softmax else "a2a"
     own = {
-        "cp_layout": case.layout, "linear_cp_mode": case.linear_mode, "cp_head_chunks": case.head_chunks,
-        "cp_transport": case.transport, "cp_codec": case.codec, "cp_latent_mode": case.latent_mode,
+        "cp_layout": row.layout, "linear_cp_mode": "auto" if row.is_softmax else scheme or "auto",
+        "cp_head_chunks": row.chunks, "cp_transport": row.transport, "cp_codec": row.codec,
+        "cp_latent_mode": row.latent_mode if scheme and row.latent_mode else "heads",
     }  # fmt: skip
     if settings.get("qk_pos_emb_head_dim") is None:
         return TransformerConfig(**settings, **own)

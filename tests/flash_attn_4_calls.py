@@ -29,7 +29,7 @@ def compile_calls(device):
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     from megatron_cp.softmax.kernels import AttentionCall
-    from megatron_cp.softmax.kernels.common.varlen_calls import DeviceAxis, Segments
+    from megatron_cp.softmax.kernels.common.varlen_calls import DeviceAxis, DeviceSegments
     from megatron_cp.softmax.kernels.flash_attn_4 import FlashAttention4
 
     class Device:  # which Blackwell's scheduler asks
@@ -53,7 +53,7 @@ def compile_calls(device):
             on = {"dtype": torch.bfloat16, "device": "cuda"}
             q, k, v = (torch.empty(size, **on) for size in ((100, 4, key), (90, 2, key), (90, 2, value)))
             offsets = torch.empty(4, dtype=torch.int32, device="cuda")
-            segments = Segments(window, *(DeviceAxis(slice(0, len(x)), offsets, len(x), []) for x in (q, k)))
+            segments = DeviceSegments(window, *(DeviceAxis(slice(0, len(x)), offsets, len(x), []) for x in (q, k)))
             call = AttentionCall(0.1, key, value, torch.bfloat16, torch.device("cuda"), softcap=softcap)
             assert kernel.head_sizes(call) == (key, value)
             out, lse = kernel.attend(q, k, v, segments, call)

@@ -29,14 +29,13 @@ _ALWAYS = (
 )  # fmt: skip
 # By kind of server. A fork copies the tables of its server's pages: one that has Megatron takes half as long again.
 _PRELOADED = {
-    # With torch's compiler, which a process imports in its first mode of dispatch, and which imports Triton.
-    "torch": (*_ALWAYS, "megatron_cp.cli.main", "torch._dynamo"),
-    "torch without Triton": (*_ALWAYS, "megatron_cp.cli.main"),
+    # With torch's compiler, which a process imports in its first mode of dispatch.
+    "torch": (*_ALWAYS, "torch._dynamo"),
     "megatron": (
         *_ALWAYS, "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt",
         "megatron.core.models.hybrid.hybrid_model", "megatron.core.pipeline_parallel",
-        "megatron.core.ssm.gated_delta_net.common", "megatron.training", "megatron_cp.cli.main",
-        "megatron_cp.megatron.specs", "megatron_cp.apps.train.loop",
+        "megatron.core.ssm.gated_delta_net.common", "megatron.training", "megatron_cp.megatron.specs",
+        "megatron_cp.apps.train.loop",
     ),
     "trainers": (*_ALWAYS, "tests.trainers_imported"),
     "emulated device": (

@@ -15,7 +15,8 @@ from megatron_cp.planner.predict import machine
 from tests import mask_oracle
 
 KINDS = {
-    "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "mamba2": "mamba",
+    "gated_delta_rule": "gdn", "gated_delta_net": "gdn", "kda": "kda", "kda_mixer": "kda", "gdn2": "gdn2",
+    "gdn2_mixer": "gdn2", "gated_delta_product": "gdp", "gated_delta_product_mixer": "gdp", "mamba2": "mamba",
     "mamba2_mixer": "mamba", "causal_conv1d": "conv1d",
 }  # fmt: skip
 ATTENTIONS = ("attention", "projected_attention", "latent_attention", "sparse_attention")
@@ -44,9 +45,10 @@ class Call:
         sink, softcap, dropout, scale: of attention; scale also of delta rules.
         width: taps of a convolution; the keys that a query of sparse attention chooses, or the blocks.
         block: keys of these blocks; 0 if an indexer chooses keys.
+        steps: of a token of gdp.
         options: of sparse attention, which of "dense" (the indexer's loss) and "relu"; of a linear layer, which of
-            "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit", "bound", "skip", "skips" (one for
-            each feature).
+            "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit", "bound", "negative" (eigenvalues),
+            "skip", "skips" (one for each feature).
         kernel: "auto" or "reference".
         dtype: of all tensors.
         whole: inputs are whole numbers, and sums of them exact.
@@ -89,6 +91,7 @@ class Call:
     scale: float | None = None
     width: int = 4
     block: int = 0
+    steps: int = 1
     options: tuple = ()
     kernel: str = "auto"
     dtype: str = "float64"

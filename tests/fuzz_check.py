@@ -86,12 +86,14 @@ def plan_of(call, cp_size):
         sizes = {"heads": call.heads, "groups": call.groups, "head_dim": call.value_head_dim, "state": call.head_dim}
     elif kind == "conv1d":
         sizes = {"channels": call.heads * call.value_head_dim}
+    elif kind == "gdp":
+        sizes["num_householder"] = call.steps
     hidden_size = 64 if call.scheme == "redistribute" or call.seed % 2 else None
     layer = {"conv_width": call.width, "mode": call.scheme, "hidden_size": hidden_size, **wire}
     plan = cp.plan_linear(call.packing, layout, kind, **sizes, **layer)
     heads = call.heads * call.value_head_dim if kind == "conv1d" else call.heads
     of_slot = {"kind": kind, "heads": heads, "key_heads": heads if kind == "conv1d" else call.groups}
-    of_slot |= {"head_dim": call.head_dim, "value_head_dim": call.value_head_dim}
+    of_slot |= {"head_dim": call.head_dim, "value_head_dim": call.value_head_dim, "num_householder": call.steps}
     return _by_slot(call, plan, cp.LinearSpec, of_slot | layer)
 
 
@@ -222,6 +224,8 @@ def operate(call, plan, group, leaves, **cache):
         tensors = {n: moved(x, plan.hidden_layout, plan.layout) if n in rows else x for n, x in tensors.items()}
     if call.operation == "causal_conv1d":
         tensors.setdefault("bias", None)
+    if call.operation == "gated_delta_product":  # whose steps of a token are rows
+        tensors = {name: x.flatten(0, 1) if name in ("k", "v", "beta") else x for name, x in tensors.items()}
     out = getattr(cp, call.operation)(**tensors, plan=plan.inside, group=group, kernel=call.kernel, **options)
     return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
@@ -258,9 +262,11 @@ def _linear_options(call):
     match call.operation:
         case "causal_conv1d":
             options = {"activation": "silu" if call.has("silu") else None}
-        case "gated_delta_rule" | "kda":
+        case "gated_delta_rule" | "kda" | "gdn2" | "gated_delta_product":
             options = {"use_qk_l2norm_in_kernel": call.has("norm"), "scale": call.scale}
         case "gated_delta_net":
+            options = {"scale": call.scale, "allow_neg_eigval": call.has("negative")}
+        case "gdn2_mixer" | "gated_delta_product_mixer":
             options = {"scale": call.scale}
         case "kda_mixer":
             options = {"scale": call.scale, "lower_bound": -5.0 if call.has("bound") else None}
@@ -272,7 +278,7 @@ def _linear_options(call):
 
 
 def _sharded(call):
-    return {"q", "k", "v", "qkv", "xBC", "x", "dt", "B", "C", "alpha", "beta", "g"}
+    return {"q", "k", "v", "qkv", "xBC", "x", "dt", "B", "C", "alpha", "beta", "g", "b", "w", "vkq"}
 
 
 def _compare(call, plan, problem, ranks):

@@ -269,7 +269,9 @@ def _linear(r, call, cp_size):
         codec = r.choice(("fp8", "fp8_e5m2", "int8"))
     choices = {
         "gated_delta_rule": ["norm"], "kda": ["norm"], "mamba2": ["softplus", "limit", "skip", "skips", "bias"],
-        "gated_delta_net": ["bias", "three"], "kda_mixer": ["bias", "three", "bound"],
+        "gated_delta_net": ["bias", "three", "negative"], "kda_mixer": ["bias", "three", "bound"], "gdn2": ["norm"],
+        "gdn2_mixer": ["bias", "three"], "gated_delta_product": ["norm"],
+        "gated_delta_product_mixer": ["bias", "three"],
         "mamba2_mixer": ["bias", "three", "limit", "skip", "skips"], "causal_conv1d": ["bias", "three", "silu"],
     }[call.operation]  # fmt: skip
     options = tuple(name for name in choices if r.random() < 0.4)
@@ -280,7 +282,8 @@ def _linear(r, call, cp_size):
         call, scheme=mode, head_chunks=chunks, codec=codec, width=r.choice((1, 2, 3, 4, 4, 4, 7)), options=options,
         kernel=r.choice(("auto", "auto", "auto", "reference")),
         dtype=r.choice(("float32", "bfloat16")) if narrow else "float64",
-        scale=r.choice((None, None, 0.3)) if kind in ("gdn", "kda") else None,
+        scale=r.choice((None, None, 0.3)) if kind in ("gdn", "kda", "gdn2", "gdp") else None,
+        steps=r.choice((1, 2, 3)) if kind == "gdp" else 1,
         whole=narrow and call.operation == "causal_conv1d" and r.random() < 0.7,
     )  # fmt: skip
 
@@ -314,7 +317,7 @@ def _sharing(r, call):
             call, **size, **r.choice(({"shared": "+qkv"}, {"shared": "=qkv", "groups": call.heads}, {"shared": "=kv"})),
             head_chunks=None,
         )  # fmt: skip
-    if call.operation in ("gated_delta_rule", "kda"):
+    if call.operation in ("gated_delta_rule", "kda", "gdn2"):
         return dataclasses.replace(call, shared=r.choice(("=qk", "+qk")))
     if call.operation == "mamba2":
         return dataclasses.replace(call, shared=r.choice(("=BC", "+BC")))

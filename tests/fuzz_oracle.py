@@ -204,8 +204,7 @@ def _softmax(call, q, k, v, pairs, sink, first_head, places):
 
 def _recurrence(call, plan, tensors):
     """Bare rules and mixers, section by section of what their heads are."""
-    mamba = KINDS[call.operation] == "mamba"
-    sections, decay = _sections(call, tensors, mamba), _decay(call, tensors)
+    sections, decay = _sections(call, tensors), _decay(call, tensors)
     ratio, outputs = call.heads // call.groups, []
     for (first, last), (first_group, last_group) in _shares(call, plan):
         own = []
@@ -230,18 +229,25 @@ def _recurrence(call, plan, tensors):
     return torch.cat(outputs, 1)
 
 
-def _sections(call, tensors, mamba):
-    """Returns q, k and v, or x, B and C: `[t, n, d]`, taps `[n, d, w]`, bias or None, and True if n counts heads."""
-    wide = (True, False, False) if mamba else (False, False, True)
+def _sections(call, tensors):
+    """Returns q, k and v, or x, B and C, or v and k of each step and q: `[t, n, d]`, taps `[n, d, w]`, bias or None,
+    and True if n counts heads.
+    """
+    kind, steps = KINDS[call.operation], call.steps
+    names = {"mamba": "xBC", "gdp": "v" * steps + "k" * steps + "q"}.get(kind, "qkv")
+    wide = [name in "vx" for name in names]
     sizes = [
         (call.heads, call.value_head_dim) if is_acc_dtype else (call.groups, call.head_dim) for is_acc_dtype in wide
     ]
     widths = [heads * dim for heads, dim in sizes]
-    mixed = tensors.get("xBC" if mamba else "qkv")
+    mixed = tensors.get({"mamba": "xBC", "gdp": "vkq"}.get(kind, "qkv"))
+    if mixed is None and kind == "gdp":
+        of_steps = [*tensors["v"].unbind(1), *tensors["k"].unbind(1), tensors["q"]]
+        return [(x, None, None, is_acc_dtype) for x, is_acc_dtype in zip(of_steps, wide, strict=True)]
     if mixed is None:
-        return [(tensors[name], None, None, w) for name, w in zip("xBC" if mamba else "qkv", wide, strict=True)]
+        return [(tensors[name], None, None, w) for name, w in zip(names, wide, strict=True)]
     taps = tensors["conv"].flatten(1).split(widths)
-    biases = tensors["conv_bias"].split(widths) if call.has("bias") else [None] * 3
+    biases = tensors["conv_bias"].split(widths) if call.has("bias") else [None] * len(widths)
     return [
         (x.unflatten(1, size), tap.unflatten(0, size), None if bias is None else bias.unflatten(0, size), is_acc_dtype)
         for x, size, tap, bias, is_acc_dtype in zip(mixed.split(widths, 1), sizes, taps, biases, wide, strict=True)
@@ -254,9 +260,16 @@ def _decay(call, tensors):
     match call.operation:
         case "gated_delta_rule" | "kda":
             return {"g": tensors["g"], "beta": tensors["beta"]}
+        case "gdn2" | "gdn2_mixer":
+            return _channel_gates(call, tensors)
+        case "gated_delta_product":
+            return {"g": tensors["g"], "beta": tensors["beta"].transpose(1, 2)}
+        case "gated_delta_product_mixer":
+            g = -tensors["A_log"].exp() * softplus(tensors["alpha"] + tensors["dt_bias"])
+            return {"g": g, "beta": tensors["beta"].sigmoid().unflatten(1, (call.steps, -1)).transpose(1, 2)}
         case "gated_delta_net":
             g = -tensors["A_log"].exp() * softplus(tensors["alpha"] + tensors["dt_bias"])
-            return {"g": g, "beta": tensors["beta"].sigmoid()}
+            return {"g": g, "beta": tensors["beta"].sigmoid() * (2 if call.has("negative") else 1)}
         case "kda_mixer":
             shifted = (tensors["g"] + tensors["dt_bias"]).unflatten(1, (call.heads, call.head_dim))
             rate = tensors["A_log"].exp()[:, None]
@@ -266,6 +279,18 @@ def _decay(call, tensors):
     if call.operation == "mamba2_mixer" or call.has("softplus"):
         step = softplus(step)
     return {"dt": step.clamp(0.1, 1.5) if call.has("limit") else step}
+
+
+def _channel_gates(call, tensors):
+    """Returns the gates of Gated DeltaNet-2, of each head: those of its key head, and its own of values."""
+    g, b, w = (tensors[name] for name in "gbw")
+    if call.operation == "gdn2_mixer":
+        of_keys, of_values = (call.groups, call.head_dim), (call.heads, call.value_head_dim)
+        shifted = torch.nn.functional.softplus(g + tensors["dt_bias"]).unflatten(1, of_keys)
+        g, b = -tensors["A_log"].exp()[:, None] * shifted, b.sigmoid().unflatten(1, of_keys)
+        w = w.sigmoid().unflatten(1, of_values)
+    ratio = call.heads // call.groups
+    return {"g": g.repeat_interleave(ratio, 1), "beta": b.repeat_interleave(ratio, 1), "w": w}
 
 
 def _ruled(call, sections, decay, tensors, groups, heads):
@@ -280,11 +305,21 @@ def _ruled(call, sections, decay, tensors, groups, heads):
         out = linear_oracle.state_space(StateSpace(x, decay["dt"], rate[heads], b, c), groups, 1.0, lengths)
         skip = tensors["D"][heads] if "D" in tensors else None
         return out if skip is None else out + (skip if skip.ndim == 2 else skip[:, None]) * x
-    q, k, v = sections
-    if call.operation in ("gated_delta_net", "kda_mixer") or call.has("norm"):
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    normed = call.operation.endswith(("_net", "_mixer")) or call.has("norm")
+    if KINDS[call.operation] == "gdp":
+        q, steps = sections[-1], call.steps
+        v, k = torch.stack(sections[:steps], 1), torch.stack(sections[steps:-1], 1)
+        q, k = map(_unit, (q, k)) if normed else (q, k)
+        return linear_oracle.delta_product(q, k, v, decay["g"], decay["beta"], groups, scale, lengths)
+    q, k, v = sections
+    q, k = map(_unit, (q, k)) if normed else (q, k)
+    v = decay["w"] * v if "w" in decay else v
     return linear_oracle.delta_rule(Delta(q, k, v, decay["g"], decay["beta"]), groups, scale, lengths)
+
+
+def _unit(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def _convolved(call, x, weight, bias, *, silu):

@@ -185,10 +185,11 @@ def _projected(call, draw):
 
 def _linear(call, draw):
     total, heads, groups, dk, dv = call.packing.total, call.heads, call.groups, call.head_dim, call.value_head_dim
-    channels = heads * dv + (0 if call.operation == "causal_conv1d" else 2 * groups * dk)
+    steps = call.steps
+    channels = steps * heads * dv + (0 if call.operation == "causal_conv1d" else (steps + 1) * groups * dk)
     by = (0.1, 1.0, 6.0)[call.seed % 3]  # how fast states fade
     parameters = {}
-    if call.operation in ("gated_delta_net", "kda_mixer", "mamba2_mixer", "causal_conv1d"):
+    if call.operation == "causal_conv1d" or call.operation.endswith(("_mixer", "_net")):
         middle = (1,) if call.has("three") else ()
         names = ("weight", "bias") if call.operation == "causal_conv1d" else ("conv", "conv_bias")
         parameters[names[0]] = draw.normal(channels, *middle, call.width, by=call.width**-0.5)
@@ -202,6 +203,21 @@ def _linear(call, draw):
             shape = (total, heads, dk) if call.operation == "kda" else (total, heads)
             found = {"q": keys[0], "k": keys[1], "v": draw.normal(total, heads, dv)}
             found |= {"g": -draw.share(*shape) * by, "beta": draw.share(total, heads)}
+        case "gdn2":
+            found = {"q": keys[0], "k": keys[1], "v": draw.normal(total, heads, dv)}
+            found |= {"g": -draw.share(total, groups, dk) * by, "b": draw.share(total, groups, dk)}
+            found["w"] = draw.share(total, heads, dv)
+        case "gated_delta_product":
+            found = {"q": keys[0], "k": draw.unit(total, steps, groups, dk), "v": draw.normal(total, steps, heads, dv)}
+            found |= {"g": -draw.share(total, heads) * by, "beta": draw.share(total, steps, heads)}
+        case "gdn2_mixer":
+            widths = {"qkv": channels, "g": groups * dk, "b": groups * dk, "w": heads * dv}
+            found = {name: draw.normal(total, width) for name, width in widths.items()}
+            parameters |= {"A_log": draw.normal(groups, by=0.3) + math.log(by), "dt_bias": draw.normal(groups * dk) - 1}
+        case "gated_delta_product_mixer":
+            widths = {"vkq": channels, "beta": steps * heads, "alpha": heads}
+            found = {name: draw.normal(total, width) for name, width in widths.items()}
+            parameters |= {"A_log": draw.normal(heads, by=0.3) + math.log(by), "dt_bias": draw.normal(heads) - 1}
         case "gated_delta_net" | "kda_mixer":
             wide = call.operation == "kda_mixer"
             decay, decay_width = ("g", heads * dk) if wide else ("alpha", heads)

@@ -10,11 +10,11 @@ import torch
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.groups.base import Done
-from megatron_cp.executor.groups.symmetric_memory import Window
+from megatron_cp.executor.transports.symmetric_memory import DeviceWindow
 from tools.nullgpu.symmetric import Handle, Memory
 
 
-class HostWindow(Window):
+class HostWindow(DeviceWindow):
     """A window whose work is done at once, on this thread."""
 
     def _new_stream(self):
@@ -25,12 +25,12 @@ class HostWindow(Window):
         return Done()
 
 
-def host_windows(slot: int) -> Callable[[RankGroup], Window]:
+def host_windows(slot: int) -> Callable[[RankGroup], DeviceWindow]:
     """Returns a function in place of `window_of` whose windows have slots of so many bytes for each rank."""
     memories: dict[int, Memory] = {}
-    known: WeakKeyDictionary[Buffers, Window] = WeakKeyDictionary()
+    known: WeakKeyDictionary[Buffers, DeviceWindow] = WeakKeyDictionary()
 
-    def window_of(group: RankGroup) -> Window:
+    def window_of(group: RankGroup) -> DeviceWindow:
         if group.buffers not in known:
             memory = Memory(group.size)
             memories[id(memory)] = memory  # kept, so that no later one has this number

@@ -17,14 +17,40 @@ from megatron_cp.plan.recurrence import Scan
 
 
 def delta_rule(inputs, groups, scale, lengths, parents=None):
-    """Gated DeltaNet, arXiv 2412.06464, eq. 10, and with a decay a feature KDA, arXiv 2510.26692, eq. 1."""
+    """Gated DeltaNet, arXiv 2412.06464, eq. 10, and with a decay a feature KDA, arXiv 2510.26692, eq. 1.
+
+    With a beta a feature too: Gated DeltaNet-2, arXiv 2605.22791, whose values have been multiplied by their gates.
+    """
     q, k = inputs.q[:, groups], inputs.k[:, groups]
     decays = inputs.g.exp() if inputs.g.ndim == 3 else inputs.g.exp()[..., None].expand_as(k)
     outputs, states, zero = [], [], q.new_zeros(q.shape[1], q.shape[2], inputs.v.shape[2])
     for t, before in enumerate(_tokens_before(lengths, parents)):
         state = decays[t][..., None] * (states[before] if before >= 0 else zero)
-        error = inputs.v[t] - torch.einsum("hk,hkv->hv", k[t], state)
-        state = state + torch.einsum("h,hk,hv->hkv", inputs.beta[t], k[t], error)
+        if inputs.beta.ndim == 3:
+            erased = torch.einsum("hk,hk,hkv->hv", inputs.beta[t], k[t], state)
+            state = state + torch.einsum("hk,hv->hkv", k[t], inputs.v[t] - erased)
+        else:
+            error = inputs.v[t] - torch.einsum("hk,hkv->hv", k[t], state)
+            state = state + torch.einsum("h,hk,hv->hkv", inputs.beta[t], k[t], error)
+        states.append(state)
+        outputs.append(scale * torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(outputs)
+
+
+def delta_product(q, keys, values, g, betas, groups, scale, lengths):
+    """DeltaProduct, arXiv 2502.10297, with the decay of Gated DeltaNet: n steps of the delta rule a token.
+
+    Args:
+        q: `[t, g, k]`
+        keys, values: `[t, n, g, k]` and `[t, n, h, v]`
+        g, betas: `[t, h]` and `[t, h, n]`
+    """
+    q, keys = q[:, groups], keys[:, :, groups]
+    outputs, states, zero = [], [], q.new_zeros(q.shape[1], q.shape[2], values.shape[3])
+    for t, before in enumerate(_tokens_before(lengths, None)):
+        state = g[t].exp()[:, None, None] * (states[before] if before >= 0 else zero)
+        for k, v, beta in zip(keys[t], values[t], betas[t].unbind(1), strict=True):
+            state = state + torch.einsum("h,hk,hv->hkv", beta, k, v - torch.einsum("hk,hkv->hv", k, state))
         states.append(state)
         outputs.append(scale * torch.einsum("hk,hkv->hv", q[t], state))
     return torch.stack(outputs)
@@ -65,8 +91,8 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
     if kind == "mamba":
         inputs = StateSpace(values, torch.rand(tokens, heads), -0.1 * torch.rand(heads), *keys)
     else:
-        g = 0.05 * torch.nn.functional.logsigmoid(torch.randn(tokens, heads, *([dk] if kind == "kda" else [])))
-        inputs = Delta(*keys, values, g, 0.4 * torch.rand(tokens, heads))
+        g = 0.05 * torch.nn.functional.logsigmoid(torch.randn(tokens, heads, *([] if kind == "gdn" else [dk])))
+        inputs = Delta(*keys, values, g, 0.4 * torch.rand(tokens, heads, *([dk] if kind == "gdn2" else [])))
     dout = torch.randn(tokens, heads, dv)
     packing = Packing(lengths) if parents is None else Packing.tree(lengths, parents)
     oracle = state_space if kind == "mamba" else delta_rule

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import OneThreadMode
 from megatron_cp.torch_private import leaves, no_modes
@@ -87,8 +88,9 @@ class _WatchedGroup(RankGroup):
         self.agreed.compares_calls = False  # the comparison of ranks' first calls is not part of a layer
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         return _Moving(
             [sent], [received], lambda sent, received: self.group.start_all_to_all(
                 received[0], sent[0], received_splits, sent_splits

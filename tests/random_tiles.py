@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 
 from megatron_cp.layout.bands import cut
-from megatron_cp.plan.assignment import TileAssignment, TiledWork
 from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.tile_assignment import TileAssignment, TiledWork
 
 TILED = tuple(name for name, scheme in SCHEMES.items() if scheme.assigns_tiles)
 _CUTS = 7  # of queries, and of keys
@@ -14,7 +14,7 @@ _CUTS = 7  # of queries, and of keys
 
 def assign_at_random(monkeypatch, seed=0):
     """Every plan has random tiles, others forward than backward, until the test ends."""
-    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", partial(random_work, seed=seed))
+    monkeypatch.setattr("megatron_cp.planner.request.assigned_tiles", partial(random_work, seed=seed))
 
 
 def assign_all_to(monkeypatch, rank):
@@ -24,7 +24,7 @@ def assign_all_to(monkeypatch, rank):
         found = of_ranks(step.mask.bands, np.full(len(step.mask.bands), rank), step.num_kv_ranks)
         return TiledWork(found, found)
 
-    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
+    monkeypatch.setattr("megatron_cp.planner.request.assigned_tiles", assigned)
 
 
 def random_work(step, *_, seed=0):

@@ -4,8 +4,8 @@ import numpy as np
 
 from megatron_cp.plan import schemes
 from megatron_cp.plan.attention import SCHEDULES
+from megatron_cp.plan.attention_program import Stage
 from megatron_cp.plan.flows import Fetch, Return
-from megatron_cp.plan.stage import Stage
 from megatron_cp.planner import capabilities
 
 

@@ -19,18 +19,29 @@ KINDS: dict[str, Any] = {
     "a2a": cp.AttentionSpec(6, 2, 16, 16, scheme="a2a"),
     "window": cp.AttentionSpec(6, 2, 16, 16, mask="window:5,0", scheme="a2a"),
     "p2p": cp.AttentionSpec(6, 2, 16, 16, scheme="p2p"),
+    "all_gather": cp.AttentionSpec(6, 2, 16, 16, scheme="all_gather", head_chunks=2),
+    "exact": cp.AttentionSpec(6, 2, 16, 16, scheme="exact"),
     "gdn": cp.LinearSpec("gdn", 6, 2, 16, 16, mode="headwise"),
     "mamba": cp.LinearSpec("mamba", 6, 2, 16, 16, mode="headwise"),
     "conv1d": cp.LinearSpec("conv1d", 64, 2, 16, 16, mode="headwise"),
 }
-_MASKED = ("a2a", "window", "p2p")
+CONTIGUOUS: dict[str, Any] = {  # in a contiguous layout
+    "gdn chunkwise": cp.LinearSpec("gdn", 6, 2, 16, 16, mode="chunkwise"),
+    "kda chunkwise": cp.LinearSpec("kda", 6, 6, 16, 16, mode="chunkwise"),
+    "gdp chunkwise": cp.LinearSpec("gdp", 6, 2, 16, 16, mode="chunkwise", num_householder=2),
+    "mamba chunkwise": cp.LinearSpec("mamba", 6, 2, 16, 16, mode="chunkwise"),
+    "conv1d chunkwise": cp.LinearSpec("conv1d", 64, 2, 16, 16, mode="chunkwise"),
+}
+MASKED = ("a2a", "window", "p2p", "all_gather", "exact")
 _SIZES: dict[str, Any] = {
     "lengths": (CAPACITY,), "heads": 6, "groups": 2, "head_dim": 16, "value_head_dim": 16, "dtype": "bfloat16",
 }  # fmt: skip
 CALLS = {
-    **{name: Call("attention", **_SIZES) for name in _MASKED},
+    **{name: Call("attention", **_SIZES) for name in MASKED},
     "gdn": Call("gated_delta_net", **_SIZES), "mamba": Call("mamba2_mixer", options=("skip",), **_SIZES),
     "conv1d": Call("causal_conv1d", **_SIZES | {"heads": 4}),
+    "kda": Call("kda_mixer", **_SIZES | {"groups": 6}),
+    "gdp": Call("gated_delta_product_mixer", steps=2, **_SIZES),
 }  # fmt: skip
 
 
@@ -61,36 +72,39 @@ def _results(
 
 
 def run_on_rank(
-    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype
+    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, layout_name: str = "zigzag"
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Returns, for each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
-    slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size)
+    step, kinds = (2 * group.size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=step, layout=layout_name)
     found = []
     for lengths in packs:
         layout = slots.layout(lengths)
         batch = cp.shard_batch(
-            np.arange(sum(lengths)), layout, group, slots=list(KINDS.values()), into=slots, device=device
+            np.arange(sum(lengths)), layout, group, slots=list(kinds.values()), into=slots, device=device
         )
         streams = {}
-        for name, kind in KINDS.items():
-            kernel = "auto" if device.type == "cpu" else "varlen" if name in _MASKED else "chunked"
-            call = replace(CALLS[name], kernel=kernel)
+        for name, kind in kinds.items():
+            kernel = "auto" if device.type == "cpu" else "varlen" if name in MASKED else "chunked"
+            call = replace(CALLS[name.split()[0]], kernel=kernel)
             rows = _results(call, batch.plan(kind), layout, group, device, dtype)
             streams |= {f"{name} {what}": cp.gather(x.contiguous(), layout, group).cpu() for what, x in rows.items()}
         found.append(streams)
     return found
 
 
-def errors_of(found: dict[str, Tensor], lengths: list[int], size: int, dtype: torch.dtype) -> dict[str, float]:
+def errors_of(
+    found: dict[str, Tensor], lengths: list[int], size: int, dtype: torch.dtype, layout_name: str = "zigzag"
+) -> dict[str, float]:  # fmt: skip
     """Returns each stream's error against one rank in float64, as a share of its largest; padding is left out."""
-    step = 2 * size
+    step, kinds = (2 * size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
     sizes = [-(-length // step) * step for length in lengths]
     layout = cp.Layout.contiguous(cp.Packing([*sizes, CAPACITY - sum(sizes)]), 1)
     errors = {}
-    for name, kind in KINDS.items():
-        is_masked = name in _MASKED
+    for name, kind in kinds.items():
+        is_masked = name in MASKED
         plan = cp.BatchPlan(layout, [kind], lengths=[*sizes, 0]).plan(kind) if is_masked else kind.plan(layout)
-        call = replace(CALLS[name], kernel="reference")
+        call = replace(CALLS[name.split()[0]], kernel="reference")
         tokens = sum(sizes) if is_masked else CAPACITY
         for what, x in _results(call, plan, layout, None, torch.device("cpu"), torch.float64).items():
             difference = found[f"{name} {what}"][:tokens].double() - x[:tokens]

@@ -4,7 +4,7 @@ import numpy as np
 
 import megatron_cp as cp
 from megatron_cp.planner.tiles import TileProblem, TileWeights, tiles_of
-from megatron_cp.planner.tiles.problem import Chunks
+from megatron_cp.planner.tiles.problem import AxisChunks
 
 MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 UNITS = {"forward": TileWeights(1, 1, 2, 0), "backward": TileWeights(2, 1, 2, 2)}
@@ -16,7 +16,7 @@ _LOAD_CAPS = {"full": 8.0, "causal": 4.5, "strided": 7.0, "global_local": 6.0, "
 
 def one_token_each(owners):
     """Chunks of one token each."""
-    return Chunks(np.arange(len(owners)), len(owners), np.arange(len(owners)), np.asarray(owners))
+    return AxisChunks(np.arange(len(owners)), len(owners), np.arange(len(owners)), np.asarray(owners))
 
 
 def table_problem(table, row_owners, column_owners, num_ranks, weights, load_cap=None):

@@ -39,6 +39,9 @@ _DSA = {
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "index_topk": 8, "index_n_heads": 3, "index_head_dim": 12,
 }  # fmt: skip
+# What is changed of the models that trainers train: two layers of Qwen3-Next, one of each kind, without experts.
+HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
+TRAINED = {"Llama": {}, "Qwen3Next": HYBRID}
 
 # Module and class under transformers.models, and the configuration.
 MODELS = {
@@ -66,6 +69,18 @@ MODELS = {
             "first_k_dense_replace": 1,
         },
     ),
+    "MiMoV2Flash": (  # layers with a window have sinks, and other key heads
+        "mimo_v2_flash", "MiMoV2FlashForCausalLM",
+        {
+            **BASE, **_SHORT, "num_key_value_heads": 3, "v_head_dim": 12, "sliding_window": 16,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+                for kind in ("full_attention", "sliding_attention")
+            },
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        },
+    ),
     "Qwen3Next": (
         "qwen3_next", "Qwen3NextForCausalLM", {**BASE, **_GDN, **_EXPERTS, "shared_expert_intermediate_size": 32},
     ),
@@ -79,6 +94,17 @@ MODELS = {
         {
             **_NO_HEAD_DIM, **_MLA, **_EXPERTS, "num_key_value_heads": 6, "linear_num_heads": 3, "linear_head_dim": 16,
             "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "OlmoHybrid": (
+        "olmo_hybrid", "OlmoHybridForCausalLM",
+        {**_NO_HEAD_DIM, **_GDN, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "BailingHybrid": (
+        "bailing_hybrid", "BailingHybridForCausalLM",
+        {
+            **BASE, **_MLA, **_EXPERTS, "num_key_value_heads": 6, "n_group": 2, "topk_group": 1,
+            "first_k_dense_replace": 1, "layer_group_size": 2, "num_nextn_predict_layers": 0,
         },
     ),
     "Mamba2": (
@@ -140,6 +166,27 @@ CHOOSING = {
         "glm_moe_dsa", "GlmMoeDsaForCausalLM",
         {**_DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
     ),
+    "AXK2": ("axk2", "AXK2ForCausalLM", {**_DSA, "index_head_dim": 16}),
+    "Dots3Note": (  # attention with a window beside it, of other sizes
+        "dots3_note", "Dots3NoteForCausalLM",
+        {
+            **_DSA, "num_hidden_layers": 3, "n_group": 1, "head_dim": 24, "shared_experts_intermediate_size": 32,
+            "sliding_window": 16, "swa_num_attention_heads": 3, "swa_num_key_value_heads": 3, "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 24, "swa_head_dim": 20, "swa_qk_nope_head_dim": 12, "swa_v_head_dim": 16,
+        },
+    ),
+    "HYV4": ("hy_v4", "HYV4ForCausalLM", {**_DSA, "indexer_types": ["full", "shared"], "n_group": 1}),  # sinks
+    "MistralLarge4": (  # layers without positions, layers that share latents
+        "mistral_large4", "MistralLarge4ForConditionalGeneration",
+        {
+            "text_config": {
+                **{name: value for name, value in _DSA.items() if name != "q_lora_rank"}, "num_hidden_layers": 3,
+                "no_rope_layers": [1, 1, 0], "indexer_types": ["full", "shared", "full"],
+                "kv_source_layers": [0, 0, 2],
+            },
+            "vision_config": {"model_type": "pixtral", **TINY},
+        },
+    ),
 }  # fmt: skip
 
 
@@ -160,7 +207,10 @@ def without(*packages):
 
 def class_of(name):
     """The stock class."""
-    module, model, _ = (MODELS | CHOOSING)[name]
+    return _class_named(*(MODELS | CHOOSING)[name][:2])
+
+
+def _class_named(module, model):
     if importlib.util.find_spec(f"transformers.models.{module}") is None:
         pytest.skip(f"transformers {version('transformers')} has no {model}")
     with without("fla", "mamba_ssm", "causal_conv1d"):
@@ -171,7 +221,7 @@ def build(name, *, dtype=torch.float64, **changed):
     """A tiny random model, none of whose parameters is at its initial zero or one."""
     kind = class_of(name)
     config = kind.config_class(**{**(MODELS | CHOOSING)[name][2], **changed})
-    config._experts_implementation = "eager"
+    config._experts_implementation = config.get_text_config()._experts_implementation = "eager"
     torch.manual_seed(0)
     model = kind(config).to(dtype).train()
     with torch.no_grad():
@@ -180,13 +230,13 @@ def build(name, *, dtype=torch.float64, **changed):
                 parameter.normal_(0, 0.5)
             elif parameter.ndim == 1 and "A_log" not in label:
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    model.config._experts_implementation = "eager"
+    model.config._experts_implementation = model.config.get_text_config()._experts_implementation = "eager"
     return model
 
 
 def tiny(module, name, **changed):
     """A random model in float64 of a class that the cases do not have."""
-    kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    kind = _class_named(module, name)
     torch.manual_seed(0)
     sizes = {**TINY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changed}
     return kind(kind.config_class(**{key: value for key, value in sizes.items() if value is not None})).double().eval()

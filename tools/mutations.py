@@ -5,9 +5,9 @@
     python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs its tests there
 
 The tests are those of `make test`, or with `--thorough`, given to `--map` and `--run` alike, those of `make test-all`.
-`--run` runs the tests that run the line, quick ones first, until one fails or their time is up. Of a line that only
-runs when a module is imported, and where the map says that no test runs it, all tests count. `--run --all` takes all
-the time that they need and goes on with the tests that are not in the map: what starts other processes.
+`--run` runs the tests that run the line, quick ones first, until one fails or their time is up. For a line that only
+runs when its module is imported, these are the tests that run any line of the file. `--run --all` takes all the time
+that they need and goes on with the tests that are not in the map: what starts other processes.
 
 A breakage changes one operator, number, truth value or branch, or leaves out one call. Some change nothing that anyone
 could see, such as a bound that is generous anyway: read what survives before you write a test for it.
@@ -171,12 +171,13 @@ class Map:
                 self.of_line.setdefault(line, []).extend(one["tests"][number] for number in numbers)
 
     def tests_of(self, mutation: Mutation, seconds: float) -> list[str]:
-        """Returns the tests that run the line or one next to it in its statement, else all; the quickest, up to
-        `seconds`.
+        """Returns the tests that run the line or one next to it in its statement, else those that run any line of its
+        file, else all; the quickest, up to `seconds`.
         """
         file = mutation.path.relative_to("megatron_cp")
         near = (f"{file}:{line}" for line in (mutation.line, mutation.line - 1, mutation.line + 1))
-        found = next((self.of_line[line] for line in near if line in self.of_line), list(self.seconds))
+        of_file = {test for line, tests in self.of_line.items() if line.startswith(f"{file}:") for test in tests}
+        found = next((self.of_line[line] for line in near if line in self.of_line), of_file or self.seconds)
         found = sorted(found, key=self.seconds.__getitem__)
         sums = itertools.accumulate(self.seconds[test] for test in found)
         return [test for test, taken in zip(found, sums, strict=True) if taken <= seconds or test == found[0]]
@@ -216,6 +217,8 @@ def seen_by(mutation: Mutation, tests: Map, seconds: float, others: list[str] | 
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             if failed:
                 return failed[0]
+            if "ImportError while loading conftest" in done.stderr:
+                return "every test, since the package cannot be imported"
             if "+ Timeout +" in done.stdout + done.stderr:
                 return f"a test that takes more than {HANG} s"
             if done.returncode:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import megatron_cp as cp
 from megatron_cp.planner.predict import Hardware, Link, Machine, machine
-from megatron_cp.planner.predict.kernels import CHUNK, StageShapes, rule_products, seconds_of_shapes, shapes_of
+from megatron_cp.planner.predict.kernel_times import CHUNK, StageShapes, rule_products, seconds_of_shapes, shapes_of
 from megatron_cp.planner.predict.machine_files import written
 
 VERSION, SEED = "aiconfigurator-core 0.12.0", 36

@@ -46,8 +46,8 @@ TESTS = tuple(
     for name in (
         "batch", "data", "exchange", "executor", "layout", "linear", "megatron", "nn", "plan", "softmax", "testing",
         "test_arguments.py", "test_autocast.py", "test_errors.py", "test_extras.py", "test_house_torch.py",
-        "test_names.py", "test_transformers_calls.py", "test_transformers_refusals.py", "test_transformers_swap.py",
-        "test_transformers_trainer.py", "test_versions.py", "test_wheel.py",
+        "test_names.py", "test_versions.py", "test_wheel.py", "transformers/test_calls.py",
+        "transformers/test_refusals.py", "transformers/test_swap.py", "transformers/test_trainer.py",
     )
 )  # fmt: skip
 PINNED_TRITON = ("exchange/test_triton_compiled.py", "linear/test_gates_compiled.py")
@@ -55,8 +55,8 @@ SHORT = tuple(
     f"tests/unit_tests/{name}"
     for name in (
         "batch/test_training.py", "exchange/test_head_exchange.py", "executor/test_run.py", "linear/test_kernels.py",
-        "nn", "softmax/test_attention.py", "test_autocast.py", "test_house_torch.py", "test_transformers_swap.py",
-        "test_versions.py",
+        "nn", "softmax/test_attention.py", "test_autocast.py", "test_house_torch.py", "test_versions.py",
+        "transformers/test_swap.py",
     )
 )  # fmt: skip
 

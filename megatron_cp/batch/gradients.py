@@ -125,7 +125,7 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
     """Returns the parameters by name, after checking them; tied ones once."""
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-            remedy = "It averages in backward: token_loss(averaged_gradients=True)."
+            remedy = "DDP and FSDP average gradients in backward: pass token_loss(averaged_gradients=True) instead."
             given, allowed = f"a {type(module).__name__} module", "a module whose gradients nothing else reduces"
             raise ArgumentError("parameters", given, allowed, remedy)
     unordered = isinstance(parameters, Set | Mapping | str | bytes)
@@ -148,7 +148,7 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> dict[str, Tensor]:
 def _check_parameter(name: str, parameter: Tensor) -> None:
     check_dense(name, parameter)
     if hasattr(parameter, "placements"):
-        remedy = "FSDP averages in backward: token_loss(averaged_gradients=True)."
+        remedy = "FSDP averages gradients in backward: pass token_loss(averaged_gradients=True) instead."
         raise ArgumentError(name, "a DTensor", "a parameter whose gradient nothing else reduces", remedy)
     if parameter.dtype not in DTYPES and parameter.requires_grad:
         raise ArgumentError(name, f"{parameter.dtype}", "float64, float32, bfloat16 or float16")
@@ -157,9 +157,9 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
         given = f"a gradient of {parameter.grad.dtype} of a parameter of {parameter.dtype}"
         raise ArgumentError(
-            name, given, "gradients of their parameters' types", "A rank that lacks one would send another."
+            name, given, "gradients of their parameters' types", "A rank without a gradient would send another type."
         )
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         raise ArgumentError(
-            name, f"a gradient that is {parameter.grad.layout}", "a dense gradient", "Embedding(sparse=False)"
+            name, f"a gradient that is {parameter.grad.layout}", "a dense gradient", "Use Embedding(sparse=False)."
         )

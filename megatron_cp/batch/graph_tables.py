@@ -30,11 +30,14 @@ from megatron_cp.exchange.device import LOAD_AGAIN, CallTables, fill_tables, ind
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.filled_layout import FilledLayout
-from megatron_cp.layout.mask_like import is_named
+from megatron_cp.layout.mask import is_named
+from megatron_cp.layout.packing import lengthened
+from megatron_cp.layout.segments import Segments
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, fixed_chunks
-from megatron_cp.linear.kernels.conv import fixed_heads
+from megatron_cp.linear.kernels.conv import fixed_heads, fixed_history
 from megatron_cp.linear.kernels.fla import fixed_documents
+from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
@@ -42,7 +45,7 @@ from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import LoadedTiles
 
-Tables = dict[str, NDArray]
+HostTables = dict[str, NDArray]
 
 _LAYOUTS = ("zigzag", "contiguous")
 _ALIGNMENT = 16  # bytes
@@ -51,12 +54,13 @@ _ALIGNMENT = 16  # bytes
 class GraphTables:
     """Tables on a device that one pack after another is loaded into.
 
-    Packs may be loaded for attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; for masks
-    in which every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). A spec gives
-    them by name, as `Mask.window(...)` and the like over the pack's own documents, or by a function of these that makes
-    one. `p2p` needs documents of a multiple of 2 * cp_size tokens: `align_documents` pads them. The padding of a
-    document follows its tokens, so a mask under which they see it (`full`, a window to the right) is refused for packs
-    with such documents.
+    Packs may be loaded for attention by all schemes but `tiled`, `a2a+tiled` and `exact_by_host`, and for linear layers
+    that are headwise, or chunkwise in a contiguous layout. Masks are those in which every document has the same bands:
+    `causal`, `full` and windows; causal and full where keys travel. A spec gives them by name, as `Mask.window(...)`
+    and the like over the pack's own documents, or by a function of these that makes one. Where keys travel, documents
+    need a multiple of 2 * cp_size tokens, so that every rank has an equal share of each, and messages have one size:
+    `align_documents` pads them. The padding of a document follows its tokens, so a mask under which they see it
+    (`full`, a window to the right) is refused for packs with such documents.
 
     Args:
         capacity_tokens: tokens of every padded pack; a multiple of `cp_size`.
@@ -87,15 +91,17 @@ class GraphTables:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
         if not isinstance(layout, str) or layout not in _LAYOUTS:
             remedy = (
-                "A graph repeats the launches of one layout, whatever the pack."
+                "A graph repeats the launches of one layout for every pack."
                 if isinstance(layout, str) and layout == AUTO
                 else ""
             )
             raise ArgumentError("layout", layout, " or ".join(_LAYOUTS), remedy)
         self._layout_name = layout
-        self._memory: _Memory | None = None
+        self._memory: _TableMemory | None = None
         self._patterns: dict[tuple[int, int], Pattern] = {}
         self._kinds: list[Slot] = []
+        self._messages: list[Any] = []
+        self._steps: dict[int, tuple[Any, ...]] = {}
         self._place: tuple[int, torch.device] | None = None
         self._loaded: Callable[[], BatchPlan | None] = lambda: None
 
@@ -156,8 +162,6 @@ class GraphTables:
         Raises:
             ArgumentError: plans that graphs cannot serve, or of other shapes than those that were loaded before.
         """
-        if not isinstance(plans, BatchPlan):
-            raise ArgumentError("plans", plans, "a BatchPlan, such as that of a LocalBatch")
         documents_of(self, plans.layout)
         rank = checked_integer("rank", rank, 0, self.cp_size - 1)
         if not isinstance(device, torch.device) or device.type not in ("cpu", "cuda"):
@@ -169,18 +173,23 @@ class GraphTables:
         if self._memory is None:
             self._learn(kinds, plans.plans, rank)
             self._place, self._kinds = place, kinds
+            self._messages = [_messages(plan) for plan in plans.plans]
         if place != self._place:
             given, before = (f"rank {rank} on {device}" for rank, device in (place, self._place or place))
             raise ArgumentError(
-                "device", given, f"{before}, as was loaded before", "Make GraphTables of their own for it."
+                "device", given, f"{before}, as was loaded before", "Make separate GraphTables for this device."
             )
         if kinds != self._kinds:
-            remedy = "A graph serves packs with the same kinds of layers: make GraphTables of their own for others."
+            remedy = "A graph serves packs with the same kinds of layers: make separate GraphTables for others."
             raise ArgumentError("slots", kinds, f"{self._kinds}, as were loaded before", remedy)
+        for plan, before in zip(plans.plans, self._messages, strict=True):
+            if (sent := _messages(plan)) != before:
+                remedy = "A graph serves packs that ranks exchange in the same way: name the scheme of each layer."
+                raise ArgumentError("plans", f"messages {sent}", f"{before}, as were loaded before", remedy)
         calls = [self._calls(number, plan, rank) for number, plan in enumerate(plans.plans)]
         tables = self._tables(plans, rank, calls) | {f"rows {name}": values for name, values in (rows or {}).items()}
         if self._memory is None:
-            self._memory = _Memory(tables, place[1])
+            self._memory = _TableMemory(tables, place[1])
         views = self._memory.load(tables)
         if plans is not self._loaded():
             self._memory.pack = object()
@@ -207,18 +216,24 @@ class GraphTables:
         """
         for slot, plan in zip(kinds, plans, strict=True):
             self._check_kind(slot, plan)
-        step = self.align_documents
+        step, self._steps = self.align_documents, {}
         one = BatchPlan(self.layout([self.longest]), kinds)
         several = BatchPlan(self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), kinds)
-        for number, slot in enumerate(kinds):
+        stream = Layout.contiguous(Packing([self.capacity_tokens]), self.cp_size)
+        for number, (slot, plan) in enumerate(zip(kinds, plans, strict=True)):
+            if plan.recurrent_steps:
+                self._steps[number] = tuple(replace(step, layout=stream) for step in plan.recurrent_steps)
             if not isinstance(slot, AttentionSpec):
                 continue
             try:
                 self._learn_pattern(number, one.plan(slot), rank)
-                shapes = [_shapes(self._calls(number, packs.plan(slot), rank)[0]) for packs in (one, several)]
+                found = [
+                    (_shapes(self._calls(number, plan, rank)[0]), _messages(plan))
+                    for plan in (one.plan(slot), several.plan(slot))
+                ]
             except ArgumentError as error:
                 raise _no_pattern(slot.mask) from error
-            if shapes[0] != shapes[1]:
+            if found[0] != found[1]:
                 raise _no_pattern(slot.mask)
 
     def _learn_pattern(self, number: int, plan: Plan, rank: int) -> None:
@@ -234,47 +249,57 @@ class GraphTables:
     def _check_kind(self, slot: Slot, plan: Plan) -> None:
         """Raises for layers that cannot be captured for every pack, naming the option."""
         ways: Mapping[str, Scheme | LinearMode] = SCHEMES if isinstance(slot, AttentionSpec) else MODES
-        name, way = "scheme" if isinstance(slot, AttentionSpec) else "mode", ways[plan.scheme]
+        name, way = "scheme" if isinstance(slot, AttentionSpec) else "mode", ways[plan.strategy]
         if not way.sends_alike:
-            remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or in another way."
-            allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
+            remedy = "Its messages change from pack to pack: run this layer outside the graph, or in another way."
+            allowed = ", ".join(name for name, way in ways.items() if way.sends_alike)
             taken = plan.strategy
             raise ArgumentError(name, taken, f"{allowed}, said by name", remedy)
         if plan.kv_layout is not plan.layout:
             raise ArgumentError(
-                "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
+                "slots", "cross-attention", "attention of a pack to itself", "Run this layer outside the graph."
             )
+        if plan.attend is not None and plan.attend.selection is not None:
+            remedy = "The keys that queries choose differ from pack to pack: run this layer outside the graph."
+            raise ArgumentError("slots", "attention to chosen keys", "attention to all keys of a mask", remedy)
         # Blocks are cut by a document's own length, which padding changes.
         if isinstance(slot, AttentionSpec) and is_block_table(str(slot.mask)):
             raise _no_pattern(slot.mask)
-        if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
+        if self.cp_size == 1:
+            return
+        if isinstance(way, LinearMode) and plan.recurrent_steps and self._layout_name != _LAYOUTS[1]:
+            remedy = "A rank then continues one document of the rank before it, whatever the documents are."
+            raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[1]} with {plan.scheme}", remedy)
+        if not isinstance(way, Scheme) or not way.exchanges_keys:
             return
         if self._layout_name != _LAYOUTS[0]:
-            remedy = f"With {plan.scheme} each rank has as many rows of a document as every other one."
+            remedy = f"With {plan.scheme} every rank must have as many rows of a document as the others."
             raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[0]} with {plan.scheme}", remedy)
         if self.align_documents % (2 * self.cp_size):
             raise ArgumentError(
                 "align_documents", self.align_documents, f"a multiple of 2 * cp_size = {2 * self.cp_size}",
-                f"With {plan.scheme} each rank has as many rows of a document as every other one.",
+                f"With {plan.scheme} every rank must have as many rows of a document as the others.",
             )  # fmt: skip
 
     @staticmethod
-    def _tables(plans: BatchPlan, rank: int, calls: Sequence[tuple[Tables, Any]]) -> Tables:
-        found: Tables = {}
+    def _tables(plans: BatchPlan, rank: int, calls: Sequence[tuple[HostTables, Any]]) -> HostTables:
+        found: HostTables = {}
         for number, plan in enumerate(plans.plans):
             own = {f"order {name}": table for name, table in _order_tables(plan, rank).items()}
-            own |= calls[number][0]
-            if plan.kind in KINDS and KINDS[plan.kind].has_state:
-                own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.packing).items()}
-                own |= {f"fla {name}": table for name, table in fixed_documents(plan.packing).items()}
-            if plan.kind in KINDS and KINDS[plan.kind].convolved:
+            own |= calls[number][0] | _flow_tables(plan, rank)
+            if plan.recurrent_steps:
+                own |= _segment_tables(plan, rank)
+            elif plan.kind in KINDS and KINDS[plan.kind].has_state:
+                own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.rule_packing).items()}
+                own |= {f"fla {name}": table for name, table in fixed_documents(plan.rule_packing).items()}
+            if plan.kind in KINDS and KINDS[plan.kind].convolved and not plan.recurrent_steps:
                 own |= fixed_heads(plan.packing, plan.conv_width)
             found |= {f"{number} {name}": table for name, table in own.items()}
         return found
 
-    def _calls(self, number: int, plan: Plan, rank: int) -> tuple[Tables, list[tuple[Tiles, FixedCalls]]]:
+    def _calls(self, number: int, plan: Plan, rank: int) -> tuple[HostTables, list[tuple[Tiles, FixedCalls]]]:
         """Returns the tables of an attention, and its kernel calls in each stage."""
-        tables: Tables = {}
+        tables: HostTables = {}
         made = []
         for stage in plan.attend.stages if plan.attend is not None else ():
             assert plan.attend is not None
@@ -293,21 +318,27 @@ class GraphTables:
         """Returns a plan's tables in this memory."""
         assert self._memory is not None
         own, linear = _with_prefix(views, f"{number} "), dict[str, Any]()
+        if steps := self._steps.get(number):
+            linear |= {"steps": steps, "history": _with_prefix(own, "history ")}
         if chunks := _with_prefix(own, "chunks "):
-            linear |= {"chunks": FixedChunks(chunks), "documents": _with_prefix(own, "fla ")}
+            assert self._place is not None
+            past, future = (bool(steps) and self._place[0] != end for end in (0, self.cp_size - 1))
+            fixed = FixedChunks(chunks, past=past, future=future)
+            linear |= {"chunks": fixed, "documents": _with_prefix(own, "fla ")}
         if heads := _with_prefix(own, "heads "):
             linear["heads"] = [heads[str(back)] for back in range(plan.conv_width)]
         tiles: list[Tiles] = [
             LoadedTiles(tiles, fixed.on_device(_with_prefix(own, f"stage {stage} ")))
             for stage, (tiles, fixed) in enumerate(calls)
         ]
-        return CallTables(self._memory, self._memory.pack, _with_prefix(own, "order "), tiles, linear)
+        flows = {stage: _with_prefix(own, f"flow {stage} ") for stage in range(len(tiles))}
+        return CallTables(self._memory, self._memory.pack, _with_prefix(own, "order "), tiles, flows, linear)
 
 
 def documents_of(slots: GraphTables, layout: Layout) -> Packing:
     """Returns the documents that `GraphTables.layout` made a layout for."""
     if not isinstance(layout, FilledLayout) or layout.room != slots._room:
-        remedy = "Make it by the layout(lengths) of these GraphTables."
+        remedy = "Make the layout by layout(lengths) of these GraphTables."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
     return layout.given
 
@@ -331,13 +362,52 @@ def _with_prefix(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
     return {name.removeprefix(start): table for name, table in tables.items() if name.startswith(start)}
 
 
-def _order_tables(plan: Plan, rank: int) -> Tables:
+def _order_tables(plan: Plan, rank: int) -> HostTables:
     """Returns the tables by which the head side puts rows in stream order, and back."""
     exchange = next((exchange for exchange, _ in plan.exchanges(forward=True)), None)
     layout = None if exchange is None else exchange.subgroup(rank // plan.ulysses_degree).layout
     if layout is None or layout.in_stream_order:
         return {}
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
+
+
+def _flow_tables(plan: Plan, rank: int) -> HostTables:
+    """Returns the tables of the keys that a rank fetches and sends, and of the gradients that return."""
+    found = dict[str, Any]()
+    for number, fetch in _fetches(plan).items():
+        tables = fetch.fixed_tables(rank // plan.ulysses_degree)
+        found |= {f"flow {number} {name}": table.astype(np.int32) for name, table in tables.items()}
+    return found
+
+
+def _fetches(plan: Plan) -> dict[int, Fetch]:
+    """Returns how keys are fetched, for each stage in which they are."""
+    stages = () if plan.attend is None else plan.attend.stages
+    return {stage.number: stage.keys for stage in stages if isinstance(stage.keys, Fetch)}
+
+
+def _messages(plan: Plan) -> tuple[str, dict[int, list[list[int]]]]:
+    """Returns the scheme, and the rows of keys from each rank to each in each stage: a graph repeats both."""
+    return plan.strategy, {stage: fetch.split_counts.counts.tolist() for stage, fetch in _fetches(plan).items()}
+
+
+def _segment_tables(plan: Plan, rank: int) -> HostTables:
+    """Returns the tables of a chunkwise layer: where documents begin among a rank's tokens, and before them.
+
+    Ranks pass on states and halos as if the stream were one document, so that messages are the same for every pack.
+    """
+    segments = Segments.from_layout(plan.layout)
+    local, kind, start = segments.local(rank), KINDS[plan.kind], int(plan.layout.starts[rank])
+    spare = np.zeros(plan.packing.num_documents - local.ids.size, dtype=np.int64)
+    pieces, found = Packing(np.concatenate([local.packing.lengths, spare])), dict[str, Any]()
+    if kind.has_state:
+        chunks = fixed_chunks(lengthened(pieces, plan.steps_a_token), continued=bool(local.past[0]))
+        found |= {f"chunks {name}": table for name, table in chunks.items()}
+    if kind.convolved:
+        history = fixed_history(plan.packing, start, pieces.total, plan.conv_width)
+        found |= fixed_heads(pieces, plan.conv_width)
+        found |= {f"history {name}": table for name, table in history.items()}
+    return found
 
 
 def _named(slot: Slot, plan: Plan) -> Slot:
@@ -351,18 +421,18 @@ def _named(slot: Slot, plan: Plan) -> Slot:
 
 
 def _no_pattern(mask: object) -> ArgumentError:
-    remedy = "In others documents differ in more than their length: run this layer outside of the graph."
-    return ArgumentError("mask", mask, "causal, full or a window; causal or full in a ring", remedy)
+    remedy = "Under other masks, documents differ in more than their length: run this layer outside the graph."
+    return ArgumentError("mask", mask, "causal, full or a window; causal or full where keys travel", remedy)
 
 
-def _shapes(tables: Tables) -> dict[str, Any]:
+def _shapes(tables: HostTables) -> dict[str, Any]:
     return {name: (table.shape, table.dtype) for name, table in tables.items()}
 
 
-class _Memory:
+class _TableMemory:
     """Adjacent tables on a device, and two copies in pinned memory: one is filled while the other is copied."""
 
-    def __init__(self, tables: Tables, device: torch.device) -> None:
+    def __init__(self, tables: HostTables, device: torch.device) -> None:
         self._shapes = _shapes(tables)
         self._places, end = {}, 0
         for name, table in tables.items():
@@ -379,7 +449,7 @@ class _Memory:
         self._copied: list[Any] = [None, None]
         self.device, self.pack = device, object()
 
-    def load(self, tables: Tables) -> dict[str, Tensor]:
+    def load(self, tables: HostTables) -> dict[str, Tensor]:
         """Copies the tables, and returns their views on the device."""
         shapes = _shapes(tables)
         if shapes != self._shapes:

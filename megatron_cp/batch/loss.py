@@ -73,7 +73,9 @@ def token_loss(
     if num_tokens is not None:
         num_tokens = checked_integer("num_tokens", num_tokens, 0)
         if losses.is_cuda and torch.cuda.is_current_stream_capturing():
-            remedy = "A graph would divide every pack's losses by this number; without it, tokens are counted there."
+            remedy = (
+                "A graph would divide the losses of every pack by this number. With None, the graph counts the tokens."
+            )
             raise ArgumentError("num_tokens", num_tokens, "None in a stream that is being captured", remedy)
     checked_flag("averaged_gradients", averaged_gradients)
     options = {"num_tokens": "given" if num_tokens is not None else None, "averaged_gradients": averaged_gradients}
@@ -134,7 +136,7 @@ def _checked_weights(losses: Tensor, weights: LocalBatch | Tensor, ranks: RankGr
         row_weights = weights.loss_weights if weights.targets is None else weights.targets.weights
         cp_size, weights = weights.layout.cp_size, row_weights
         if ranks.size % cp_size:
-            remedy = "With data parallelism too, it is the group of all ranks of both."
+            remedy = "With data parallelism too, pass the group of all ranks of both."
             raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} that the batch is for", remedy)
         if losses.shape != weights.shape or losses.device != weights.device:
             given, allowed = f"{list(losses.shape)} on {losses.device}", f"{list(weights.shape)} on {weights.device}"

@@ -18,8 +18,9 @@ def ranks_of(group: Group | None) -> RankGroup:
         return rank_group(group)
     if dist.is_initialized() and dist.get_world_size() > 1:
         remedy = (
-            'Pass the ranks that share a batch, mesh["cp"] or dist.group.WORLD; for a rank by itself a group of it '
-            'alone, such as mesh["cp"] of init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "cp")).'
+            'Pass the ranks that share a batch, mesh["cp"] or dist.group.WORLD; to run each rank by itself, pass a '
+            'group of one rank, such as mesh["cp"] of init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", '
+            '"cp")).'
         )
         raise ArgumentError("group", None, f"a group, in a world of {dist.get_world_size()} ranks", remedy)
     return ThreadGroup.create(1)[0]

@@ -76,9 +76,11 @@ class LocalBatch:
         Raises:
             ArgumentError: a negative number of places, documents that branch, or a batch in `GraphTables`.
         """
-        self.layout.packing.refuse_branches("places", places, "none ahead", "A token may have several next ones.")
+        self.layout.packing.refuse_branches(
+            "places", places, "none ahead", "In a tree a token may have several next tokens."
+        )
         if self.stream is None:
-            raise ArgumentError("into", "GraphTables", "None for a batch whose tokens ahead are asked for")
+            raise ArgumentError("into", "GraphTables", "None for a batch from which you need tokens ahead")
         return self.stream.ahead(places)
 
 
@@ -142,7 +144,7 @@ def shard_batch(
     if into is not None and not isinstance(into, GraphTables):
         raise ArgumentError("into", into, "GraphTables, or None")
     if into is None and is_padded_to_capacity(layout):
-        remedy = "What fills up the pack would be trained on as tokens."
+        remedy = "Otherwise training would use the pads of the pack as tokens."
         raise ArgumentError("into", None, "the GraphTables that made the layout", remedy)
     packing = layout.packing if into is None else documents_of(into, layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
@@ -235,8 +237,8 @@ def _refuse_tokens(ids: Tensor, labels: Tensor, weights: Tensor, packing: Packin
     if bool((labels == ids)[counted].all()) and int(wrong.sum()) >= _NO_CHANCE:
         given, allowed = "the tokens, wherever they count", "the token after each one"
         remedy = (
-            "Shift them within each document, or leave them out for the next tokens. For a model that learns the token "
-            "at its own place: labels_may_be_tokens=True."
+            "Shift the labels within each document, or leave them out to train on the next tokens. For a model "
+            "that learns the token at its own place, pass labels_may_be_tokens=True."
         )
         raise ArgumentError("labels", given, allowed, remedy)
 

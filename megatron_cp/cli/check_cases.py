@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.cli.case_options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.cli.check_report import save_check
-from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.cli.parser import as_flag
 from megatron_cp.cli.report import Report
 from megatron_cp.cli.shapes import layers_of
@@ -69,7 +69,8 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
                   if not any(case.cp == size and case.scheme in products for case in cases)]  # fmt: skip
     if args.scheme is None and not args.all:
         lines.append(
-            "schemes: all that auto, which jobs run, may take; the first of each size is its choice for these documents"
+            f"{'schemes' if args.layer == 'attention' else 'modes'}: all that auto may choose; the first of each cp is "
+            "its choice for these documents"
         )
     lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
     data = {

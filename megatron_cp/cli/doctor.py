@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 
 from megatron_cp import __version__
 from megatron_cp.cli import megatron_job
+from megatron_cp.cli.environment import INSTALL_MEGATRON, megatron_is_installed, version_of
 from megatron_cp.cli.environment import PACKAGES as INSTALLABLE
-from megatron_cp.cli.environment import version_of
-from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
 from megatron_cp.plan.kinds import KINDS
@@ -20,7 +19,8 @@ from megatron_cp.versions import ADAPTERS, PACKAGES, adapter_tested, outside, ta
 
 EXAMPLES = (
     "doctor",
-    "doctor --megatron --context-parallel-size 4 --num-layers 8 --calculate-per-token-loss",
+    "doctor --megatron --context-parallel-size 4 --calculate-per-token-loss --num-layers 8"
+    " --spec megatron_cp.megatron.specs gpt_layer_spec",
 )
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="list every kernel and feature, and the tested versions",
+        help="list every kernel, every feature and the tested versions",
     )
     parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="FLAGS", help=megatron_job.HELP)
 

@@ -8,15 +8,18 @@ import platform
 import shlex
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_cp import __version__
+from megatron_cp.extras import install
 
 PACKAGES = (
     "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "flash-attn-4", "transformer-engine", "mamba-ssm",
     "causal-conv1d", "triton", "transformers", "diffusers", "accelerate", "trl",
 )  # fmt: skip
+INSTALL_MEGATRON = install("megatron")
 _GIT_SECONDS = 10.0  # a checkout on a slow disk is left out
 
 
@@ -32,6 +35,11 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def megatron_is_installed() -> bool:
+    """Returns True if Megatron-Core can be imported here; another package that is called megatron does not count."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def environment() -> dict[str, Any]:

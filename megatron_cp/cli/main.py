@@ -20,17 +20,17 @@ from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 COMMANDS = {
     "train": "train a Megatron model with context parallelism on packed documents",
-    "check": "compare one layer at CP=N with CP=1: outputs and every gradient",
-    "plan": "explain a plan: who owns what, transfers and balance",
-    "doctor": "versions, kernels found, devices, and what works here",
+    "check": "compare the outputs and all gradients of one layer on N ranks with those on one rank",
+    "plan": "predict the fastest layout and scheme, and explain the plan: tokens, transfers and balance",
+    "doctor": "show versions, kernels and devices, and what works on this machine",
 }
 
-_BENCH = "in a clone of the repository, `python -m benchmarks --help` lists what is measured."
+_BENCH = "in a clone of the repository, `python -m benchmarks --help` lists the benchmarks."
 INTERRUPTED = 130  # the exit status
-_JSON = "print one JSON object on standard output instead of the text"
+_JSON = "print one JSON object to standard output instead of text"
 
 _STATUS = (
-    "exit status: 0 success, 1 a check or a rank failed, 2 the command was refused, 3 nothing fits the memory "
+    "exit status: 0 success, 1 a check or a rank failed, 2 wrong arguments, 3 nothing fits the memory "
     f"(plan --whole), {INTERRUPTED} interrupted"
 )
 _NUMBERS = "numbers of tokens: 256k is 262144 and 1M is 1048576, since k is 1024 and M is 1024 * 1024"
@@ -69,7 +69,7 @@ def _parsers(chosen: str | None) -> tuple[Parser, dict[str, Parser]]:
     """Returns the command line's parser and those of all commands, of which the chosen one alone has its options."""
     parser = Parser(
         prog="megatron-cp",
-        description="Context parallelism for packed batches: check it, plan it, train with it, see what works here.",
+        description="Context parallelism for packed documents: plan it, check it, train with it, see what works here.",
         epilog=f"{_examples('plan --cp 8 --model llama3-8b --lengths 100k,20k', 'doctor')}\n\n{_NUMBERS}\n{_STATUS}",
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")

@@ -3,114 +3,107 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import re
 import shlex
-import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
+from megatron_cp.cli.environment import version_of
 from megatron_cp.cli.parser import UsageError
 from megatron_cp.cli.report import Report
+from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron import rules
+from megatron_cp.megatron.features import FEATURE_BY_FLAG, PROVED, REFUSED
+from megatron_cp.megatron.flags import Flags, add_megatrons_arguments, read_by_megatron, version
+from megatron_cp.megatron.options import add_arguments, option_errors, schemes_of
+from megatron_cp.megatron.slots import attention_slot
+from megatron_cp.plan.transport import Transport, knows_hosts
+from megatron_cp.planner.capabilities import require
 
-HELP = "judge all following flags of a Megatron job: proved, expected, untried or refused with context parallelism"
+HELP = "judge each following flag of a Megatron job: proved, expected, untried or refused with context parallelism"
 _ORDER = ("refused", "undecided", "untried", "unknown", "expected", "proved")
 
 
 def judged(words: Sequence[str]) -> Report:
     """Returns a verdict on every flag that is given, the worst first; refusals are those of building the model.
 
-    The report fails if a flag is refused, or if several context-parallel ranks lack a flag that they need.
+    It imports neither torch nor Megatron: flags are read by a table of Megatron's parser, and judged by the rules that
+    the layers have. The report fails if a flag is refused, or if several context-parallel ranks lack a flag that they
+    need.
     """
-    if not megatron_is_installed():
-        raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
     flags = _of_launch(list(words))
-    _refuse_unknown(flags)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of Megatron and its packages as they are imported
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        return _judged(flags)
-
-
-def _refuse_unknown(words: Sequence[str]) -> None:
-    """Refuses a flag that stands nowhere in the source of Megatron's parser and ours, whose import takes a minute.
-
-    Megatron's flags are strings, or fields of a configuration. Others that stand there, its parser refuses.
-    """
-    known = {
-        name.replace("_", "-")
-        for source in _sources()
-        for found in re.findall(r"""["']--([\w-]+)["']|^ +(\w+) *:""", source, re.MULTILINE)
-        for name in found
-    }
-    for word in words:
-        flag = word.partition("=")[0]
-        name = flag.removeprefix("--").replace("_", "-")
-        if word.startswith("--") and known.isdisjoint((name, name.removeprefix("no-"), name.removeprefix("disable-"))):
-            raise _unknown(flag)
-
-
-def _sources() -> Iterator[str]:
-    """Yields the text of the modules in which flags may be defined."""
-    core, ours = (find_spec(name) for name in ("megatron.core", "megatron_cp.megatron"))
-    assert core is not None
-    assert ours is not None
-    for place in core.submodule_search_locations or []:
-        yield from (path.read_text(errors="replace") for path in Path(place).parent.glob("training/**/*.py"))
-        of_core = (path.read_text(errors="replace") for path in Path(place).glob("**/*.py"))
-        yield from (text for text in of_core if "@dataclass" in text)
-    for place in ours.submodule_search_locations or []:
-        yield Path(place, "config.py").read_text()
-
-
-def _unknown(flag: str) -> UsageError:
-    return UsageError(f"--megatron: {flag} is no flag of megatron-core 0.19 or of megatron_cp.")
-
-
-def _judged(words: Sequence[str]) -> Report:
-    from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
-
-    args, given, typed = _parsed(list(words))
-    errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(_AsConfig(args))}
-    cp, length = args.context_parallel_size, args.seq_length
-    if cp > 1 and length and length % (2 * cp):
-        errors["--seq-length"] = (
-            f"got {length}; allowed: a multiple of {2 * cp}, as Megatron asks. Packs may be shorter."
-        )
-    rows: list[tuple[str, str, str]] = [("refused", flag, error) for flag, error in errors.items()]
-    undecided = dict(_undecided(args))
-    rows += [("undecided", flag, remark) for flag, remark in undecided.items()]
-    for flag in given:
-        if flag in errors or flag in undecided:
-            continue
-        feature = FEATURE_BY_FLAG.get(flag)
-        if feature is None:
-            rows.append(("unknown", flag, "not in the table: compare a step with one rank"))
-        elif feature.verdict == REFUSED and feature.depends:
-            rows.append(("expected", flag, f"with this value; else {feature.remark}"))
-        else:
-            rows.append((feature.verdict, flag, feature.remark))
-    rows.sort(key=lambda row: (_ORDER.index(row[0]), row[1]))
+    if not flags:
+        raise UsageError("--megatron: got no flags; allowed: the flags of a job, or its whole command line.")
+    args, given, typed, strange = _parsed(flags)
+    rows = sorted(_rows(args, given, strange), key=lambda row: (_ORDER.index(row[0]), row[1]))
     counts = {verdict: sum(row[0] == verdict for row in rows) for verdict in _ORDER}
     # A refusal may be of one value alone, so it is shown with the flag.
     shown = {flag: typed.get(flag, flag) if verdict == "refused" else flag for verdict, flag, _ in rows}
     width = max(map(len, shown.values()), default=0)
+    unread = _unread(args, given)
     lines = [_verdict(rows), ""]
     lines += [f"{verdict:<11}{shown[flag]:<{width + 2}}{remark}" for verdict, flag, remark in rows]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no flags"]
+    lines += [f"not judged: {each}" for each in unread]
     if args.context_parallel_size == 1:
         lines.append("one context-parallel rank: --context-parallel-size is 1, so nothing is spread over ranks")
     names = ("verdict", "flag", "typed", "remark")
     data = {
         "flags": [
             dict(zip(names, (verdict, flag, typed.get(flag), remark), strict=True)) for verdict, flag, remark in rows
-        ]
+        ],
+        "not_judged": unread,
     }
     is_ready = not counts["refused"] + counts["undecided"]
     return Report("\n".join(lines), {"ready": is_ready, **data, "counts": counts}, ok=is_ready)
+
+
+def _rows(args: argparse.Namespace, given: Sequence[str], strange: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields the verdict on each flag and on each that is missing, and the reason."""
+    config = Flags(args)
+    errors = {error.argument: str(error).removeprefix(f"{error.argument}: ") for error in _refusals(args, config)}
+    cp, length = args.context_parallel_size, args.seq_length
+    if cp > 1 and length and length % (2 * cp):
+        errors["--seq-length"] = (
+            f"got {length}; allowed: a multiple of {2 * cp}, as Megatron asks. Packs may be shorter."
+        )
+    for flag in given:  # two older names set what a newer one does
+        if flag in _OLDER and _OLDER[flag] in errors:
+            errors[flag] = errors.pop(_OLDER[flag])
+    yield from (("refused", flag, error) for flag, error in errors.items())
+    undecided = dict(_undecided(args))
+    yield from (("undecided", flag, remark) for flag, remark in undecided.items())
+    yield from (("unknown", flag, f"no flag of megatron-core {version()}, whose flags are judged") for flag in strange)
+    for flag in given:
+        if flag in errors or flag in undecided:
+            continue
+        feature = FEATURE_BY_FLAG.get(flag)
+        if feature is None:
+            yield "unknown", flag, "not in the table: compare a step with one rank"
+        elif feature.verdict == REFUSED:
+            yield "expected", flag, f"as given; else {feature.remark}"
+        elif feature.verdict == PROVED:
+            yield feature.verdict, flag, f"{feature.remark}: {feature.proof}"
+        else:
+            yield feature.verdict, flag, feature.remark
+
+
+_OLDER = {"--enable-cuda-graph": "--cuda-graph-impl", "--external-cuda-graph": "--cuda-graph-impl"}
+
+
+def _unread(args: argparse.Namespace, given: Sequence[str]) -> list[str]:
+    """Returns what of the flags nothing here reads."""
+    unread = []
+    values = sorted(read_by_megatron().intersection(given))
+    if values:
+        unread.append(f"the values of {', '.join(values)}, which Megatron reads")
+    for flag, value in (("--use-checkpoint-args", args.use_checkpoint_args), ("--yaml-cfg", args.yaml_cfg)):
+        if value:
+            unread.append(f"what {flag} loads")
+    here = version_of("megatron-core")
+    if here not in (None, version()):
+        unread.append(f"flags that megatron-core {here}, which is installed, does not share with {version()}")
+    return unread
 
 
 def _of_launch(words: list[str]) -> list[str]:
@@ -165,32 +158,33 @@ def _spec_of(args: argparse.Namespace) -> str:
     return "local_hybrid_stack_spec" if args.transformer_impl == "local" else "hybrid_stack_spec"
 
 
-def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, str]]:
-    """Returns the values of Megatron's flags and ours, the given flags of Megatron, and all given ones as typed.
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, str], list[str]]:
+    """Returns the values of all flags, the given ones of Megatron, the words of each given one, and unknown ones.
 
-    Flags are in their main spelling; the last of the three has the words of each, the last ones if it is repeated.
+    Flags are in their main spelling; of a repeated one, the words are the last ones. Unknown flags are refused unless
+    another Megatron is installed, which may have them.
     """
-    from megatron_cp.megatron.config import add_arguments, add_megatrons_arguments
-
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
     add_megatrons_arguments(parser)
-    ours = argparse.ArgumentParser(add_help=False)
-    add_arguments(ours)
+    theirs = {option for action in parser._actions for option in action.option_strings}
     add_arguments(parser)
     names = {option: action.option_strings[0] for action in parser._actions for option in action.option_strings}
-    own = {option for action in ours._actions for option in action.option_strings}
     args, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise _unknown(unknown[0])
+    strange = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if unknown and (not strange or version_of("megatron-core") in (None, version())):
+        raise UsageError(
+            f"--megatron: {(strange or unknown)[0]} is no flag of megatron-core {version()} or of megatron_cp."
+        )
     typed: dict[str, list[str]] = {}
     flag = ""
     for word in words:
         if word.startswith("--"):
-            flag = names[word.partition("=")[0]]
+            flag = names.get(word.partition("=")[0], "")
             typed[flag] = []
-        typed[flag].append(word)
+        typed.setdefault(flag, []).append(word)
+    typed.pop("", None)
     texts = {flag: _shortened(shlex.join(each)) for flag, each in typed.items()}
-    return args, [flag for flag in typed if flag not in own], texts
+    return args, [flag for flag in typed if flag in theirs], texts, strange
 
 
 def _shortened(text: str, limit: int = 60) -> str:
@@ -202,52 +196,64 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"--megatron: {message}.")
 
 
-class _AsConfig:
-    """Presents flags under their names in Megatron's configuration."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-
-    def __getattr__(self, name: str) -> Any:
-        args = self._args
-        if name in _WITHOUT_FLAGS:
-            return _WITHOUT_FLAGS[name]
-        if name == "heterogeneous_block_specs":
-            given = args.heterogeneous_layers_config_path, args.heterogeneous_layers_config_encoded_json
-            return any(value is not None for value in given)
-        value = getattr(args, {"num_moe_experts": "num_experts"}.get(name, name))
-        if name == "cuda_graph_impl":
-            return "none" if value is None else value
-        if name == "mamba_training_ssm_states_dtype":
-            return None if value == "fp32" else value
-        return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-# Fields of the configuration that no flag sets; our configuration sets the first.
-_WITHOUT_FLAGS = {"variable_seq_lengths": True, "log_max_attention_logit": False}
-
-
-def _refusals(config: Any) -> Iterator[Any]:
-    from megatron_cp.errors import ArgumentError
-    from megatron_cp.megatron.config import check_options, schemes_of
-    from megatron_cp.megatron.layers import refusals
-    from megatron_cp.planner.capabilities import require
-
-    yield from refusals.unsupported(config)
-    yield from refusals.unsupported_attention(config)
-    yield from refusals.unsupported_spec(config)
+def _refusals(args: argparse.Namespace, config: Any) -> Iterator[ArgumentError]:
+    """Yields the errors of the rules, for all layers that the flags describe."""
+    divisors = ("num_attention_heads", "tensor_model_parallel_size", "context_parallel_size")
+    wrong = [name for name in divisors if getattr(args, name) is not None and getattr(args, name) < 1]
+    if wrong:  # other rules divide by them
+        for name in wrong:
+            yield ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "an integer of at least 1")
+        return
+    te = find_spec("transformer_engine") is not None and config.transformer_impl != "local"
+    pattern, is_sparse = config.hybrid_layer_pattern or "", config.experimental_attention_variant == "dsa"
+    yield from rules.unsupported(config)
+    yield from rules.unsupported_attention(config)
+    yield from rules.unsupported_spec(config)
+    yield from rules.unsupported_layers(pattern.replace("|", "").replace("/", ""))  # stages, and layers that look ahead
+    yield from rules.unsupported_shards(args, config.context_parallel_size)
+    if args.cp_dynamic:
+        yield from rules.unsupported_groups(args)
     if config.multi_latent_attention:
-        yield from refusals.unsupported_latent_attention(config)
-    if "D" in (config.hybrid_layer_pattern or "") or config.experimental_attention_variant == "dsa":
-        yield from refusals.unsupported_sparse_attention(config)
-    if "M" in (config.hybrid_layer_pattern or ""):
-        yield from refusals.unsupported_mamba(config)
-    try:
-        check_options(config)
-    except ArgumentError as error:
-        yield error
-    for scheme in schemes_of(config):
+        yield from rules.unsupported_latent_attention(config, te=te)
+    if is_sparse:
+        yield from rules.unsupported_sparse_attention(config, te=te)
+    if "M" in pattern:
+        yield from rules.unsupported_mamba(config)
+    ours = list(option_errors(config))
+    yield from ours
+    sizes = (config.num_attention_heads, config.hidden_size or args.kv_channels)
+    has_softmax = not is_sparse and (not pattern or "*" in pattern)
+    if not has_softmax or config.context_parallel_size == 1:
+        return
+    if ours or None in sizes:  # no layer can be planned, but schemes have names
+        yield from _misspelt(config)
+    else:
+        yield from _unplanned(config)
+
+
+def _misspelt(config: Any) -> Iterator[ArgumentError]:
+    for scheme in dict.fromkeys(schemes_of(config)):
         try:
             require("scheme", scheme, name="--cp-comm-type")
+        except ArgumentError as error:
+            yield error
+
+
+def _unplanned(config: Any) -> Iterator[ArgumentError]:
+    """Yields the errors of planning the softmax layers, one for each scheme that `--cp-comm-type` names."""
+    latent = config.multi_latent_attention
+    of_heads = {"k_channels": config.qk_head_dim + config.qk_pos_emb_head_dim, "v_channels": config.v_head_dim}
+    hosts = knows_hosts(config.cp_transport)  # which are not known before the job runs
+    options = {
+        "head_chunks": config.cp_head_chunks, "codec": config.cp_codec, "hardware": config.cp_hardware,
+        "transport": Transport.named("collective" if hosts else config.cp_transport),
+        "item_size": 2 if config.bf16 or config.fp16 else 4,
+    }  # fmt: skip
+    for scheme in dict.fromkeys(schemes_of(config)):
+        try:
+            attention_slot(
+                config, config.context_parallel_size, scheme, "causal", options,
+                tp_size=config.tensor_model_parallel_size, **(of_heads if latent else {}),
+            )  # fmt: skip
         except ArgumentError as error:
             yield error

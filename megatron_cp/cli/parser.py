@@ -211,6 +211,12 @@ def parents(text: str) -> list[int]:
     return [_integer(part, -1, _LARGEST, "as in --parents -1,0,0") for part in text.split(",")]
 
 
+def grids(text: str) -> list[tuple[int, ...]]:
+    """Parses grids of images, separated by commas, such as 1x64x48, or numbers of images, such as 4."""
+    example = "such as 1x64x48 for frames, rows and columns of patches, or 4 for images of one size"
+    return [tuple(_integer(each, 1, MAX_TOKENS, example) for each in part.split("x")) for part in text.split(",")]
+
+
 _UNITS = {
     "": 1,
     "KIB": 2**10,

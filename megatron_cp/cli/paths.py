@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
+from megatron_cp.data.corpus import is_indexed
 from megatron_cp.errors import ArgumentError
 from megatron_cp.page import check_page
 from megatron_cp.planner.picture import check_picture
@@ -27,11 +28,13 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def _documents(name: str, path: str) -> None:
-    """Refuses a path that is neither text nor the prefix of a `.bin/.idx` pair."""
-    names = [path, f"{path}.bin", f"{path}.idx"]
-    if any(path and _mode(name, each, _DOCUMENTS) is not None for each in names):
-        return
-    raise ArgumentError(name, path, _DOCUMENTS, "No file or folder is there.")
+    """Refuses a path that leads nowhere, and Megatron's `.bin/.idx` pairs, whose tokens would be read as text."""
+    mode = _mode(name, path, _DOCUMENTS)
+    if is_indexed(path):
+        remedy = "Read .bin/.idx data in a Megatron job of your own, such as examples/pretrain_hybrid.py."
+        raise ArgumentError(name, path, _DOCUMENTS, remedy)
+    if mode is None or not path:
+        raise ArgumentError(name, path, _DOCUMENTS, "No file or folder is there.")
 
 
 def _corpus(name: str, path: str) -> None:
@@ -73,7 +76,7 @@ def _mode(name: str, path: str, allowed: str) -> int | None:
         raise ArgumentError(name, path, allowed, f"{getattr(error, 'strerror', error)}.") from None
 
 
-_DOCUMENTS = "a folder, a .jsonl file or a text file that can be read, or the prefix of a .bin/.idx pair"
+_DOCUMENTS = "a folder, a .jsonl file or a text file that can be read"
 _TOKENIZER = "a Hugging Face tokenizer.json"
 _RUN_DIR = "a folder that can be written"
 _TRACE = "a file ending in .json, in a folder that exists"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.applications import application
-from megatron_cp.cli.options import (
+from megatron_cp.cli.case_options import (
     BALANCED,
     LEFT_OPTIONS,
     add_batch_arguments,
@@ -23,8 +23,9 @@ from megatron_cp.cli.options import (
     document_lengths,
     layer_case_of,
 )
-from megatron_cp.cli.parser import cp_sizes, flags
+from megatron_cp.cli.parser import cp_sizes, flags, grids
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.plan_images import check_images, images_of
 from megatron_cp.cli.plan_report import save_plan
 from megatron_cp.cli.plan_table import BOTH, codec_of, not_as_asked, priced_as, schemes_of, table_of
 from megatron_cp.cli.report import Report
@@ -41,7 +42,7 @@ from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.machine_files import SAFE
 from megatron_cp.softmax.options import checked_options
-from megatron_cp.testing.case import LayerCase
+from megatron_cp.testing.case import DTYPES, LayerCase
 
 EXAMPLES = (
     "plan --cp 8 --model llama3-8b --lengths 100k,20k,8k",
@@ -60,14 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*flags("cp"), type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 4)")
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
-    parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what; needs matplotlib")
-    report = "save a page with candidates, owners, streams and traffic; needs plotly"
+    parser.add_argument(
+        "--images", type=grids, metavar="TxRxC,...",
+        help="with a --model that has a vision tower: frames x rows x columns of patches of each image or video "
+        "(image_grid_thw), such as 1x64x48; a number of images where all have one size",
+    )  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE.png", help="save a picture of each rank's tokens; needs matplotlib")
+    report = "save a page with candidates, tokens of each rank, streams and traffic; needs plotly"
     parser.add_argument("--report", metavar="FILE.html", help=report)
     group = parser.add_argument_group("prediction")
     group.add_argument(
         *flags("gpu"),
         metavar="NAME-OR-FILE",
-        help=f"the machine: {', '.join(presets())}, or a machine file (default: {SAFE})",
+        help=f"machine to predict for: {', '.join(presets())}, or a machine file (default: {SAFE})",
     )
     application("estimate").add_arguments(group)
     for action in parser._actions:
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> Report:
     check_paths(args)
     args.cp = args.cp or [4]
     _check_hosts(args)
+    check_images(args)
     _announce_search(args)
     if args.whole:
         _refuse(args, ("plot", "parents", "report"), "without --whole")
@@ -146,6 +153,8 @@ def _of_one_size(args: argparse.Namespace, cp: int, layers: dict[LayerShape, int
         ]
         for shape, (_, report) in found.items():
             text += ["", f"{counted(layers[shape], 'layer')}: {', '.join(shape.softmax)}", report.text]
+    lines, tower = images_of(args, plans[0], DTYPES[args.dtype].itemsize)
+    text += ["", *lines] if lines else []
     if args.plot is not None:
         save_picture(plans, args.plot)
         text.append(f"picture: {args.plot}")
@@ -153,7 +162,7 @@ def _of_one_size(args: argparse.Namespace, cp: int, layers: dict[LayerShape, int
         named = {", ".join(shape.softmax): (plan, report.data) for shape, (plan, report) in found.items()}
         save_plan(args, named, text[0].partition("\n\n")[0].splitlines())
         text.append(f"report: {args.report}")
-    return Report("\n".join(text), _as_one(found, layers))
+    return Report("\n".join(text), {**_as_one(found, layers), "tower": tower})
 
 
 def _as_one(found: dict[LayerShape, tuple[Plan, Report]], layers: dict[LayerShape, int]) -> dict[str, Any]:
@@ -200,6 +209,7 @@ def _compared(args: argparse.Namespace, layers: dict[LayerShape, int]) -> Report
             which = f"  {', '.join(shape.softmax)}" if len(layers) > 1 else ""
             lines.append(f"{cp:>4} {data['scheme'] + data['detail']:<32}{row}{which}")
     lines.append(f"predicted for {machine(args.gpu).describe()}; one --cp explains its plan")
+    lines += images_of(args, next(plan for plan, _ in sizes[args.cp[0]].values()), DTYPES[args.dtype].itemsize)[0]
     more = {str(cp): _as_one(found, layers) for cp, found in sizes.items()}
     return Report("\n".join(lines), {**next(iter(more.values())), "sizes": more})
 

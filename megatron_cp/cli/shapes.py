@@ -25,6 +25,7 @@ class LayerShape:
         heads, groups: query or value heads, and the groups of keys that they read.
         head_dim, value_dim: features of a key and of a value head.
         conv_width: taps of a linear layer's convolution.
+        num_householder: steps of a token of gdp.
         mask, learned_sink, softcap, softmax_scale: of attention; see `attention`.
         latent: features of the shared key and of the latent from which keys and values are made, where these could
             travel in their place; else None.
@@ -42,6 +43,7 @@ class LayerShape:
     softmax_scale: float | None = None
     latent: tuple[int, int] | None = None
     layout_mask: str | None = None
+    num_householder: int = 1
 
     @property
     def softmax(self) -> list[str]:
@@ -100,7 +102,7 @@ def _known(args: argparse.Namespace) -> dict[LayerShape, int]:
     if args.layer not in shapes:
         models = application("estimate").MODELS
         with_one = sorted(name for name, layers in models.items() if args.layer in layers)
-        raise ArgumentError("--model", model, " or ".join(with_one))
+        raise ArgumentError("--model", model, " or ".join(with_one) or f"none, since no known model has {args.layer}")
     for name in _not_of(args.layer):
         if getattr(args, name) not in (None, False):
             groups = _groups_of(args.layer)
@@ -135,8 +137,9 @@ def _with_options(args: argparse.Namespace, known: LayerShape) -> LayerShape:
         raise ArgumentError("--latent-mode", args.latent_mode, allowed)
     width = args.conv_width or known.conv_width
     return replace(
-        known, heads=heads, groups=shared, head_dim=head_dim, value_dim=value_dim, conv_width=width, **softmax
-    )
+        known, heads=heads, groups=shared, head_dim=head_dim, value_dim=value_dim, conv_width=width,
+        num_householder=args.num_householder or known.num_householder, **softmax,
+    )  # fmt: skip
 
 
 def hidden_size_for(args: argparse.Namespace, shape: LayerShape) -> int | None:
@@ -150,6 +153,7 @@ def hidden_size_for(args: argparse.Namespace, shape: LayerShape) -> int | None:
 def described_layer(args: argparse.Namespace, shape: LayerShape, layers: dict[LayerShape, int]) -> str:
     """Returns the sizes of one of the layers that the options describe, and where they come from."""
     fields = {"heads": shape.heads, "groups": shape.groups, "key_dim": shape.head_dim, "value_dim": shape.value_dim}
+    fields["steps"] = shape.num_householder
     flags = {"heads": "heads", "groups": "kv_heads", "key_dim": "head_dim", "value_dim": "value_dim"}
     if args.layer in KINDS:
         spelled = {name: flag for flag, name in _SIZES.items()}
@@ -213,7 +217,13 @@ def _text(value: Any) -> str:
 
 
 _SHARED = ("kv_heads", "key_heads", "groups")
-_SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value_dim": "value_head_dim"}  # by flags
+_SIZES = {
+    "key_heads": "key_heads",
+    "groups": "groups",
+    "state": "state",
+    "value_dim": "value_head_dim",
+    "num_householder": "num_householder",
+}  # by flags
 _OF_SOFTMAX = ("mask", "learned_sink", "softcap", "softmax_scale")
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "latent_mode")
 
@@ -221,7 +231,7 @@ _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree",
 def _not_of(layer: str) -> tuple[str, ...]:
     """Returns the names of the options that do not apply to a layer."""
     if layer not in KINDS:
-        return ("key_heads", "groups", "state", "conv_width", "hidden_size")
+        return ("key_heads", "groups", "state", "num_householder", "conv_width", "hidden_size")
     kind = KINDS[layer]
     sizes = {argument.name for argument in kind.arguments}
     lacking = tuple(flag for flag, name in _SIZES.items() if name not in sizes)

@@ -17,8 +17,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ALLOWED = 'a JSON object in every line, with a string "text", "prompt" and "answer", or "messages"'
 
 
-class Part(NamedTuple):
-    """A piece of a document.
+class Passage(NamedTuple):
+    """A passage of a document.
 
     Attributes:
         text: its UTF-8 bytes; half a character, which JSON can spell, becomes bytes that are not UTF-8.
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     is_learnt: bool = True
 
 
-def parse_line(line: bytes) -> list[Part]:
+def parse_line(line: bytes) -> list[Passage]:
     """Returns the document of a line.
 
     Raises:
@@ -51,11 +51,11 @@ def parse_line(line: bytes) -> list[Part]:
     if found == ["messages"]:
         return _turns(entry["messages"])
     if found == ["text"]:
-        return [Part(_encoded(entry, "text"))]
-    return [Part(_encoded(entry, "prompt"), False), Part(_encoded(entry, answers[0]))]
+        return [Passage(_encoded(entry, "text"))]
+    return [Passage(_encoded(entry, "prompt"), False), Passage(_encoded(entry, answers[0]))]
 
 
-def _turns(messages: Any) -> list[Part]:
+def _turns(messages: Any) -> list[Passage]:
     if not isinstance(messages, list) or not messages:
         raise ValueError('"messages" is no list of messages')
     parts = []
@@ -67,7 +67,7 @@ def _turns(messages: Any) -> list[Part]:
             content = _encoded(message, "content")
         except ValueError as error:
             raise ValueError(f"message {number}: {error}") from None
-        parts += [Part(f"<|{role}|>\n".encode(), False), Part(content + b"\n", role == "assistant")]
+        parts += [Passage(f"<|{role}|>\n".encode(), False), Passage(content + b"\n", role == "assistant")]
     if not any(part.is_learnt for part in parts):
         raise ValueError("no message of the assistant, so nothing to learn")
     return parts

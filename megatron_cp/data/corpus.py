@@ -16,13 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.conversations import ALLOWED, Part, parse_line
+from megatron_cp.data.conversations import ALLOWED, Passage, parse_line
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray, check_signed, host_array, is_integral
-
-BoolArray = NDArray[np.bool_]
+from megatron_cp.layout.packing import check_signed, host_array, is_integral
 
 
 class Corpus(Protocol):
@@ -215,13 +214,13 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
         is_folder = S_ISDIR(mode) and str(path) != ""
         if not is_folder and not S_ISREG(mode):
             raise ArgumentError("data_path", str(path), allowed, "No file or folder is there.")
-        documents: Iterable[list[Part] | None]
+        documents: Iterable[list[Passage] | None]
         if is_folder:
             documents = map(_content, _files(source))
         elif source.suffix == ".jsonl":
             documents = _lines(source)
         else:
-            documents = [[Part(source.read_bytes())]]
+            documents = [[Passage(source.read_bytes())]]
         return _tokenized(str(path), documents, tokenizer)
     except OSError as error:
         raise ArgumentError("data_path", str(path), allowed, f"Cannot read it: {error.strerror}.") from None
@@ -254,14 +253,14 @@ def _is_regular(path: Path) -> bool:
         return True
 
 
-def _content(file: Path) -> list[Part] | None:
+def _content(file: Path) -> list[Passage] | None:
     try:
-        return [Part(file.read_bytes())]
+        return [Passage(file.read_bytes())]
     except OSError:
         return None
 
 
-def _lines(path: Path) -> Iterator[list[Part]]:
+def _lines(path: Path) -> Iterator[list[Passage]]:
     """Yields the document of every line of a `.jsonl` file."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -275,7 +274,7 @@ def _lines(path: Path) -> Iterator[list[Part]]:
             yield parts
 
 
-def _tokenized(name: str, documents: Iterable[list[Part] | None], tokenizer: Tokenizer) -> TokenCorpus:
+def _tokenized(name: str, documents: Iterable[list[Passage] | None], tokenizer: Tokenizer) -> TokenCorpus:
     """Joins the documents' tokens end to end. None stands for a document that could not be read."""
     sizes: dict[type, int] = {np.uint8: 2**8, np.uint16: 2**16, np.int32: 2**31}
     dtype = next((kind for kind, size in sizes.items() if tokenizer.vocab_size <= size), np.int64)

@@ -11,10 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_cp.data.assignment import Assignment, FloatArray
+from megatron_cp.data.packs import Packs
 from megatron_cp.data.pieces import best_fit
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
-from megatron_cp.layout.packing import IntArray, host_array, is_integral
+from megatron_cp.layout.array_types import FloatArray, IntArray
+from megatron_cp.layout.packing import host_array, is_integral
 
 TRIES = 64  # pairs of packs tried in a round, so that a batch of any size takes some tens of milliseconds
 ROUNDS = 2  # rounds of sorting into microbatches; a third gains less than a thousandth
@@ -105,12 +106,9 @@ class GlobalBatch:
             times: `[microbatches * ranks]` times of its packs, by their numbers.
 
         Raises:
-            ArgumentError: another number of packs, or what is no number.
+            ArgumentError: another number of packs, or a time that is not finite.
         """
-        try:
-            packs = np.asarray(times, np.float64)
-        except (TypeError, ValueError):
-            packs = np.array(math.nan)
+        packs = np.asarray(times, np.float64)
         if packs.shape != (self.packs,) or not np.isfinite(packs).all():
             raise ArgumentError("times", times, f"a finite number for each of {self.packs} packs")
         return self._seconds(packs.reshape(self.microbatches, self.ranks))
@@ -198,15 +196,15 @@ def balance_packs(
     token, pair = float(batch.cost.token), float(batch.cost.pair)
     unit = max(token, pair) or 1.0  # cancels; keeps sums of squares finite
     work = token / unit * tokens + pair / unit * tokens * tokens
-    best = Assignment(lengths, work, budget, batch.ranks, packs)
+    best = Packs(lengths, work, budget, batch.ranks, packs)
     start = greedy(lengths, work, budget, batch)
-    found = Assignment(lengths, work, budget, batch.ranks, packs if start is None else start)
+    found = Packs(lengths, work, budget, batch.ranks, packs if start is None else start)
     best = _shorter(batch, best, found)
     if batch.barrier or start is None:
         for _ in range(ROUNDS):
             found.sort_into_microbatches()
             levels = _levels(found.longest.max(1), float(found.work.sum()) / batch.ranks)
-            found.even_packs(np.repeat(levels[:, None], batch.ranks, axis=1), TRIES)
+            found.meet_targets(np.repeat(levels[:, None], batch.ranks, axis=1), TRIES)
             found.sort_into_microbatches()
             best = _shorter(batch, best, found)
         found = best.copy()
@@ -216,8 +214,8 @@ def balance_packs(
     return [sorted(pack.tolist()) for pack in _shorter(batch, best, found).packs]
 
 
-def _shorter(batch: GlobalBatch, best: Assignment, found: Assignment) -> Assignment:
-    """Returns the assignment with the shorter step; a copy of `found`, which changes later."""
+def _shorter(batch: GlobalBatch, best: Packs, found: Packs) -> Packs:
+    """Returns the packs with the shorter step; a copy of `found`, which changes later."""
     times = ((batch._seconds(each.work), batch._seconds(each.work, other=True)) for each in (found, best))
     return found.copy() if next(times) < next(times) else best
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_cp.batch.gradients import reduce_gradients
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.diffusers.attend import RowAttention
-from megatron_cp.diffusers.families import IMAGE, TEXT, Family, Rows, family_of, modules_at
+from megatron_cp.diffusers.families import IMAGE, TEXT, Family, RowAxis, family_of, modules_at
 from megatron_cp.diffusers.rows import PassRows, image_layout, own_range, share
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_inputs
@@ -71,8 +71,8 @@ def enable_context_parallel(
     models = _models_of(model)
     families = [family_of(each) for each in models]
     if any(hasattr(each, _RANKS) for each in models):
-        remedy = "Keep the context that the first call returned, which runs every pass."
-        raise ArgumentError("model", "one that runs over a group already", "a model, once", remedy)
+        remedy = "Keep the context that the first call returned; it runs every pass."
+        raise ArgumentError("model", "a model that already runs over a group", "a model, once", remedy)
     scheme = require("scheme", scheme)
     if text not in ("split", "held"):
         raise ArgumentError("text", text, "split or held")
@@ -152,26 +152,26 @@ class _Enabled:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.is_on:
             return
-        given = _bound(module, args, kwargs)
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments  # by name
         for name in self.family.refused:
             _refuse(name, given)
         agree_on_inputs(self.ranks, type(module).__name__, given)
         self._sizes, self._calls = {}, 0
         self._real_text = self._real(given.get(self.family.text_mask or ""))
 
-    def _split_inputs(self, arguments: Mapping[str, Rows], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _split_inputs(self, arguments: Mapping[str, RowAxis], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.is_on:
             return None
         names = list(inspect.signature(module.forward).parameters)
         args, kwargs = list(args), dict(kwargs)
-        for name, rows in arguments.items():
+        for name, axis in arguments.items():
             if name in kwargs:
-                kwargs[name] = self._split(kwargs[name], rows)
+                kwargs[name] = self._split(kwargs[name], axis)
             elif (place := names.index(name)) < len(args):
-                args[place] = self._split(args[place], rows)
+                args[place] = self._split(args[place], axis)
         return tuple(args), kwargs
 
-    def _split_outputs(self, results: Mapping[int, Rows], module: nn.Module, args: Any, output: Any) -> Any:
+    def _split_outputs(self, results: Mapping[int, RowAxis], module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_on:
             return None
         return tuple(self._split(x, results[place]) if place in results else x for place, x in enumerate(output))
@@ -181,7 +181,9 @@ class _Enabled:
         if not self.is_on:
             return None
         if self._calls != len(self._layers):
-            remedy = "Set processors and fuse projections before it is enabled; caches that skip layers are not taken."
+            remedy = (
+                "Set processors and fuse projections before you enable the model; caches that skip layers do not work."
+            )
             given = f"{self._calls} attention layers that ran over the group, as where another processor was set"
             raise ArgumentError("model", given, f"all {len(self._layers)} of them", remedy)
         rows = self._sizes[IMAGE]
@@ -196,18 +198,18 @@ class _Enabled:
     def _resume(self, sizes: dict[str, int], real_text: tuple[tuple[int, ...], ...] | None) -> None:
         self._sizes, self._real_text = sizes, real_text
 
-    def _split(self, x: Any, rows: Rows) -> Any:
+    def _split(self, x: Any, axis: RowAxis) -> Any:
         if isinstance(x, tuple | list):
-            return type(x)(self._split(each, rows) for each in x)
-        if x is None or (rows.ndim is not None and x.ndim != rows.ndim):
+            return type(x)(self._split(each, axis) for each in x)
+        if x is None or (axis.ndim is not None and x.ndim != axis.ndim):
             return x
-        size = x.shape[rows.dim]
-        if size != self._sizes.setdefault(rows.stream, size):
-            given = f"{x.shape[rows.dim]} rows of {rows.stream} in a tensor {list(x.shape)}"
-            raise ArgumentError("model inputs", given, f"{self._sizes[rows.stream]} rows, as the tensors before it")
-        if rows.stream == TEXT and self.holds_text:
+        size = x.shape[axis.dim]
+        if size != self._sizes.setdefault(axis.stream, size):
+            given = f"{x.shape[axis.dim]} rows of {axis.stream} in a tensor {list(x.shape)}"
+            raise ArgumentError("model inputs", given, f"{self._sizes[axis.stream]} rows, as the tensors before it")
+        if axis.stream == TEXT and self.holds_text:
             return x
-        return x.narrow(rows.dim, *own_range(size, self.ranks.size, self.ranks.rank, rows.stream))
+        return x.narrow(axis.dim, *own_range(size, self.ranks.size, self.ranks.rank, axis.stream))
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,12 @@ class _Enabled:
             given = f"dropout {dropout_p}, is_causal {is_causal}, {query.shape[2]} queries and {key.shape[2]} keys"
             raise ArgumentError("attention", given, "attention of a pass's rows to themselves, without dropout")
         if attn_mask is not None and self.family.text_mask is None:
-            raise ArgumentError("attention", "a mask", "None", "It is not split. On one rank: with context.disabled().")
+            raise ArgumentError(
+                "attention",
+                "a mask",
+                "None",
+                "The mask is not split over ranks. To run on one rank, use context.disabled().",
+            )
         rows = self._pass(query.shape[0], query.shape[2])
         self._calls += 1
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -244,7 +251,7 @@ class _Enabled:
         sizes = tuple((name, self._sizes.get(name, 0)) for name in names)
         rows = PassRows(batch, sizes, self.ranks.size, self.holds_text and TEXT in names, self._real_text)
         if rows.local_rows(self.ranks.rank) != local_rows:
-            remedy = "A processor or hook that adds rows of its own is not known here."
+            remedy = "megatron_cp does not know processors or hooks that add rows."
             raise ArgumentError("attention", f"{local_rows} local rows", f"this pass's {rows}", remedy)
         return rows
 
@@ -292,7 +299,7 @@ def _parallel(processor: Any, model: _Enabled) -> Any:
         with _OverRanks(model) as mode:
             found = stock.__call__(self, *args, **kwargs)
         if mode.calls != 1:
-            remedy = 'Use the backend "native", which asks torch: model.set_attention_backend("native").'
+            remedy = 'Use the backend "native", which calls torch: model.set_attention_backend("native").'
             raise ArgumentError("model", f"{stock.__name__} with {mode.calls} attentions of torch", "one", remedy)
         return found
 
@@ -319,11 +326,6 @@ def _models_of(given: object) -> list[Any]:
     return found
 
 
-def _bound(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a call by name."""
-    return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
-
-
 def _refuse(path: str, given: Mapping[str, Any]) -> None:
     """Refuses an argument, or entries of one as `argument.prefix*`."""
     name, _, prefix = path.partition(".")
@@ -337,5 +339,8 @@ def _refuse(path: str, given: Mapping[str, Any]) -> None:
         value = None
     if value is not None:
         raise ArgumentError(
-            name, type(value).__name__, "None", "Its rows are not split. On one rank: with context.disabled()."
+            name,
+            type(value).__name__,
+            "None",
+            "Its rows are not split over ranks. To run on one rank, use context.disabled().",
         )

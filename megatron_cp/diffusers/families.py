@@ -13,7 +13,7 @@ IMAGE, TEXT = "image", "text"
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowAxis:
     """The dimension of a tensor along which it has a row for each token of a stream.
 
     Attributes:
@@ -43,8 +43,8 @@ class Family:
 
     attentions: tuple[str, ...]
     streams: tuple[str, ...]
-    inputs: Mapping[str, Mapping[str, Rows]] = field(default_factory=dict)
-    outputs: Mapping[str, Mapping[int, Rows]] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[str, RowAxis]] = field(default_factory=dict)
+    outputs: Mapping[str, Mapping[int, RowAxis]] = field(default_factory=dict)
     text_mask: str | None = None
     any_mask: bool = False
     refused: tuple[str, ...] = ()
@@ -52,8 +52,8 @@ class Family:
     gathered: str = "proj_out"
 
 
-_IMAGE, _TEXT = Rows(IMAGE, 1), Rows(TEXT, 1)
-_STEP_OF_ROW = {"timestep": Rows(IMAGE, 1, ndim=2)}  # video models may give every row a step of its own
+_IMAGE, _TEXT = RowAxis(IMAGE, 1), RowAxis(TEXT, 1)
+_STEP_OF_ROW = {"timestep": RowAxis(IMAGE, 1, ndim=2)}  # video models may give every row a step of its own
 
 FAMILIES = {
     "FluxTransformer2DModel": Family(
@@ -61,8 +61,8 @@ FAMILIES = {
         (TEXT, IMAGE),
         inputs={
             "": {
-                "hidden_states": _IMAGE, "encoder_hidden_states": _TEXT, "img_ids": Rows(IMAGE, -2),
-                "txt_ids": Rows(TEXT, -2),
+                "hidden_states": _IMAGE, "encoder_hidden_states": _TEXT, "img_ids": RowAxis(IMAGE, -2),
+                "txt_ids": RowAxis(TEXT, -2),
             }
         },
         refused=("controlnet_block_samples", "controlnet_single_block_samples", "joint_attention_kwargs.ip_adapter*"),
@@ -71,7 +71,7 @@ FAMILIES = {
         ("blocks.*.attn1",),
         (IMAGE,),
         inputs={"": _STEP_OF_ROW, "blocks.0": {"hidden_states": _IMAGE}},
-        outputs={"rope": {0: Rows(IMAGE, 1), 1: Rows(IMAGE, 1)}},
+        outputs={"rope": {0: RowAxis(IMAGE, 1), 1: RowAxis(IMAGE, 1)}},
     ),
     "QwenImageTransformer2DModel": Family(
         ("transformer_blocks.*.attn",),
@@ -80,7 +80,7 @@ FAMILIES = {
             "transformer_blocks.0": {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT},
             "transformer_blocks.*": {"modulate_index": _IMAGE},
         },
-        outputs={"pos_embed": {0: Rows(IMAGE, 0), 1: Rows(TEXT, 0)}},
+        outputs={"pos_embed": {0: RowAxis(IMAGE, 0), 1: RowAxis(TEXT, 0)}},
         text_mask="encoder_hidden_states_mask",
         any_mask=True,
         refused=("controlnet_block_samples", "attention_kwargs.attention_mask"),
@@ -95,7 +95,7 @@ FAMILIES = {
         ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         (IMAGE, TEXT),
         inputs={"transformer_blocks.0": {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT}},
-        outputs={"rope": {0: Rows(IMAGE, 0), 1: Rows(IMAGE, 0)}},
+        outputs={"rope": {0: RowAxis(IMAGE, 0), 1: RowAxis(IMAGE, 0)}},
         text_mask="encoder_attention_mask",
         refused_settings={"image_condition_type": "Its first frame's rows have a modulation of their own."},
     ),
@@ -103,7 +103,7 @@ FAMILIES = {
         ("transformer_blocks.*.attn1",),
         (TEXT, IMAGE),
         inputs={
-            "": {"image_rotary_emb": Rows(IMAGE, 0)},
+            "": {"image_rotary_emb": RowAxis(IMAGE, 0)},
             "transformer_blocks.0": {"hidden_states": _IMAGE, "encoder_hidden_states": _TEXT},
         },
     ),
@@ -115,7 +115,8 @@ def family_of(model: nn.Module) -> Family:
     name = type(model).__name__
     if name not in FAMILIES:
         remedy = (
-            "Rows of other classes are not known here; megatron_cp.attention and gather are for models of your own."
+            "megatron_cp does not know the rows of other classes. For a model of your own, use "
+            "megatron_cp.attention and gather."
         )
         raise ArgumentError("model", name, f"a model of diffusers: {', '.join(FAMILIES)}", remedy)
     family = FAMILIES[name]

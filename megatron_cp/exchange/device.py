@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.torch_private import raw_stream
 
 LOAD_AGAIN = (
-    "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
+    "Shard the batch with into=slots right before its step. Batches that exist at the same time need separate slots."
 )
 
 
@@ -41,10 +42,10 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
         if device.type != "cuda":
             return host.to(device)
         if torch.cuda.is_current_stream_capturing():
-            remedy = "Run the step once, eagerly and with the same shapes, before it is captured."
+            remedy = "Run the step once eagerly, with the same shapes, before you capture it."
             raise ArgumentError("stream", "one that is being captured", "tables that were made before", remedy)
         copy = host.pin_memory().to(device, non_blocking=True)
-    _tables.add(copy)
+    _live_tables.add(copy)
     return copy
 
 
@@ -60,7 +61,7 @@ def fill_tables(target: Tensor, source: Tensor) -> None:
     """
     target.copy_(source, non_blocking=True)
     if target.is_cuda:
-        _tables.add(target)
+        _live_tables.add(target)
 
 
 def order_tables(device: torch.device) -> None:
@@ -73,8 +74,8 @@ def order_tables(device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = raw_stream(index)
         # Called several times in every layer, almost always without new tables.
-        if _tables.ordered.get((index, stream)) != _tables.numbers.get(index):
-            _tables.order(index, stream)
+        if _live_tables.ordered.get((index, stream)) != _live_tables.numbers.get(index):
+            _live_tables.order(index, stream)
 
 
 def current_stream(device: torch.device) -> int:
@@ -87,7 +88,7 @@ def current_stream(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class CallTables:
+class CallTables(Memo):
     """The tables of one rank's calls with one plan, in memory that holds one pack after another; see `GraphTables`.
 
     Without them an operation makes its own tables and keeps them for the batch.
@@ -96,6 +97,7 @@ class CallTables:
         pack: identifies the pack; `memory.pack` is that of the pack loaded last.
         orders: "order" and "inverse_order" of the exchange's layout, where rows are not in stream order.
         stage_tiles: attention's tiles in each stage, with their kernel calls.
+        flows: for each stage whose keys are fetched, the tables of `Fetch.fixed_tables` by name.
         linear: what kernels of linear layers read, by the names that they use.
     """
 
@@ -103,6 +105,7 @@ class CallTables:
     pack: object
     orders: Mapping[str, Tensor]
     stage_tiles: list[Tiles]
+    flows: Mapping[int, Mapping[str, Tensor]]
     linear: Mapping[str, Any]
 
     def tiles(self, _kv_rank: int, stage: Any) -> Tiles:
@@ -118,7 +121,7 @@ class CallTables:
         return type(None), ()  # a plan that is pickled leaves its tables behind
 
 
-class _Tables:
+class _LiveTables:
     """The live tables on CUDA devices, by the stream that copied them."""
 
     def __init__(self) -> None:
@@ -165,4 +168,4 @@ class _Table:
         self.copy, self.event, self.number = copy, event, number
 
 
-_tables = _Tables()
+_live_tables = _LiveTables()

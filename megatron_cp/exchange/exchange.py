@@ -1,4 +1,4 @@
-"""`Exchange`: the tokens and heads that change places. Pure data; `token_side` and `head_side` move the bytes."""
+"""`Exchange`: the tokens and heads that change places. Pure data; `messages.py` moves the bytes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ class Exchange(Memo):
         sections: the features, and the ranks that compute each head.
         chunks: parts of every rank's heads that travel one after another; empty if all heads travel together.
         codec: the coding of messages; None without one.
-        section_major: True if messages to tokens may hold one section after another instead of token by token: for
-            sections that leave the head side from tensors of their own, and not from the place in a message.
     """
 
     layout: Layout
     sections: Sections
     chunks: tuple[Sections, ...] = ()
     codec: Codec | None = None
-    section_major: bool = False
 
     def __post_init__(self) -> None:
         if self.layout.cp_size % self.sections.cp_size:
@@ -74,8 +71,7 @@ class Exchange(Memo):
             return self
 
         def make() -> Exchange:
-            sections = self.chunks[number].renumbered()
-            return Exchange(self.layout, sections, codec=self.codec, section_major=self.section_major)
+            return Exchange(self.layout, self.chunks[number].renumbered(), codec=self.codec)
 
         return self.memo(("chunk", number), make)
 

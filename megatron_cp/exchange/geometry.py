@@ -18,8 +18,8 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
 
 
-class Place(NamedTuple):
-    """The position of a section in a table of rows, as a view of a flat tensor of the section's type.
+class TableView(NamedTuple):
+    """A section in the head side's table of rows, as a view of a flat tensor of the section's type.
 
     Attributes:
         shape: `[T, (b,) h, d]`.
@@ -106,10 +106,9 @@ class Geometry:
         return self.exchange.coded(self._sizes)
 
     @cached_property
-    def section_major(self) -> bool:
-        """True if messages to tokens are section-major."""
-        # GPU kernels handle any arrangement of pieces, and all ranks in one launch if rows are whole.
-        return self.exchange.section_major and self.device.type == "cpu" and not any(self.coded)
+    def is_coded(self) -> bool:
+        """True if any section is coded."""
+        return any(self.coded)
 
     @cached_property
     def coding(self) -> Format:
@@ -132,15 +131,15 @@ class Geometry:
     @cached_property
     def table_format(self) -> RowFormat:
         """The byte layout of rows in the head side's tables, where nothing is coded."""
-        if not any(self.coded):
+        if not self.is_coded:
             return self.format
         return self.layout.memo(
             ("row_format", self.sections, self._sizes), lambda: self.sections.row_format(self._sizes)
         )
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """The positions of the sections in the head side's table, where nothing is coded."""
+    def table_views(self) -> tuple[TableView, ...]:
+        """The sections in the head side's table, where nothing is coded."""
         total, row = self.layout.packing.total, self.table_format.row_bytes[self.rank]
         lead = (total,) if self.batch is None else (total, self.batch)
         found = []
@@ -151,27 +150,27 @@ class Geometry:
             steps = (row_size,) if self.batch is None else (self.batch * row_size, row_size)
             is_empty = 0 in (*lead, heads)
             shape, stride = (*lead, heads, block.head_dim), (*steps, block.head_dim, 1)
-            found.append(Place(dtype, shape, stride, offset // dtype.itemsize, is_empty))
+            found.append(TableView(dtype, shape, stride, offset // dtype.itemsize, is_empty))
         return tuple(found)
 
     @cached_property
     def table_bytes(self) -> int:
         """Bytes of the head side's table."""
-        return self.layout.packing.total * self.copies * self.table_format.row_bytes[self.rank]
+        return self.layout.packing.total * self.rows_per_token * self.table_format.row_bytes[self.rank]
 
     @cached_property
     def layout(self) -> Layout:
         return self.exchange.layout
 
     @cached_property
-    def copies(self) -> int:
+    def rows_per_token(self) -> int:
         """Message rows for each token."""
         return 1 if self.batch is None else self.batch
 
     @cached_property
     def local_rows(self) -> int:
         """Message rows of this rank's own tokens."""
-        return int(self.layout.token_counts[self.rank]) * self.copies
+        return int(self.layout.token_counts[self.rank]) * self.rows_per_token
 
     @cached_property
     def token_side_bytes(self) -> int:
@@ -181,30 +180,7 @@ class Geometry:
     @cached_property
     def head_side_bytes(self) -> int:
         """Bytes of the messages from (or to) all ranks, on the side that holds this rank's heads."""
-        return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
-
-    @cached_property
-    def is_own_separate(self) -> bool:
-        """True if a rank's own piece is written directly to its destination and is not part of the sent buffer."""
-        return self.device.type == "cpu"  # elsewhere a kernel writes all pieces in one launch
-
-    @cached_property
-    def own_rows(self) -> slice:
-        """Rows of the head side's messages that belong to this rank's own tokens."""
-        start = int(self.layout.token_counts[: self.rank].sum()) * self.copies
-        return slice(start, start + self.local_rows)
-
-    @cached_property
-    def own_head_side(self) -> slice:
-        """The byte range, on the head side, of the piece from this rank to itself."""
-        row = self.format.row_bytes[self.rank]
-        return slice(self.own_rows.start * row, self.own_rows.stop * row)
-
-    @cached_property
-    def own_token_side(self) -> slice:
-        """The byte range, on the token side, of the piece from this rank to itself."""
-        start = self.local_rows * self.format.row_starts[self.rank]
-        return slice(start, start + self.local_rows * self.format.row_bytes[self.rank])
+        return self.layout.packing.total * self.rows_per_token * self.format.row_bytes[self.rank]
 
     def split_counts(self, *, to_heads: bool) -> SplitCounts:
         """Returns the bytes from each rank to each rank."""
@@ -212,7 +188,7 @@ class Geometry:
 
     @cached_property
     def _both_split_counts(self) -> tuple[SplitCounts, SplitCounts]:
-        rows, row_bytes = self.layout.token_counts * self.copies, np.array(self.format.row_bytes)
+        rows, row_bytes = self.layout.token_counts * self.rows_per_token, np.array(self.format.row_bytes)
         counts = np.outer(rows, row_bytes)
         return SplitCounts(counts.T), SplitCounts(counts)
 

@@ -185,22 +185,6 @@ class HeadCopy:
         return self.last_rank - self.first_rank
 
 
-def split_by_rank(head_copy: HeadCopy, rank: int) -> tuple[list[HeadCopy], list[HeadCopy], list[HeadCopy]]:
-    """Splits a copy into the parts for ranks before this one, for this one, and for those after; each at most one."""
-    cuts = ((head_copy.first_rank, rank), (rank, rank + 1), (rank + 1, head_copy.last_rank))
-    before, within, after = [
-        _rank_range(head_copy, max(lo, head_copy.first_rank), min(hi, head_copy.last_rank)) for lo, hi in cuts
-    ]
-    return before, within, after
-
-
-def _rank_range(head_copy: HeadCopy, first: int, last: int) -> list[HeadCopy]:
-    if first >= last:
-        return []
-    head = head_copy.first_head + (first - head_copy.first_rank) * head_copy.head_step
-    return [replace(head_copy, first_rank=first, last_rank=last, first_head=head)]
-
-
 @dataclass(frozen=True)
 class RowFormat:
     """The byte layout of one token in the messages of each rank, with every section aligned to `ROW_ALIGNMENT`.
@@ -222,12 +206,38 @@ class RowFormat:
 
     @cached_property
     def head_copies(self) -> tuple[HeadCopy, ...]:
-        """The copies that fill or empty the messages of all ranks, in rank order within a section."""
-        return tuple(
-            head_copy
-            for index, (block, parent) in enumerate(zip(self.blocks, self.parents, strict=True))
-            for head_copy in _head_copies(index, block, parent, self.row_bytes, self.offsets, self.scales)
+        """The fewest copies that fill or empty the messages of all ranks, in rank order within a section."""
+        return tuple(head_copy for index in range(len(self.blocks)) for head_copy in self._copies_of(index))
+
+    def _copies_of(self, section: int) -> list[HeadCopy]:
+        """Returns the copies of one section: neighbouring ranks with equal messages share one."""
+        runs: list[HeadCopy] = []
+        seen = 0  # heads below this one are in the message of some lower rank, perhaps in another chunk
+        for rank, (lo, hi) in enumerate(self.blocks[section].ranges):
+            if hi > lo:
+                shared = min(max(0, seen - lo), hi - lo)
+                places = self.offsets[rank][section], self.scales[rank][section]
+                alone = HeadCopy(section, rank, rank + 1, lo, 0, hi - lo, shared, *places)
+                joined = self._joined(runs[-1], alone) if runs else None
+                if joined:
+                    runs[-1] = joined
+                else:
+                    runs.append(alone)
+            seen = max(seen, self.parents[section].ranges[rank][1])
+        return runs
+
+    def _joined(self, run: HeadCopy, next_rank: HeadCopy) -> HeadCopy | None:
+        """Returns `run` with one more rank, or None if the next rank's message differs."""
+        step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
+        alike = (
+            run.last_rank == next_rank.first_rank
+            and run.num_heads == next_rank.num_heads
+            and (run.offset, run.scales) == (next_rank.offset, next_rank.scales)
+            and self.row_bytes[run.first_rank] == self.row_bytes[next_rank.first_rank]
+            and run.shared_heads == next_rank.shared_heads == 0
+            and (run.num_ranks == 1 or run.head_step == step)
         )
+        return replace(run, last_rank=next_rank.last_rank, head_step=step) if alike else None
 
 
 @dataclass(frozen=True)
@@ -308,44 +318,6 @@ class Sections(Memo):
             places.append(end if is_coded else None)
             end += count * SCALE_SIZE if is_coded else 0
         return tuple(starts), tuple(places), _round_up(end, alignment)
-
-
-def _head_copies(
-    index: int, block: Section, parent: Section, row_bytes: tuple[int, ...], offsets: tuple[tuple[int, ...], ...],
-    scales: tuple[tuple[int | None, ...], ...],
-) -> list[HeadCopy]:  # fmt: skip
-    """Returns the fewest copies for one section: neighbouring ranks with equal messages share one.
-
-    `parent` tells which heads are in messages of lower ranks, including those of other chunks.
-    """
-    runs: list[HeadCopy] = []
-    seen = 0  # heads below this one are in the message of some lower rank
-    for rank, (lo, hi) in enumerate(block.ranges):
-        if hi > lo:
-            shared = min(max(0, seen - lo), hi - lo)
-            places = offsets[rank][index], scales[rank][index]
-            alone = HeadCopy(index, rank, rank + 1, lo, 0, hi - lo, shared, *places)
-            joined = _extended(runs[-1], alone, row_bytes) if runs else None
-            if joined:
-                runs[-1] = joined
-            else:
-                runs.append(alone)
-        seen = max(seen, parent.ranges[rank][1])
-    return runs
-
-
-def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: tuple[int, ...]) -> HeadCopy | None:
-    """Returns `run` with one more rank, or None if the next rank's message differs."""
-    step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
-    alike = (
-        run.last_rank == next_rank.first_rank
-        and run.num_heads == next_rank.num_heads
-        and (run.offset, run.scales) == (next_rank.offset, next_rank.scales)
-        and row_bytes[run.first_rank] == row_bytes[next_rank.first_rank]
-        and run.shared_heads == next_rank.shared_heads == 0
-        and (run.num_ranks == 1 or run.head_step == step)
-    )
-    return replace(run, last_rank=next_rank.last_rank, head_step=step) if alike else None
 
 
 def _even_cuts(count: int, parts: int) -> tuple[HeadRange, ...]:

@@ -60,16 +60,9 @@ class SplitCounts:
     def size(self) -> int:
         return len(self.counts)
 
-    def sent_by(self, rank: int, size: int | None = None) -> list[int]:
-        """Returns the elements that a rank sends to each rank.
-
-        Args:
-            size: elements in the sent buffer; if the own piece is not in it, its count is 0.
-        """
-        sent = self._sent[rank]
-        if size is None or size == sum(sent):
-            return sent
-        return [*sent[:rank], 0, *sent[rank + 1 :]]
+    def sent_by(self, rank: int) -> list[int]:
+        """Returns the elements that a rank sends to each rank."""
+        return self._sent[rank]
 
     def received_by(self, rank: int) -> list[int]:
         """Returns the elements that a rank receives from each rank."""

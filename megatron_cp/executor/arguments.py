@@ -138,8 +138,8 @@ def check_plan(plan: Plan, kind: str, maker: str) -> None:
     Refuses as well a plan whose rows have to be moved first: an operation cannot see whether they were.
     """
     if not isinstance(plan, Plan) or plan.kind != kind:
-        given = f"a plan for {plan.kind}" if isinstance(plan, Plan) else plan
-        raise ArgumentError("plan", given, f"a plan made by {maker}")
+        given = f"a plan for {plan.kind}" if isinstance(plan, Plan) else f"a {type(plan).__name__}"
+        raise ArgumentError("plan", given, f"a plan made by {maker}", "That of a batch is batch.plan(slot).")
     if plan.redistribution is not None:
         raise ArgumentError(
             "plan", "one that redistributes hidden states", "plan.inside, for rows in plan.layout",

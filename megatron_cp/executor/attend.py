@@ -1,7 +1,7 @@
 """Softmax attention on one rank: computes the program's tiles and merges partial results.
 
-Each direction has a class. The caller passes the code that computes a tile, the program (`plan/program.py`) says which
-rows move when, and `RowTransfers` moves them.
+Each direction has a class. The caller passes the code that computes a tile, the program
+(`plan/attention_program.py`) says which rows move when, and `RowTransfers` moves them.
 
 Shapes: `t` own query rows, pad rows included, `b` batch (absent for packed THD), `h` this rank's query heads, `g` its
 key/value heads, `d` and `v` their sizes.
@@ -18,13 +18,52 @@ from torch import Tensor
 
 from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.arguments import accumulation_dtype, narrow
-from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.partials import merge, output_with_row_sums, row_sums
-from megatron_cp.executor.transfers import Bound, Keys, RowTransfers
+from megatron_cp.executor.transfers import AttendOnRank, Bound, Keys, RowTransfers
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.payloads import Payload
+
+
+class Queries(NamedTuple):
+    """Rows of queries in forward: q `[t, (b,) h, d]`, and out `[t, (b,) h, v]` and lse `[(b,) h, t]`, to be written."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def heads(self, chunk: HeadChunk) -> Queries:
+        """Selects a chunk's heads."""
+        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
+            return self
+        return Queries(*(narrow(x, -2, chunk.heads) for x in self))
+
+
+class QueryGradients(NamedTuple):
+    """Rows of queries in backward: dq, to be written, and what it is computed from. dlse is None for zero.
+
+    `out` and `lse` are those of the whole softmax, of which the tiles may be a part.
+    """
+
+    dq: Tensor
+    dout: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+
+    def heads(self, chunk: HeadChunk) -> QueryGradients:
+        """Selects a chunk's heads."""
+        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
+            return self
+        return QueryGradients(*(x if x is None else narrow(x, -2, chunk.heads) for x in self))  # type: ignore[arg-type]
+
+    def part(self, rows: slice) -> QueryGradients:
+        """Selects `rows`; allocates an uninitialised gradient buffer for them."""
+        dq = torch.empty_like(self.dq[rows])
+        dlse = self.dlse if self.dlse is None else self.dlse[..., rows]
+        return QueryGradients(dq, self.dout[rows], self.q[rows], self.out[rows], self.lse[..., rows], dlse)
 
 
 class TileWork(Protocol):
@@ -34,48 +73,40 @@ class TileWork(Protocol):
     def unrounded_partials(self) -> bool:
         """True if the kernel writes results, and reads outputs, in a wider type than that of the queries."""
 
-    def forward(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
-    ) -> None:
-        """Writes all of `out` and `lse`."""
+    def forward(self, rows: Queries, keys: Keys, tiles: Tiles, chunk: HeadChunk) -> None:
+        """Writes all of `rows.out` and `rows.lse`."""
 
-    def backward(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, dlse: Tensor | None, tiles: Tiles, chunk: HeadChunk,
-    ) -> None:  # fmt: skip
-        """Writes all of `dq`, `dk` and `dv`."""
+    def backward(self, rows: QueryGradients, keys: Keys, gradients: Keys, tiles: Tiles, chunk: HeadChunk) -> None:
+        """Writes all of `rows.dq`, and of `gradients`, those of keys and values."""
 
 
 def attend(
-    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, q: Tensor, k: Tensor, v: Tensor,
-    codes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    at: AttendOnRank, work: TileWork, q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns `out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
 
     Partial results are merged in at least fp32 and rounded once.
 
     Args:
-        comm: the ranks of one `head_rank`, and the transport between them.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
         codes: the bytes of `coded_keys` that travel in place of k and v, which have been decoded from them; or None.
     """
-    acc_dtype = accumulation_dtype(q.dtype)
+    step, acc_dtype = at.step, accumulation_dtype(q.dtype)
     out = q.new_empty(*q.shape[:-1], step.out_features, dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
-    own, own_keys = _own_rows(step, kv_rank)
+    own, own_keys = _own_rows(step, at.kv_rank)
     if own.stop < len(q):
         out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
-    rows = _Queries(narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
-    keys, codes = (narrow(k, 0, own_keys), narrow(v, 0, own_keys)), _rows_of(codes, own_keys)
-    _Forward(step, kv_rank, head_rank, comm, work, rows, keys, codes).run()
+    rows = Queries(narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
+    keys = narrow(k, 0, own_keys), narrow(v, 0, own_keys)
+    _AttendForward(at, work, rows, keys, _rows_of(codes, own_keys)).run()
     return out.to(q.dtype), lse
 
 
 def attend_backward(
-    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork,
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None,
-    codes: Tensor | None = None,
+    at: AttendOnRank, work: TileWork, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dlse: Tensor | None = None, codes: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of q, k and v, each with its own type and shape, zero in pad rows.
 
@@ -88,20 +119,20 @@ def attend_backward(
         codes: those of `attend`.
     """
     dq, dk, dv = like_rows(q, k, v)
-    own, own_keys = _own_rows(step, kv_rank)
+    own, own_keys = _own_rows(at.step, at.kv_rank)
     for gradient, tokens in ((dq, own), (dk, own_keys), (dv, own_keys)):
         if tokens.stop < len(gradient):
             gradient[tokens.stop :] = 0
     acc_dtype = accumulation_dtype(q.dtype)
-    in_place = len(step.backward_stages) == 1 or dq.dtype == acc_dtype
+    in_place = len(at.step.backward_stages) == 1 or dq.dtype == acc_dtype
     total = narrow(dq, 0, own)
     total = total if in_place else torch.empty_like(total, dtype=acc_dtype)
     dlse = dlse if dlse is None else narrow(dlse, -1, own)
-    rows = _QueryGradients(
+    rows = QueryGradients(
         total, narrow(dout, 0, own), narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own), dlse
     )
-    keys, gradients = ((narrow(x, 0, own_keys), narrow(y, 0, own_keys)) for x, y in ((k, v), (dk, dv)))
-    _Backward(step, kv_rank, head_rank, comm, work, rows, keys, gradients, _rows_of(codes, own_keys)).run()
+    keys, gradients = [(narrow(x, 0, own_keys), narrow(y, 0, own_keys)) for x, y in ((k, v), (dk, dv))]
+    _AttendBackward(at, work, rows, keys, gradients, _rows_of(codes, own_keys)).run()
     if total.dtype != dq.dtype:
         narrow(dq, 0, own).copy_(total)
     return [dq, dk, dv]
@@ -116,57 +147,17 @@ def _rows_of(codes: Tensor | None, rows: slice) -> Tensor | None:
     return codes if codes is None else narrow(codes, 0, rows)
 
 
-class _Queries(NamedTuple):
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def heads(self, chunk: HeadChunk) -> _Queries:
-        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
-            return self
-        return _Queries(*(narrow(x, -2, chunk.heads) for x in self))
-
-
-class _QueryGradients(NamedTuple):
-    """Queries in backward: `dq` receives their gradients; the other tensors are inputs."""
-
-    dq: Tensor
-    dout: Tensor
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-    dlse: Tensor | None
-
-    def heads(self, chunk: HeadChunk) -> _QueryGradients:
-        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
-            return self
-        tensors = self.dq, self.dout, self.q, self.out, self.lse
-        dq, dout, q, out, lse = (narrow(x, -2, chunk.heads) for x in tensors)
-        dlse = self.dlse if self.dlse is None else narrow(self.dlse, -2, chunk.heads)
-        return _QueryGradients(dq, dout, q, out, lse, dlse)
-
-    def part(self, rows: slice) -> _QueryGradients:
-        """Selects `rows`; allocates an uninitialised gradient buffer for them."""
-        dq = torch.empty_like(self.dq[rows])
-        dlse = self.dlse if self.dlse is None else self.dlse[..., rows]
-        return _QueryGradients(dq, self.dout[rows], self.q[rows], self.out[rows], self.lse[..., rows], dlse)
-
-
-class _Forward(RowTransfers):
+class _AttendForward(RowTransfers):
     """Writes `rows.out` and `rows.lse`."""
 
-    def __init__(
-        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, rows: _Queries,
-        keys: Keys, codes: Tensor | None,
-    ) -> None:  # fmt: skip
-        super().__init__(step, kv_rank, head_rank, comm, *keys, [rows.q], codes, forward=True)
+    def __init__(self, at: AttendOnRank, work: TileWork, rows: Queries, keys: Keys, codes: Tensor | None) -> None:
+        super().__init__(at, keys, [rows.q], codes, forward=True)
         self.work, self.rows = work, rows
 
     def compute(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
         stage, keys = do.part.stage, self.keys(do.keys, chunk)
-        tiles = self.tiles(self.kv_rank, stage)
-        _attend_tiles(self.work, self.rows.heads(chunk), *keys, tiles, chunk, is_first=stage.number == 0)
+        self._attend(self.rows.heads(chunk), keys, self.tiles(self.kv_rank, stage), chunk, is_first=stage.number == 0)
 
     def compute_remote(self, bound: Bound) -> None:
         do, chunk = bound.do, bound.chunk
@@ -176,7 +167,7 @@ class _Forward(RowTransfers):
         out = out.view(*q.shape[:-1], size)
         lse = out.new_empty(*q.shape[1:-1], q.shape[0])
         tiles = self.step.remote_tiles(self.kv_rank, do.part.stage)
-        _attend_tiles(self.work, _Queries(q, out, lse), *keys, tiles, chunk, is_first=True)
+        self._attend(Queries(q, out, lse), keys, tiles, chunk, is_first=True)
         sent_lse.copy_(lse.movedim(-1, 0))
 
     def merge(self, bound: Bound) -> None:
@@ -185,21 +176,39 @@ class _Forward(RowTransfers):
         for index, first, count in bound.pieces:
             _merge_rows(rows, index, *self.columns(message.narrow(0, first, count), bound))
 
+    def _attend(self, rows: Queries, keys: Keys, tiles: Tiles, chunk: HeadChunk, *, is_first: bool) -> None:
+        """Computes tiles of some heads and merges them into `rows`.
 
-class _Backward(RowTransfers):
+        Args:
+            is_first: no result has been computed for these queries: all of their rows are written.
+        """
+        if _is_empty(tiles, rows.q):
+            if is_first:
+                rows.out.zero_(), rows.lse.fill_(-torch.inf)
+            return
+        seen = narrow(keys[0], 0, tiles.key_rows), narrow(keys[1], 0, tiles.key_rows)
+        if is_first:
+            self.work.forward(rows, seen, tiles.cropped_keys, chunk)
+            return
+        some = tiles.query_rows
+        part = Queries(rows.q[some], torch.empty_like(rows.out[some]), torch.empty_like(rows.lse[..., some]))
+        self.work.forward(part, seen, tiles.cropped, chunk)
+        merge(rows.out[some], rows.lse[..., some], part.out, part.lse)
+
+
+class _AttendBackward(RowTransfers):
     """Writes the gradients of own queries, in `rows.dq`, and of own keys, in `gradients`."""
 
     def __init__(
-        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, rows: _QueryGradients,
-        keys: Keys, gradients: Keys, codes: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, at: AttendOnRank, work: TileWork, rows: QueryGradients, keys: Keys, gradients: Keys, codes: Tensor | None
+    ) -> None:
         leaving: list[Tensor] = []
-        if step.tiled is not None and step.moves_queries(forward=False):
+        if at.step.tiled is not None and at.step.moves_queries(forward=False):
             sums = row_sums(rows.dout, rows.out)
             if rows.dlse is not None:
                 sums -= rows.dlse.movedim(-1, 0).unsqueeze(-1)
             leaving = [rows.lse.movedim(-1, 0).unsqueeze(-1), sums, rows.q, rows.dout]
-        super().__init__(step, kv_rank, head_rank, comm, *keys, leaving, codes, forward=False)
+        super().__init__(at, keys, leaving, codes, forward=False)
         self.work, self.rows, self.own_gradients = work, rows, gradients
         self._remote_sums: Keys | None = None  # remote queries' part of the current keys' gradients
 
@@ -225,11 +234,11 @@ class _Backward(RowTransfers):
             dk, dv = self.key_sums if self.step.key_gradients_return else self.own_gradients
             gradients = narrow(dk, -2, chunk.groups), narrow(dv, -2, chunk.groups)
         if not do.adds:
-            _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=stage.number == 0)
+            self._attend(rows, keys, gradients, tiles, chunk, is_first=stage.number == 0)
         elif self._remote_sums is not None:
-            self._add_to_remote_sums(rows, gradients, keys, tiles, chunk)
+            self._add_to_remote_sums(rows, keys, gradients, tiles, chunk)
         elif not _is_empty(tiles, rows.q):
-            _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=False)
+            self._attend(rows, keys, gradients, tiles, chunk, is_first=False)
 
     def compute_remote(self, bound: Bound) -> None:
         """Computes remote queries before own ones, so that their gradients travel while own queries are computed.
@@ -252,8 +261,8 @@ class _Backward(RowTransfers):
             out, dlse = output_with_row_sums(dout, sums, wide=wide), None
         else:  # a sum that no output has where dout is zero
             out, dlse = torch.zeros_like(dout), -sums.squeeze(-1).movedim(0, -1)
-        rows = _QueryGradients(dq, dout, q, out, lse.squeeze(-1).movedim(0, -1).contiguous(), dlse)
-        _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=True)
+        rows = QueryGradients(dq, dout, q, out, lse.squeeze(-1).movedim(0, -1).contiguous(), dlse)
+        self._attend(rows, keys, gradients, tiles, chunk, is_first=True)
         if dq is not returned:
             returned.copy_(dq)
 
@@ -279,86 +288,59 @@ class _Backward(RowTransfers):
                 total.index_add_(0, index, column.narrow(0, first, count).to(total.dtype))
 
     def _add_to_remote_sums(
-        self, rows: _QueryGradients, gradients: Sequence[Tensor], keys: Keys, tiles: Tiles, chunk: HeadChunk
+        self, rows: QueryGradients, keys: Keys, gradients: Keys, tiles: Tiles, chunk: HeadChunk
     ) -> None:
         sums, self._remote_sums = self._remote_sums, None
         assert sums is not None
         seen = tiles.key_rows
         parts = torch.empty_like(sums[0][seen]), torch.empty_like(sums[1][seen])
-        _attend_seen_backward(self.work, rows, parts, keys, tiles, chunk, is_first=False)
+        self._attend_seen(rows, keys, parts, tiles, chunk, is_first=False)
         for gradient, total, part in zip(gradients, sums, parts, strict=True):
             total[seen].add_(part)
             if gradient.dtype != total.dtype:
                 gradient.copy_(total)
 
+    def _attend(
+        self, rows: QueryGradients, keys: Keys, gradients: Keys, tiles: Tiles, chunk: HeadChunk, *, is_first: bool
+    ) -> None:
+        """Adds the queries' gradients to `rows.dq`, and writes those of the keys.
 
-def _merge_rows(rows: _Queries, index: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        Args:
+            is_first: no gradient has been added yet: all of `rows.dq` is written.
+        """
+        if _is_empty(tiles, rows.q):
+            for unseen in (*([rows.dq] if is_first else []), *gradients):
+                unseen.zero_()
+            return
+        seen = tiles.key_rows
+        for x in gradients:
+            if seen.start:
+                x[: seen.start].zero_()
+            if seen.stop < len(x):
+                x[seen.stop :].zero_()
+        seen_gradients = narrow(gradients[0], 0, seen), narrow(gradients[1], 0, seen)
+        self._attend_seen(rows, keys, seen_gradients, tiles, chunk, is_first=is_first)
+
+    def _attend_seen(
+        self, rows: QueryGradients, keys: Keys, gradients: Keys, tiles: Tiles, chunk: HeadChunk, *, is_first: bool
+    ) -> None:
+        """Does what `_attend` does, with `gradients` of the key rows in `tiles.key_rows` only."""
+        seen = narrow(keys[0], 0, tiles.key_rows), narrow(keys[1], 0, tiles.key_rows)
+        if is_first:
+            self.work.backward(rows, seen, gradients, tiles.cropped_keys, chunk)
+            return
+        some = rows.part(tiles.query_rows)
+        self.work.backward(some, seen, gradients, tiles.cropped, chunk)
+        rows.dq[tiles.query_rows].add_(some.dq)
+
+
+def _merge_rows(rows: Queries, index: Tensor, part: Tensor, part_lse: Tensor) -> None:
     # A function, so that its tensors are freed before the next rank's.
     out, lse = rows.out.index_select(0, index), rows.lse.index_select(-1, index)
     merge(out, lse, part, part_lse.squeeze(-1).movedim(0, -1))
     index = index.long()
     rows.out.index_copy_(0, index, out)
     rows.lse.index_copy_(-1, index, lse)
-
-
-def _attend_tiles(
-    work: TileWork, rows: _Queries, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, *, is_first: bool
-) -> None:  # fmt: skip
-    """Computes tiles of some heads and merges them into `rows`.
-
-    Args:
-        is_first: no result has been computed for these queries: all of their rows are written.
-    """
-    if _is_empty(tiles, rows.q):
-        if is_first:
-            rows.out.zero_(), rows.lse.fill_(-torch.inf)
-        return
-    seen = tiles.key_rows
-    keys, values = narrow(keys, 0, seen), narrow(values, 0, seen)
-    if is_first:
-        work.forward(rows.out, rows.lse, rows.q, keys, values, tiles.cropped_keys, chunk)
-        return
-    some = tiles.query_rows
-    part, part_lse = torch.empty_like(rows.out[some]), torch.empty_like(rows.lse[..., some])
-    work.forward(part, part_lse, rows.q[some], keys, values, tiles.cropped, chunk)
-    merge(rows.out[some], rows.lse[..., some], part, part_lse)
-
-
-def _attend_tiles_backward(
-    work: TileWork, rows: _QueryGradients, gradients: Sequence[Tensor], keys: Keys, tiles: Tiles, chunk: HeadChunk, *,
-    is_first: bool,
-) -> None:  # fmt: skip
-    """Adds the queries' gradients to `rows.dq`, and writes those of the keys.
-
-    Args:
-        is_first: no gradient has been added yet: all of `rows.dq` is written.
-    """
-    if _is_empty(tiles, rows.q):
-        for unseen in (*([rows.dq] if is_first else []), *gradients):
-            unseen.zero_()
-        return
-    seen = tiles.key_rows
-    for x in gradients:
-        if seen.start:
-            x[: seen.start].zero_()
-        if seen.stop < len(x):
-            x[seen.stop :].zero_()
-    seen_gradients = [narrow(x, 0, seen) for x in gradients]
-    _attend_seen_backward(work, rows, seen_gradients, keys, tiles, chunk, is_first=is_first)
-
-
-def _attend_seen_backward(
-    work: TileWork, rows: _QueryGradients, gradients: Sequence[Tensor], keys: Keys, tiles: Tiles, chunk: HeadChunk, *,
-    is_first: bool,
-) -> None:  # fmt: skip
-    """Writes gradients for the key rows in `tiles.key_rows` only."""
-    k, v = (narrow(x, 0, tiles.key_rows) for x in keys)
-    some = rows if is_first else rows.part(tiles.query_rows)
-    dk, dv = gradients
-    cropped = tiles.cropped_keys if is_first else tiles.cropped
-    work.backward(some.dq, dk, dv, some.dout, some.q, k, v, some.out, some.lse, some.dlse, cropped, chunk)
-    if not is_first:
-        rows.dq[tiles.query_rows].add_(some.dq)
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

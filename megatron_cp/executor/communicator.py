@@ -1,7 +1,8 @@
-"""`Communicator`: the ranks of a plan and the transport between them.
+"""`Communicator`: the ranks of a plan and the wire between them.
 
-With every transport an operation is started, and waited for later; both are collective, and ranks wait in the order
-of starting. The caller acquires the memory for received messages here, and releases it here.
+The wire is the group itself, or a transport that is laid over it. On each an operation is started, and waited for
+later; both are collective, and ranks wait in the order of starting. The caller acquires the memory for received
+messages here, and releases it here.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import CallTables
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.groups import Message, Pending, RankGroup, Wire
 from megatron_cp.executor.trace import current_layer, range_name
-from megatron_cp.executor.transports import transport_over
+from megatron_cp.executor.transports import LAID_OVER_GROUP
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 
@@ -34,6 +34,8 @@ class Communicator:
         tables: the plan's tables, if another pack's may be loaded over them before backward; checked at each start.
 
     Attributes:
+        buffers: memory for packing and sending; for received messages use `acquire`.
+        wire: what carries the messages.
         layer: number of the layer that made this, or None; for the names of ranges.
         chunk: number, from 0, and count of the head chunks, for the names of ranges.
     """
@@ -47,13 +49,9 @@ class Communicator:
         self.group, self.transport, self.operation, self.scheme = group, transport, operation, scheme
         self.tables = tables
         self.layer = current_layer()
-        self.rank, self.size = group.rank, group.size
-        self._over_group = transport_over(group, transport)
-
-    @property
-    def buffers(self) -> Buffers:
-        """Memory for packing and sending; for received messages use `acquire`."""
-        return self.group.buffers
+        self.rank, self.size, self.buffers = group.rank, group.size, group.buffers
+        laid = LAID_OVER_GROUP.get(transport.name)
+        self.wire: Wire = group if laid is None else laid(group, transport)
 
     def part(self, ranks: range) -> Communicator:
         """Returns a communicator of a subset of the ranks that includes this rank."""
@@ -93,30 +91,31 @@ class Communicator:
             kept: the memory is valid as long as tensors refer to it, as autograd's do until backward; `release` then
                 has no effect on it.
         """
-        return self._over_group.acquire(size, device, kept=kept)
+        return self.wire.acquire(size, device, kept=kept)
 
     def acquire_like(self, like: Tensor, *shape: int) -> Tensor:
         """Returns a tensor for a received message, in place of `like.new_empty(*shape)`, valid until `release`."""
-        return self.acquire(math.prod(shape) * like.itemsize, like.device).view(like.dtype).view(shape)
+        return self.wire.acquire(math.prod(shape) * like.itemsize, like.device).view(like.dtype).view(shape)
 
     def release(self, *tensors: Tensor) -> None:
         """Takes back tensors acquired here or in `buffers`, or views of them; ignores other tensors."""
-        self._over_group.release(*tensors)
+        self.wire.release(*tensors)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts, step: str = "") -> Pending:
         """Starts sending piece r of flat `sent` to rank r, and receiving piece r of flat `received` from it."""
         self._enter(step)
-        return self._over_group.start_all_to_all(received, sent, split_counts)
+        received_splits, sent_splits = split_counts.received_by(self.rank), split_counts.sent_by(self.rank)
+        return self.wire.start_all_to_all(received, sent, received_splits, sent_splits, split_counts)
 
     def start_all_gather(self, received: Tensor, sent: Tensor, step: str = "") -> Pending:
         """Starts filling flat `received` with every rank's flat `sent`, all of equal size, in rank order."""
         self._enter(step)
-        return self._over_group.start_all_gather(received, sent)
+        return self.wire.start_all_gather(received, sent)
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message], step: str = "") -> Pending:
         """Starts messages between ranks together, as a ring does. Messages between two ranks stay in order."""
         self._enter(step)
-        return self._over_group.start_messages(sends, receives)
+        return self.wire.start_messages(sends, receives)
 
     def _enter(self, step: str) -> None:
         """Sets the group's activity, for errors, and checks that the plan's tables still hold its own pack."""

@@ -29,8 +29,8 @@ def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[T
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
     in_flight = InFlightHalo(step, over(comm), x)
-    x, order_token = _Start.apply(x, in_flight)
-    return x, lambda: _Wait.apply(order_token, in_flight)
+    x, order_token = _StartHalo.apply(x, in_flight)
+    return x, lambda: _WaitHalo.apply(order_token, in_flight)
 
 
 def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class InFlightHalo:
 # Between the two ends autograd sees an order token: an empty tensor that keeps the order of steps.
 
 
-class _Start(torch.autograd.Function):
+class _StartHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_flight: InFlightHalo) -> Any:
         ctx.in_flight = in_flight
@@ -116,7 +116,7 @@ class _Start(torch.autograd.Function):
         return dx, None
 
 
-class _Wait(torch.autograd.Function):
+class _WaitHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, order_token: Tensor, in_flight: InFlightHalo) -> Tensor:
         ctx.in_flight = in_flight

@@ -22,9 +22,14 @@ from torch.autograd.profiler import record_function
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry, geometry_of
-from megatron_cp.exchange.head_side import keeps_message, pack_heads_for_peers, unpack_heads
-from megatron_cp.exchange.messages import section_columns
-from megatron_cp.exchange.token_side import pack_tokens_for_peers, unpack_tokens
+from megatron_cp.exchange.messages import (
+    keeps_message,
+    pack_heads,
+    pack_tokens,
+    section_columns,
+    unpack_heads,
+    unpack_tokens,
+)
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.no_compile import no_compile_backward
@@ -109,15 +114,15 @@ class ToHeadsInParts(_MoveInParts):
         in_flight = InFlightExchange(at, self._comm, [tensor.shape[-1] for tensor in tensors])
         self._in_flight, self.num_parts = in_flight, in_flight.num_parts
         if not alone or self.num_parts > 1:
-            self._order_tokens, self._tensors = _Start.apply(in_flight, True, range(self.num_parts), *tensors), ()
+            self._order_tokens, self._tensors = _StartParts.apply(in_flight, True, range(self.num_parts), *tensors), ()
 
     def finish(self, part: int = 0) -> list[Tensor]:
         """Waits for one part, and returns its sections as `to_heads` does."""
         if self._exchange.is_local:
             return _without_transfer(self._exchange, self._tensors)
         if not self._order_tokens:
-            return list(_Whole.apply(self._in_flight, True, *self._tensors))
-        return list(_Finish.apply(self._in_flight, True, (part,), self._order_tokens[part]))
+            return list(_MoveWhole.apply(self._in_flight, True, *self._tensors))
+        return list(_FinishParts.apply(self._in_flight, True, (part,), self._order_tokens[part]))
 
 
 class ToTokensInParts(_MoveInParts):
@@ -135,30 +140,30 @@ class ToTokensInParts(_MoveInParts):
         batch = sections[0].shape[1] if sections[0].ndim == 4 else None
         dtypes = tuple([section.dtype for section in sections])
         at = geometry_of(exchange, self._comm.rank, dtypes, batch, sections[0].device, self._comm.tables)
-        for place, section, block in zip(at.parts[part].places, sections, exchange.sections.blocks, strict=True):
-            if section.shape != place.shape:
-                raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{place.shape}")
+        for view, section, block in zip(at.parts[part].table_views, sections, exchange.sections.blocks, strict=True):
+            if section.shape != view.shape:
+                raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{view.shape}")
         if exchange.is_local:
             self._moved = [section.flatten(-2) for section in sections]
             return
         if self._in_flight is None:
             self._in_flight = InFlightExchange(at, self._comm, [block.width for block in exchange.sections.blocks])
         if self._in_flight.num_parts == 1:
-            self._moved = list(_Whole.apply(self._in_flight, False, *sections))
+            self._moved = list(_MoveWhole.apply(self._in_flight, False, *sections))
         else:
-            self._order_tokens = [*self._order_tokens, *_Start.apply(self._in_flight, False, (part,), *sections)]
+            self._order_tokens = [*self._order_tokens, *_StartParts.apply(self._in_flight, False, (part,), *sections)]
 
     def finish(self) -> list[Tensor]:
         """Waits for every part, and returns the tensors that `to_tokens` returns."""
         if not self._order_tokens:
             return self._moved
-        return list(_Finish.apply(self._in_flight, False, range(len(self._order_tokens)), *self._order_tokens))
+        return list(_FinishParts.apply(self._in_flight, False, range(len(self._order_tokens)), *self._order_tokens))
 
 
 # Forward runs an instruction of the layer's program, `Move(..., to_heads, starts, parts)`, and backward its adjoint.
 
 
-class _Start(torch.autograd.Function):
+class _StartParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, in_flight: InFlightExchange, to_heads: bool, parts: Sequence[int], *tensors: Tensor) -> Any:
         ctx.adjoint = in_flight, not to_heads, parts[::-1]
@@ -172,7 +177,7 @@ class _Start(torch.autograd.Function):
         return None, None, None, *in_flight.finish(to_heads, parts, forward=False)
 
 
-class _Finish(torch.autograd.Function):
+class _FinishParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, in_flight: InFlightExchange, to_heads: bool, parts: Sequence[int], *order_tokens: Tensor
@@ -191,7 +196,7 @@ class _Finish(torch.autograd.Function):
         return None, None, None, *[gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes]
 
 
-class _Whole(torch.autograd.Function):
+class _MoveWhole(torch.autograd.Function):
     """Both at once, of the only part."""
 
     @staticmethod
@@ -233,14 +238,13 @@ class InFlightExchange:
                 at = self.at[forward].parts[part]
                 if to_heads:
                     received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
-                    sent, write_own = pack_tokens_for_peers(tensors, at, self.comm.buffers, received)
+                    sent = pack_tokens(tensors, at, self.comm.buffers)
                 else:
                     received = self.comm.acquire(at.token_side_bytes, at.device)
-                    sent, write_own = pack_heads_for_peers(tensors, at, self.comm.buffers, received)
+                    sent = pack_heads(tensors, at, self.comm.buffers)
                 split_counts = at.split_counts(to_heads=to_heads)
                 pending = self.comm.start_all_to_all(received, sent, split_counts, at.steps[to_heads])
                 self.under_way[part] = pending, sent, received
-                write_own()
 
     def finish(self, to_heads: bool, parts: Sequence[int], *, forward: bool) -> list[Tensor]:
         """Waits for parts, in the order in which they were started.

@@ -25,11 +25,12 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, LocalStep, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
-Inputs = list[Tensor] | Callable[[int], list[Tensor]]
-Finish = Callable[[], list[Tensor]]
+LayerInputs = list[Tensor] | Callable[[int], list[Tensor]]  # of all heads, or a function that makes those of a chunk
 
 
-def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
+def run(
+    plan: Plan, comm: Communicator, inputs: LayerInputs, work: Callable[[int], Mapping[str, LocalWork]]
+) -> list[Tensor]:
     """Runs a plan's forward program on this rank.
 
     Every instruction is differentiable, and autograd runs their adjoints in the order of the backward program.
@@ -43,7 +44,8 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
             for `Halo` under "conv" and for `Scan` under "rule". Unless `inputs` is a function, work between exchanges
             to the head side is done once for all chunks, by the functions of chunk 0.
     """
-    tensors, chunk_comm, arriving = [] if callable(inputs) else inputs, comm, dict[tuple[int, int], Finish]()
+    tensors, chunk_comm = [] if callable(inputs) else inputs, comm
+    arriving = dict[tuple[int, int], Callable[[], list[Tensor]]]()  # by step and part, what waits for the part
     back = ToTokensInParts(plan.steps[-1].exchange, comm) if isinstance(plan.steps[-1], ToTokens) else None
     for do in plan.program(forward=True, projected=callable(inputs)):
         match do:

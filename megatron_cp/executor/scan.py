@@ -72,7 +72,7 @@ def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors:
         comm: the ranks of the layout, and the transport between them.
         tensors: the inputs of `local`. On a rank without tokens they, and the output, have no elements.
     """
-    return _Scan.apply(step, over(comm), local, *tensors)
+    return _ScanFunction.apply(step, over(comm), local, *tensors)
 
 
 def continued_scan(
@@ -102,7 +102,7 @@ def _forward(
     return out, kept, transitions, maps.final
 
 
-class _Scan(torch.autograd.Function):
+class _ScanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Scan, comm: Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
         out, kept, transitions, _ = _forward(step, comm, local, tensors, None)
@@ -156,22 +156,22 @@ class _Maps:
         }
         self.slots = {number: slot for slot, number in enumerate(self.local.ids[waiting].tolist())}
         self.like = constants
-        self.pending: Pending | None = None
+        self.under_way: tuple[Pending, Tensor, Tensor] | None = None  # and what is sent and received
         if step.crosses:
             with comm.traced("scan send", forward=forward) if profiling() else NO_RANGE:
-                self.pending = self._start()
+                self.under_way = self._start()
 
-    def _start(self) -> Pending:
+    def _start(self) -> tuple[Pending, Tensor, Tensor]:
         size, forward, activity = self.comm.size, self.forward, f"maps of segments, {direction(forward=self.forward)}"
         if self.step.gathers:
             share = self.step.share(forward=forward)
             own = self.step.leaving(self.comm.rank, forward=forward).tolist()
             parts = [part.reshape(-1) for number in own for part in self.maps[number] if part is not None]
-            self.sent = self.comm.buffers.acquire_like(self.like, share)
-            self.received = self.comm.acquire_like(self.like, share * size)
+            sent = self.comm.buffers.acquire_like(self.like, share)
+            received = self.comm.acquire_like(self.like, share * size)
             if parts:
-                torch.cat(parts, out=self.sent[: sum(part.numel() for part in parts)])
-            return self.comm.start_all_gather(self.received, self.sent, activity)
+                torch.cat(parts, out=sent[: sum(part.numel() for part in parts)])
+            return self.comm.start_all_gather(received, sent, activity), sent, received
         messages = [
             part.reshape(-1)
             for target in range(size)
@@ -180,35 +180,35 @@ class _Maps:
             if part is not None
         ]
         split_counts = self.step.split_counts(forward=forward)
-        self.sent = self.comm.buffers.acquire_like(self.like, sum(split_counts.sent_by(self.comm.rank)))
-        self.received = self.comm.acquire_like(self.like, sum(split_counts.received_by(self.comm.rank)))
+        sent = self.comm.buffers.acquire_like(self.like, sum(split_counts.sent_by(self.comm.rank)))
+        received = self.comm.acquire_like(self.like, sum(split_counts.received_by(self.comm.rank)))
         if messages:
-            torch.cat(messages, out=self.sent)
-        return self.comm.start_all_to_all(self.received, self.sent, split_counts, activity)
+            torch.cat(messages, out=sent)
+        return self.comm.start_all_to_all(received, sent, split_counts, activity), sent, received
 
     def fold(self) -> Tensor:
         """Waits for the maps and composes them; call it once.
 
         Returns the state before each waiting segment; in backward, the gradient of the state after it.
         """
-        if self.pending is not None:
+        if self.under_way is not None:
             with self.comm.traced("scan wait", forward=self.forward) if profiling() else NO_RANGE:
-                self.pending.wait()
+                self.under_way[0].wait()
         with self.comm.traced("scan fold", forward=self.forward) if profiling() else NO_RANGE:
             return self._folded()
 
     def _folded(self) -> Tensor:
         step = self.step
-        if self.pending is not None:
-            self._sort_arrivals()
+        if self.under_way is not None:
+            self._sort_arrivals(self.under_way[2])
         states = self.like.new_zeros(len(self.slots), step.heads, step.key_dim, step.value_dim)
         needed, parents = self.segments.needed(self.comm.rank, forward=self.forward), self.segments.parent
         if self.forward:
             self._fold_states(states, needed.tolist(), parents)
         else:
             self._fold_gradients(states, needed[::-1].tolist(), parents)
-        if self.pending is not None:
-            self.comm.release(self.sent, self.received)  # maps that arrived are views of it
+        if self.under_way is not None:
+            self.comm.release(*self.under_way[1:])  # maps that arrived are views of what was received
         return states
 
     def _fold_states(self, states: Tensor, order: list[int], parents: IntArray) -> None:
@@ -247,7 +247,7 @@ class _Maps:
             if parent in self.slots:
                 states[self.slots[parent]] = after[parent]
 
-    def _sort_arrivals(self) -> None:
+    def _sort_arrivals(self, received: Tensor) -> None:
         step, at, rank = self.step, 0, self.comm.rank
         for source in range(self.comm.size):
             if step.gathers:
@@ -256,11 +256,11 @@ class _Maps:
             else:
                 numbers = self.segments.sent(source, rank, forward=self.forward)
             for number in map(int, numbers):
-                constant = self.received[at : at + step.state_size].view(step.heads, step.key_dim, step.value_dim)
+                constant = received[at : at + step.state_size].view(step.heads, step.key_dim, step.value_dim)
                 at += step.state_size
                 transition = None
                 if (self.segments.past if self.forward else self.segments.future)[number]:
-                    transition = self.received[at : at + step.transition_size].view(step.transition_shape)
+                    transition = received[at : at + step.transition_size].view(step.transition_shape)
                     at += step.transition_size
                 self.maps[number] = (constant, transition)
 

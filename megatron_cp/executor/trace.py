@@ -31,9 +31,13 @@ current_layer = _LAYER.get
 
 
 class _NoRange:
-    """A context that does nothing. Entering and leaving it calls built-in functions, which is fast."""
+    """A context that does nothing.
 
-    __enter__ = __exit__ = "".format  # takes any arguments, and returns a false value
+    Both methods are a built-in function that takes any arguments and returns a false value. Every step enters and
+    leaves this context, and methods written in Python would be two more Python calls a step.
+    """
+
+    __enter__ = __exit__ = "".format
 
 
 NO_RANGE = _NoRange()
@@ -91,14 +95,14 @@ def traced_work(
     While a profiler is on, identity functions are added before and after the work. Autograd runs the newest function
     that is ready first, so that no function of another step runs between them, and the order of steps is unchanged.
     """
-    span = _Backward(range_of)
+    span = _BackwardRange(range_of)
     with range_of(True):
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return work(*tensors)
         return span.edge(work(*span.edge(tensors, begins=False)), begins=True)
 
 
-class _Backward:
+class _BackwardRange:
     """The range of the backward of local work."""
 
     def __init__(self, range_of: Callable[[bool], record_function]) -> None:
@@ -125,7 +129,7 @@ class _Backward:
 
 class _Edge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, span: _Backward, begins: bool, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, span: _BackwardRange, begins: bool, *tensors: Tensor) -> Any:
         ctx.reached = span.begin if begins else span.end
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)  # views could not be written to in place

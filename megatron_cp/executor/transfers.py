@@ -1,7 +1,7 @@
 """`RowTransfers`: carries out the instructions of an attention's program that move rows between ranks.
 
-Packed rows are in the group's buffers, and received rows in memory of the transport. The program (`plan/program.py`)
-says which rows go where, and when; this file lays out each kind of rows in a message.
+Packed rows are in the group's buffers, and received rows in memory of the transport. The program
+(`plan/attention_program.py`) says which rows go where, and when; this file lays out each kind of rows in a message.
 
 Shapes: `t` own rows without pad rows, `s` rows of the current keys or queries, `b` batch (absent for packed THD), `h`
 query heads and `g` key/value heads of a head chunk, `d` and `v` their sizes.
@@ -18,30 +18,46 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.coding import decode_together, encode_together
-from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.device import CallTables, on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.arguments import accumulation_dtype, narrow
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import Fetch, PassOn, Return
-from megatron_cp.plan.head_chunks import HeadChunk
-from megatron_cp.plan.payloads import Payload
-from megatron_cp.plan.program import (
+from megatron_cp.plan.attention_program import (
     Allocate,
-    Compute,
+    ComputeOwn,
     ComputeRemote,
     Instruction,
-    Merge,
+    MergeRows,
     Order,
-    Pack,
+    PackRows,
     Release,
     Start,
     Wait,
 )
+from megatron_cp.plan.flows import Fetch, PassOn, Return
+from megatron_cp.plan.head_chunks import HeadChunk
+from megatron_cp.plan.payloads import Payload
 
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
+
+
+class AttendOnRank(NamedTuple):
+    """An `Attend` step on one rank.
+
+    Attributes:
+        step: the step.
+        kv_rank, head_rank: the rank's coordinates: whose queries and keys it has, and which heads.
+        comm: the ranks of one `head_rank`, and the transport between them.
+    """
+
+    step: Attend
+    kv_rank: int
+    head_rank: int
+    comm: Communicator
+
 
 # Names of the rows that travel, in errors and in ranges of a profiler.
 _ERROR_NAMES = {
@@ -88,25 +104,36 @@ class Bound(NamedTuple):
 
 
 def bound_program(
-    step: Attend, kv_rank: int, head_rank: int, device: torch.device, coded: int, *, forward: bool
-) -> tuple[Bound, ...]:
+    step: Attend, kv_rank: int, head_rank: int, device: torch.device, coded: int, tables: CallTables | None = None, *,
+    forward: bool,
+) -> tuple[Bound, ...]:  # fmt: skip
     """Returns a direction's program on one rank, with its tables on a device. Made once for all layers of a batch.
 
-    Keys travel in `coded` bytes each; 0 for their own type.
+    Keys travel in `coded` bytes each; 0 for their own type. `tables` are used in place of its own.
     """
 
     def make() -> tuple[Bound, ...]:
         program, chunks = step.program(forward=forward), step.chunks(head_rank)
-        return tuple(_bind(step, do, kv_rank, chunks[do.part.chunk], device, coded) for do in program)
+        return tuple(_bind(step, do, kv_rank, chunks[do.part.chunk], device, coded, tables) for do in program)
 
     heads = step.partition.heads[head_rank]
-    return step.memo(("bound program", forward, kv_rank, heads, step.partition.groups[head_rank], device, coded), make)
+    key = ("bound program", forward, kv_rank, heads, step.partition.groups[head_rank], device, coded)
+    return (step if tables is None else tables).memo(key, make)
 
 
-def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device, coded: int) -> Bound:
+def _bind(
+    step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device, coded: int,
+    tables: CallTables | None,
+) -> Bound:  # fmt: skip
     heads, groups, (key, value) = chunk.heads.stop - chunk.heads.start, chunk.num_groups, step.key_features
+
+    def index(flow: Fetch, name: str) -> Tensor:
+        if tables is None:
+            return flow_index(flow, kv_rank, name, device)
+        return tables.flows[do.part.stage.number][name]
+
     bound = Bound(do, chunk)
-    if isinstance(do, Pack | Start | Order | Allocate | Merge):
+    if isinstance(do, PackRows | Start | Order | Allocate | MergeRows):
         columns = {
             Payload.PARTIALS: ((heads, step.value_head_dim), (heads, 1)),
             Payload.QUERY_GRADIENTS: ((heads, step.head_dim),), Payload.QUERIES: (), Payload.QUERIES_AND_GRADIENTS: (),
@@ -116,16 +143,15 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
             columns, dtype = ((groups, coded),), "codes"
         bound = bound._replace(columns=columns, dtype=dtype, name=_ERROR_NAMES.get(do.payload, ""))
     match do:
-        case Pack(flow=None):
+        case PackRows(flow=None):
             return bound._replace(rows=int(step.keys.token_counts[kv_rank]))
-        case Pack(flow=Return() as flow) | Allocate(like=None, flow=Fetch() as flow):
+        case PackRows(flow=Return() as flow) | Allocate(like=None, flow=Fetch() as flow):
             sent_back = flow if isinstance(flow, Return) else Return(flow)
             return bound._replace(rows=sum(sent_back.split_counts.sent_by(kv_rank)))
-        case Pack(flow=Fetch() as flow):
+        case PackRows(flow=Fetch() as flow):
             rows = flow.message_rows(kv_rank).sent
             assert rows is not None
-            index = None if flow.equal_shares else flow_index(flow, kv_rank, "send_rows", device)
-            return bound._replace(rows=rows, picked=index)
+            return bound._replace(rows=rows, picked=None if flow.equal_shares else index(flow, "send_rows"))
         case Start(flow=PassOn() as flow, payload=payload):
             name = f"{_RING_NAMES[payload]} of stage {flow.hops} of {flow.size}"
             neighbours = (kv_rank - 1) % flow.size, (kv_rank + 1) % flow.size
@@ -136,13 +162,13 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
                 rows=flow.message_rows(kv_rank).received, counts=None if shares else flow.split_counts
             )
         case Order(flow=flow):
-            table, fetch = flow.order_table(kv_rank), flow.fetch if isinstance(flow, Return) else flow
-            return bound._replace(picked=None if table is None else flow_index(fetch, kv_rank, table, device))
-        case Merge(flow=Return(fetch=fetch)):
+            table = flow.order_table(kv_rank) if tables is None else flow.order_name
+            fetch = flow.fetch if isinstance(flow, Return) else flow
+            return bound._replace(picked=None if table is None else index(fetch, table))
+        case MergeRows(flow=Return(fetch=fetch)):
             counts = fetch.tables(kv_rank).send_counts.tolist()
-            index = flow_index(fetch, kv_rank, "send_rows", device)
             firsts = itertools.accumulate(counts, initial=0)
-            pieces = zip(index.split(counts), firsts, counts, strict=False)
+            pieces = zip(index(fetch, "send_rows").split(counts), firsts, counts, strict=False)
             return bound._replace(pieces=tuple(piece for piece in pieces if piece[2]))
     return bound
 
@@ -151,27 +177,29 @@ class RowTransfers(ABC):
     """Moves rows for one direction of an attention on one rank; subclasses compute and merge.
 
     Args:
-        comm: the ranks of one `head_rank`, and the transport between them.
-        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` own keys and values, all heads of the rank.
+        at: the attention.
+        keys: `[t, (b,) g, d]` and `[t, (b,) g, v]` own keys and values, all heads of the rank.
         leaving: the columns of own queries that are sent to other ranks, each `[t, (b,) h, size]`.
-        codes: `[t, (b,) g, bytes]` of `coded_keys`, which are sent in place of k and v; None if these are.
+        codes: `[t, (b,) g, bytes]` of `coded_keys`, which are sent in place of the keys; None if these are.
     """
 
     def __init__(
-        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor,
-        leaving: Sequence[Tensor], codes: Tensor | None = None, *, forward: bool,
-    ) -> None:  # fmt: skip
-        self.step, self.kv_rank, self.comm, self.k, self.v, self.codes = step, kv_rank, comm, k, v, codes
+        self, at: AttendOnRank, keys: Keys, leaving: Sequence[Tensor], codes: Tensor | None = None, *, forward: bool
+    ) -> None:
+        self.step, self.kv_rank, head_rank, self.comm = at
+        (self.k, self.v), self.codes = keys, codes
         self.leaving, self.forward = leaving, forward
-        self.tiles = (comm.tables or step).tiles
-        self.acc_dtype = accumulation_dtype(k.dtype)
+        self.tiles = (self.comm.tables or self.step).tiles
+        self.acc_dtype = accumulation_dtype(self.k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._own_block: int | None = None  # the buffer of own keys that a ring passes on
         self._decoded: tuple[int, Keys] | None = None  # of the buffer whose keys meet own queries next
-        self._batch = k.shape[1:-2]
+        self._batch = self.k.shape[1:-2]
         coded = 0 if codes is None else codes.shape[-1]
-        self._program = bound_program(step, kv_rank, head_rank, k.device, coded, forward=forward)
+        self._program = bound_program(
+            self.step, self.kv_rank, head_rank, self.k.device, coded, self.comm.tables, forward=forward
+        )
 
     def run(self) -> None:
         """Executes the program in order; under a profiler, with a range for each step."""
@@ -266,8 +294,8 @@ class RowTransfers(ABC):
 
     def __init_subclass__(cls) -> None:
         cls.methods = {
-            Pack: cls.pack, Start: cls.start, Wait: cls.wait, Order: cls.order, Allocate: cls.allocate,
-            Release: cls.release, Compute: cls.compute, ComputeRemote: cls.compute_remote, Merge: cls.merge,
+            PackRows: cls.pack, Start: cls.start, Wait: cls.wait, Order: cls.order, Allocate: cls.allocate,
+            Release: cls.release, ComputeOwn: cls.compute, ComputeRemote: cls.compute_remote, MergeRows: cls.merge,
         }  # fmt: skip
 
     # -- the layout of rows in a message ------------------------------------------------------------------------------
@@ -343,15 +371,15 @@ class RowTransfers(ABC):
         stage, chunk = do.part
         numbers = (chunk, self.step.head_chunks), (stage.number, len(self.step.stages_in(forward=self.forward)))
         match do:
-            case Pack(payload=payload) | Start(payload=payload) | Order(payload=payload, flow=Return()):
+            case PackRows(payload=payload) | Start(payload=payload) | Order(payload=payload, flow=Return()):
                 return "send", _RANGE_NAMES[payload], numbers
             case Wait(payload=payload):
                 return "wait", _RANGE_NAMES[payload], numbers
             case Order(payload=Payload.KEYS):
                 return "unpack", "k,v", numbers
-            case Merge(payload=Payload.KEY_GRADIENTS):
+            case MergeRows(payload=Payload.KEY_GRADIENTS):
                 return "sum", "dk,dv", numbers
-            case Compute():
+            case ComputeOwn():
                 return "attend", "", numbers
             case ComputeRemote():
                 return "attend", "remote queries", numbers

@@ -75,7 +75,7 @@ def own_batches(model: Any, group: Group, **cp_options: Any) -> ContextParallel:
 
     for name in ("backend", "prepare_model_inputs_for_cp"):
         if hasattr(model, name):
-            remedy = "Load it with transformers' own class: Automodel's exchanges attention itself."
+            remedy = "Load it with transformers' own class, because Automodel's class replaces attention itself."
             given = f"{type(model).__name__}, which has `{name}`"
             raise ArgumentError("model", given, "a model of transformers", remedy)
     parallel = enable_context_parallel(model, group, **cp_options)
@@ -89,7 +89,7 @@ def _sharder(parallel: ContextParallel, batch: Any, num_chunks: int = 1) -> dict
     from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
 
     if num_chunks != 1:
-        raise ArgumentError("num_chunks", num_chunks, "1", "Pipeline stages are not run with it.")
+        raise ArgumentError("num_chunks", num_chunks, "1", "Pipeline stages do not work with megatron_cp.")
     return {"cp_sharder": ContextParallelSharder(shard_batch=partial(_shard_batch, parallel))}
 
 

@@ -23,8 +23,9 @@ from pydantic import BaseModel
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.integrations import require
+from megatron_cp.transformers.additions import NEFTUNE
 from megatron_cp.transformers.enable import enable_context_parallel
-from megatron_cp.transformers.rows import join_documents
+from megatron_cp.transformers.padding import join_documents
 from megatron_cp.transformers.trainer import ContextParallelMixin
 
 _OWN = "axolotl.integrations.context_parallel.ContextParallelPlugin"  # which axolotl always registers
@@ -34,17 +35,17 @@ _OPTIONS = [
 ]  # fmt: skip
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _RING = "context_parallel_size is the number of ranks, and megatron_cp: has all other settings."
-_LOSS = "It computes another loss than the model's own, from whole rows."
+_LOSS = "Its loss is not the model's own, and needs whole rows."
 _LOSSES = (
     "reward_model", "process_reward_model", "orpo_alpha", "use_dft", "use_eaft", "cut_cross_entropy",
     "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "diffusion",
 )  # fmt: skip
-_REPLACES = "It replaces the attention of models, which would see a rank's own tokens alone."
-_UNTRIED = "It has not been tried under context parallelism."
+_REPLACES = "It replaces the models' attention, which would then see only a rank's own tokens."
+_UNTRIED = "We have not tried it with context parallelism."
 _REFUSED = {
     **dict.fromkeys(("context_parallel", "ring_attn_func", "heads_k_stride"), _RING),
     **dict.fromkeys(("xformers_attention", "sage_attention", "flash_optimum"), _REPLACES),
-    "neftune_noise_alpha": "It divides noise by the number of rows that it is given, of which a rank has a part.",
+    "neftune_noise_alpha": NEFTUNE,
     "deepspeed": "Its own sequence parallelism would split batches again. Use fsdp_config.",
     "rl": "Its trainer needs whole rows: write it with ContextParallelPreferenceMixin and TRL.",
     **dict.fromkeys(_LOSSES, _LOSS),
@@ -97,7 +98,7 @@ class ContextParallelPlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Refuses the trainer of another plugin: axolotl takes that of the first one that has one."""
         if not isinstance(trainer, ContextParallelMixin):
-            remedy = "Leave out the plugin that brings it; this one brings its own trainer."
+            remedy = "Remove the plugin that sets it; ContextParallelPlugin sets its own trainer."
             raise ArgumentError("plugins", type(trainer).__name__, "the trainer of ContextParallelPlugin", remedy)
 
     def get_training_args(self, cfg: Any) -> dict[str, Any]:
@@ -159,5 +160,7 @@ def check_sizes(cfg: Mapping[str, Any]) -> None:
         raise ArgumentError(named, size, f"a divisor of the {ranks} processes", remedy)
     shards, replicas, needed = cfg.get("dp_shard_size") or 1, cfg.get("dp_replicate_size") or 1, ranks // size
     if size > 1 and shards * replicas != needed:
-        remedy = f"There are {needed} groups of {size} of the {ranks} processes: dp_shard_size * dp_replicate_size."
+        remedy = (
+            f"The {ranks} processes are {needed} groups of {size}: dp_shard_size * dp_replicate_size is their number."
+        )
         raise ArgumentError("dp_shard_size", shards, f"{needed}, over dp_replicate_size", remedy)

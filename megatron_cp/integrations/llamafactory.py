@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.integrations import require
-from megatron_cp.transformers.rows import join_documents
+from megatron_cp.transformers.padding import join_documents
 from megatron_cp.transformers.trainer import ContextParallelMixin
 
 _STAGE = "Their trainers need whole rows, or a loss of their own."
-_OTHER = "It runs another trainer, or replaces layers in a way of its own."
+_OTHER = "It runs another trainer, or replaces layers itself."
 _REFUSED = {
     "predict_with_generate": "Generate without context parallelism, from the saved model.",
     "use_mca": _OTHER,
@@ -32,7 +32,7 @@ _REFUSED = {
     "shift_attn": _OTHER,
     "mixture_of_depths": _OTHER,
     "use_kt": _OTHER,
-    "enable_liger_kernel": "Its loss has not been tested with labels of several ranks.",
+    "enable_liger_kernel": "We have not tested its loss with labels of several ranks.",
 }
 
 

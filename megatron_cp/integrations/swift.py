@@ -10,15 +10,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.gather import gather
 from megatron_cp.integrations import require
+from megatron_cp.integrations.images import always_run_tower, takes_images
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.planner.batch import BatchPlan
@@ -32,8 +33,8 @@ class ContextParallelSequenceMixin:
     """A mixin for ms-swift's `SequenceParallel`, which its trainers ask to split batches and to gather losses.
 
     Models run over the ranks of a group by `enable_context_parallel`: any heads, any lengths, windows, and hybrids with
-    linear layers, whose documents stay apart. Losses, weights of tokens and accuracies are ms-swift's own, over whole
-    batches on every rank.
+    linear layers, whose documents stay apart. It takes images and videos as `ContextParallel.shard` does. Losses,
+    weights of tokens and accuracies are ms-swift's own, over whole batches on every rank.
 
     Attributes:
         cp_options: arguments of `enable_context_parallel`, such as `{"layout": "balanced", "scheme": "auto"}`.
@@ -53,11 +54,12 @@ class ContextParallelSequenceMixin:
     world_size: int
     _layout: Layout
     _batches = 0
+    _with_images: nn.Module | None = None
 
     def prepare(self, sp_size: int, model: Any, tokenizer: Any, padding_free: bool) -> None:
         """Enables a model, and shards the arguments of its calls."""
         if not padding_free:
-            remedy = "Say --packing true, or --padding_free true: documents are put end to end, without padding."
+            remedy = "Pass --packing true or --padding_free true, so that documents are end to end, without padding."
             raise ArgumentError("padding_free", False, "True", remedy)
         self.world_size, self.tokenizer, self.padding_free = sp_size, tokenizer, padding_free
         self.model_dtype = next(model.parameters()).dtype
@@ -65,9 +67,17 @@ class ContextParallelSequenceMixin:
             # For one head all ranks are a ring, in which ms-swift takes the order of tokens from `split` and `gather`.
             self.num_heads = 1
             self._init_device_mesh()  # type: ignore[attr-defined]
+        if takes_images(model):
+            self._with_images = model
+            _restore_forwards(model)
+            always_run_tower(model)
         self.context_parallel = enable_context_parallel(model, self.rp_group, **self.cp_options)
         shard = functools.partial(self._shard_call, self.context_parallel)
         model.register_forward_pre_hook(shard, with_kwargs=True)
+
+    def leaves_images(self, model: nn.Module) -> bool:
+        """True if a model, or the one that it wraps, takes images in its own forward."""
+        return self._with_images is not None and any(each is self._with_images for each in model.modules())
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
         """Replaces labels and weights of tokens by this rank's; the model's call shards everything else."""
@@ -119,6 +129,32 @@ class ContextParallelSequenceMixin:
         return args, dict(context.shard(whole, seed=self._batches, device=ids.device))
 
 
+def _restore_forwards(model: nn.Module) -> None:
+    """Takes away forwards that ms-swift puts before those of Qwen's classes, which it keeps as `origin_forward`.
+
+    With DeepSpeed they run the tower on images and videos together, and cut its rows by grids of the whole batch. Under
+    sequence parallelism their deep features are those of whole rows.
+    """
+    for module in model.modules():
+        kept = vars(module)
+        if "origin_forward" in kept:
+            kept.pop("forward", None)
+        kept.pop("_deepstack_process", None)
+
+
+def _leaving_images(sequence: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ms-swift's hook before a model's call, which embeds images, for all models but those that do so here.
+
+    For a full model it runs after our hook, and would embed a rank's rows; for a model within PEFT's before it.
+    """
+
+    @functools.wraps(stock)
+    def pre_forward_hook(template: Any, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, kwargs) if sequence.leaves_images(model) else stock(template, model, args, kwargs)
+
+    return pre_forward_hook
+
+
 def register(**cp_options: Any) -> Any:
     """Makes ms-swift's sequence parallelism that of `enable_context_parallel`. Returns the object that it asks.
 
@@ -130,10 +166,12 @@ def register(**cp_options: Any) -> Any:
     """
     require("swift", "ms-swift")
     from swift.sequence_parallel import SequenceParallel, sequence_parallel
+    from swift.template.base import Template
 
     if sequence_parallel.world_size is not None:
         raise ArgumentError("register", "a call after ms-swift prepared its model", "one before, such as in a plugin")
     sequence_parallel.__class__ = type(
         "ContextParallelSequence", (ContextParallelSequenceMixin, SequenceParallel), {"cp_options": cp_options}
     )
+    Template.pre_forward_hook = _leaving_images(sequence_parallel, Template.pre_forward_hook)
     return sequence_parallel

@@ -48,7 +48,10 @@ def context_parallel(config: Any, *, layout: str = "balanced", align: int = 1, *
     for number, layer in enumerate(spec.model.layers):
         found = list(layer.traverse(VarlenAttention.Config))
         if not found:
-            remedy = "Layers of flex or SDPA attention, and linear ones such as Gated DeltaNet, are not exchanged here."
+            remedy = (
+                "megatron_cp does not replace layers of flex or SDPA attention, or linear layers such as Gated "
+                "DeltaNet."
+            )
             raise ArgumentError(f"model_spec.model.layers[{number}]", spec.name, 'attn_backend="varlen"', remedy)
         for _, stock, parent, name in found:
             setattr(parent, name, own.Config(window_size=stock.window_size))
@@ -95,7 +98,7 @@ def _attention_class(options: dict[str, Any]) -> Any:
 def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
     from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 
-    class ContextParallelTrainer(trainer):
+    class PlannedTrainer(trainer):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(trainer.Config):
             pass
@@ -131,7 +134,7 @@ def _trainer_class(trainer: Any, own: Any, layout: str, align: int) -> Any:
             self._num_own_tokens = int(planned.token_counts[ranks.rank])  # without filling
             return batch.tokens[None], batch.labels[None], {"positions": ids, "attention_masks": masks}
 
-    return ContextParallelTrainer
+    return PlannedTrainer
 
 
 def _check(config: Any) -> None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.integrations import require
+from megatron_cp.integrations.images import always_run_tower, takes_images
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 
@@ -26,20 +27,23 @@ _ROLLED, _TEMPERATURE = (
     "temperature_rmpad",
 )  # verl's names, of rows that the model does not take
 
+_NOT_TAKEN = ("cu_seqlens", "cu_seqlens_cpu", "images_seqlens")
+
 
 class ContextParallelEngineMixin:
     """A mixin for verl's FSDP engine: `class Engine(ContextParallelEngineMixin, FSDPEngineWithLMHead)`.
 
     The model runs over the ranks of verl's sequence-parallel group: any heads, any lengths, windows, and hybrids with
-    linear layers, whose documents stay apart. Log-probabilities, entropies and the losses that verl computes from them
-    are those of whole batches, on every rank.
+    linear layers, whose documents stay apart. It takes images and videos as `ContextParallel.shard` does.
+    Log-probabilities, entropies and the losses that verl computes from them are those of whole batches, on every rank.
 
     Attributes:
         cp_options: arguments of `enable_context_parallel`, such as `{"layout": "balanced", "scheme": "auto"}`.
         context_parallel: the `ContextParallel` of the model, once it is built.
 
     Raises:
-        ArgumentError: fused kernels, static padding, images, or `use_remove_padding=False`.
+        ArgumentError: fused kernels, static padding, `use_remove_padding=False`, or a model whose classes another
+            engine of the process has patched.
     """
 
     cp_options: Mapping[str, Any] = {}
@@ -47,12 +51,18 @@ class ContextParallelEngineMixin:
     ulysses_parallel_group: Any
     ulysses_sequence_parallel_size: int
     use_ulysses_sp: bool
+    _kinds: frozenset[type]
     _sharded: ShardedBatch
 
     def _build_module(self) -> Any:
-        with self._without_ulysses():  # which would exchange the model's attention, and refuses heads
+        # Ulysses would exchange the model's attention, and refuses heads.
+        with self._without_ulysses(), _without_patches():
             module = super()._build_module()  # type: ignore[misc]
+        self._kinds = frozenset(kind for each in module.modules() for kind in type(each).__mro__)
+        _check_forwards(self._kinds)
         ranks = self.ulysses_parallel_group or ThreadGroup.create(1)[0]
+        if takes_images(module):
+            always_run_tower(module)
         self.context_parallel = enable_context_parallel(module, ranks, **self.cp_options)
         return module
 
@@ -61,14 +71,15 @@ class ContextParallelEngineMixin:
         with self._without_ulysses():
             inputs, results = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if _ROLLED not in results or _TEMPERATURE not in results:
-            raise ArgumentError("use_remove_padding", False, "True", "Rows of padding are not computed here.")
+            raise ArgumentError("use_remove_padding", False, "True", "megatron_cp does not compute rows of padding.")
         if results["pad_size"]:
-            raise ArgumentError("engine.pad_to_length", True, "False", "Packs of any length are computed as they are.")
+            raise ArgumentError("engine.pad_to_length", True, "False", "Packs of any length run without padding.")
         if "shift_labels" in inputs:
-            raise ArgumentError("model.use_fused_kernels", True, "False", "They have not been tested with it.")
-        whole = {
-            name: x for name, x in inputs.items() if x is not None and name not in ("cu_seqlens", "cu_seqlens_cpu")
-        }
+            raise ArgumentError(
+                "model.use_fused_kernels", True, "False", "We have not tested them with context parallelism."
+            )
+        _check_forwards(self._kinds)  # again, since engines may be built later
+        whole = {name: x for name, x in inputs.items() if x is not None and name not in _NOT_TAKEN}
         whole |= {name: results[name][None] for name in (_ROLLED, _TEMPERATURE)}
         host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in whole.items()}
         host["lengths"] = micro_batch["input_ids"].offsets().diff().cpu()
@@ -95,6 +106,35 @@ class ContextParallelEngineMixin:
             yield
         finally:
             self.ulysses_sequence_parallel_size, self.use_ulysses_sp = before
+
+
+@contextlib.contextmanager
+def _without_patches() -> Iterator[None]:
+    """Keeps verl from replacing forwards of transformers' classes, for Ulysses and for batches without images.
+
+    Its attention calls flash attention itself, and its models compare the tower's rows with their own tokens.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
+    patch = transformer_impl.apply_monkey_patch
+    transformer_impl.apply_monkey_patch = lambda **_: None
+    try:
+        yield
+    finally:
+        transformer_impl.apply_monkey_patch = patch
+
+
+def _check_forwards(kinds: Iterable[type]) -> None:
+    """Refuses classes whose forward is verl's: patches are of a whole process."""
+    for kind in kinds:
+        source = str(getattr(vars(kind).get("forward"), "__module__", ""))
+        if source.startswith("verl.") and not kind.__module__.startswith("verl."):
+            remedy = (
+                "Another engine of this process patched the class, such as a critic of the same model. Run it in "
+                "processes of its own."
+            )
+            given = f"{kind.__name__} with the forward of {source}"
+            raise ArgumentError("model", given, "the forward of transformers", remedy)
 
 
 def register(**cp_options: Any) -> type:

@@ -5,10 +5,11 @@ rows from one layout to another) and `Mask` (the keys that each query sees). Eve
 the host: no torch, no communication, no heads.
 """
 
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.layout.layout import Fragment, Layout
 from megatron_cp.layout.mask import Mask
-from megatron_cp.layout.packing import IntArray, Packing
+from megatron_cp.layout.packing import Packing
 from megatron_cp.layout.route import Route
 
 __all__ = ["MAX_CP_SIZE", "Fragment", "IntArray", "Layout", "Mask", "Packing", "Route"]

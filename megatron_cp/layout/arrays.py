@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.layout.packing import IntArray, Packing, check_signed, offsets_remedy
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.layout.packing import Packing, check_signed, offsets_remedy
 
 
 def take(array: Any, rows: IntArray) -> Any:

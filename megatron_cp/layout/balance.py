@@ -23,10 +23,10 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_cp.layout.array_types import BoolArray, IntArray
+from megatron_cp.layout.bands import cut, ranges_seen_by_ranks
 from megatron_cp.layout.fragments import arange_ranges
-from megatron_cp.layout.packing import IntArray
 
 MOST_FRAGMENTS = 3  # fragments of a rank, if one of the attempts finds such shares
 CLOSE = 1e-3  # relative error of a share that counts as none: a cut saved is worth more
@@ -46,7 +46,7 @@ Fragments: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class TokenWork:
     """The work of each token of the stream: linear in pieces.
 
     Attributes:
@@ -62,7 +62,7 @@ class Work:
     total: int
 
     @classmethod
-    def from_tokens(cls, work: IntArray) -> Work:
+    def from_tokens(cls, work: IntArray) -> TokenWork:
         """Makes pieces from the work `[total]` of each token."""
         starts = np.flatnonzero(np.diff(work, prepend=work[:1] - 1))
         return cls(starts, work[starts], np.zeros_like(starts), work.size)
@@ -95,7 +95,7 @@ class Work:
         return np.cumsum(work) - work
 
 
-def even_shares(work: Work, cp_size: int) -> list[Fragments]:
+def even_shares(work: TokenWork, cp_size: int) -> list[Fragments]:
     """Returns each rank's fragments in stream order; token counts differ by at most one.
 
     Args:
@@ -117,7 +117,7 @@ def even_shares(work: Work, cp_size: int) -> list[Fragments]:
     return min(contiguous, sorted(best), key=lambda shares: most_work(shares, work))
 
 
-def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
+def _attempts(work: TokenWork, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
     """Yields the shares of successive attempts: of all if tokens are few, else up to one that keeps to
     `MOST_FRAGMENTS`.
     """
@@ -129,7 +129,7 @@ def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments
             return
 
 
-def _shares(work: Work, cp_size: int, tolerance: float, near: float | None) -> list[Fragments]:
+def _shares(work: TokenWork, cp_size: int, tolerance: float, near: float | None) -> list[Fragments]:
     tokens, longer = divmod(work.total, cp_size)  # `longer` ranks hold one token more
     rest = _Rest(work, np.array([0]), np.array([work.total]))
     shares = []
@@ -147,7 +147,7 @@ def _shares(work: Work, cp_size: int, tolerance: float, near: float | None) -> l
 class _Rest:
     """The tokens that no rank has taken yet: `starts` and `ends` of their fragments, in stream order."""
 
-    work: Work
+    work: TokenWork
     starts: IntArray
     ends: IntArray
 
@@ -340,9 +340,7 @@ class _Search:
         order = np.lexsort((place, arc))
         return place[order], arc[order]
 
-    def _crossings(
-        self, low: IntArray, high: IntArray, size: IntArray, below: NDArray[np.bool_]
-    ) -> tuple[IntArray, IntArray]:
+    def _crossings(self, low: IntArray, high: IntArray, size: IntArray, below: BoolArray) -> tuple[IntArray, IntArray]:
         """Bisects between `low` and `high` for neighbouring window starts with work on either side of the share.
 
         Both lie in one arc, and `below` says on which side `low` is. If several neighbours have work on either side,
@@ -374,8 +372,8 @@ class _Search:
         crosses = crosses[alone[row[crosses]]]
         begin, rise = place[crosses], (work[crosses + 1] - work[crosses]) // (place[crosses + 1] - place[crosses])
 
-        def like_begin(steps: IntArray) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (work[crosses] + steps * rise <= self.share) == below[crosses]
+        def like_begin(steps: IntArray) -> BoolArray:
+            found: BoolArray = (work[crosses] + steps * rise <= self.share) == below[crosses]
             return found
 
         steps = np.floor((self.share - work[crosses]) / rise).astype(np.int64)
@@ -385,7 +383,7 @@ class _Search:
         low[row[crosses[sure]]], high[row[crosses[sure]]] = begin, begin + 1
         return low, high
 
-    def _bends(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+    def _bends(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray, BoolArray]:
         """Returns the starts from `low` to `high` at which the work of windows may change its slope, both included.
 
         Returns:
@@ -417,9 +415,56 @@ def _most_fragments(shares: list[Fragments]) -> int:
     return max(map(len, shares))
 
 
-def most_work(shares: list[Fragments], work: Work) -> int:
+def most_work(shares: list[Fragments], work: TokenWork) -> int:
     """Returns the work of the rank that has most."""
     flat = np.array([fragment for fragments in shares for fragment in fragments])
     loads = work.before(flat[:, 1]) - work.before(flat[:, 0])
     firsts = np.cumsum([0, *map(len, shares[:-1])])
     return int(np.add.reduceat(loads, firsts).max())
+
+
+# -- keys that travel -----------------------------------------------------------------------------------------------
+
+
+def fewer_keys(
+    shares: list[Fragments], others: list[list[Fragments]], work: TokenWork, bands: IntArray
+) -> list[Fragments]:
+    """Returns those of the shares whose busiest rank sends or receives fewest keys; less even ones are left out.
+
+    Two in a thousand of the busiest rank's work, the tolerance of a share, count as nothing.
+    """
+    most = (1 + 2 * CLOSE) * most_work(shares, work)
+    even = [each for each in others if most_work(each, work) <= most]
+    return min([shares, *even], key=lambda each: most_keys_moved(bands, each)) if even else shares
+
+
+def most_keys_moved(bands: IntArray, shares: list[Fragments]) -> int:
+    """Returns the most keys that a rank receives or sends if each goes once to every other rank that sees it."""
+    owners = np.repeat(np.arange(len(shares)), [len(fragments) for fragments in shares])
+    starts, ends = np.array([fragment for fragments in shares for fragment in fragments]).T
+    order = np.argsort(starts)
+    pieces, number = cut(bands, starts[order], ends[order], queries=True)
+    ranks = owners[order][number]
+    by_rank = np.argsort(ranks, kind="stable")
+    edges = np.searchsorted(ranks[by_rank], np.arange(len(shares) + 1))
+    first, last, offsets = ranges_seen_by_ranks(pieces[by_rank], edges)
+    readers = np.repeat(np.arange(len(shares)), np.diff(offsets))
+
+    def by_owner(apart: int) -> IntArray:
+        """Counts the keys of each rank that are seen, once for each rank; by itself alone if ranks lie apart."""
+        seen = [np.sort(each + readers * apart) for each in (first, last)]
+        before, after = (_overlap(each + owners * apart, *seen) for each in (starts, ends))
+        return np.bincount(owners, after - before, minlength=len(shares)).astype(np.int64)
+
+    own = by_owner(int(ends.max()))
+    received = np.bincount(readers, last - first, minlength=len(shares)).astype(np.int64)
+    return int(max((by_owner(0) - own).max(), (received - own).max()))
+
+
+def _overlap(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """Returns how many places before each one lie in ranges, counted once for each range, from their sorted edges."""
+    found = np.zeros_like(places)
+    for sign, edges in ((1, starts), (-1, ends)):
+        count = edges.searchsorted(places)
+        found += sign * (count * places - np.concatenate([[0], np.cumsum(edges)])[count])
+    return found

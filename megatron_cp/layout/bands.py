@@ -11,9 +11,8 @@ described in the same form as the user's mask.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.array_types import BoolArray, IntArray
 
 UNBOUNDED = 1 << 40  # a bound that no two tokens reach: `lo <= -UNBOUNDED` and `hi >= UNBOUNDED` bound nothing
 NO_BANDS: IntArray = np.empty((0, 6), dtype=np.int64)
@@ -43,9 +42,14 @@ def area(bands: IntArray) -> int:
 
 def areas(bands: IntArray) -> IntArray:
     """Returns `[n]` the number of pairs in each band."""
-    if int(np.abs(bands[:, :4]).max(initial=0)) >= 2**31:
-        bands = bands.astype(object)  # Python integers, since the product of two places may exceed 64 bits
-    q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
+    return areas_of_boxes(tight(bands.T))
+
+
+def areas_of_boxes(boxes: IntArray) -> IntArray:
+    """Returns the `areas` of bands as `tight` returns them."""
+    if int(np.abs(boxes[:4]).max(initial=0)) >= 2**31:
+        boxes = boxes.astype(object)  # Python integers, since the product of two places may exceed 64 bits
+    q0, q1, k0, k1, lo, hi = boxes
     ends = sum_of_clipped(q0 + hi + 1, q1 - q0, k1)  # sum over queries of min(k1, i + hi + 1)
     starts = -sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # sum of max(k0, i + lo)
     return ends - starts
@@ -53,15 +57,20 @@ def areas(bands: IntArray) -> IntArray:
 
 def tight_boxes(bands: IntArray) -> IntArray:
     """Shrinks each band to the smallest box; empty bands stay as rows of zeros."""
-    q0, q1, k0, k1, lo, hi = bands.T
+    return np.ascontiguousarray(tight(bands.T).T)
+
+
+def tight(columns: IntArray) -> IntArray:
+    """Returns `tight_boxes` as `[6, n]` from bands as `[6, n]`, which takes less time: a column lies together."""
+    q0, q1, k0, k1, lo, hi = columns
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
-    boxes = np.stack([q0, q1, k0, k1, lo, hi], axis=1)
-    boxes[(q0 >= q1) | (k0 >= k1) | (lo > hi)] = 0
+    boxes = np.stack([q0, q1, k0, k1, lo, hi])
+    boxes[:, (q0 >= q1) | (k0 >= k1) | (lo > hi)] = 0
     return boxes
 
 
-def _not_empty(boxes: IntArray) -> NDArray[np.bool_]:
+def _not_empty(boxes: IntArray) -> BoolArray:
     return boxes[:, 1] > boxes[:, 0]
 
 
@@ -119,17 +128,31 @@ def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> 
 
 def cut_up(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray, IntArray]:
     """Cuts like `cut`, and also returns the number of the band that each piece was cut from."""
+    columns, number, origin = cut_columns(bands, starts, ends, queries=queries)
+    boxes = tight(columns)
+    kept = boxes[1] > boxes[0]
+    return np.ascontiguousarray(boxes[:, kept].T), number[kept], origin[kept]
+
+
+def cut_columns(
+    bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Cuts like `cut_up`, into pieces `[6, n]` that are not tight; some may be empty."""
+    first, last = (0, 1) if queries else (2, 3)
+    lowest, count = ranges_met(bands, starts, ends, queries=queries)
+    origin = np.repeat(np.arange(len(bands)), count)
+    number = np.arange(origin.size) + np.repeat(lowest - np.cumsum(count) + count, count)
+    pieces = np.repeat(np.ascontiguousarray(bands.T), count, axis=1)
+    np.maximum(pieces[first], starts[number], out=pieces[first])
+    np.minimum(pieces[last], ends[number], out=pieces[last])
+    return pieces, number, origin
+
+
+def ranges_met(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray]:
+    """Returns `[n]` the first of the ranges that each band meets along one axis, and the number of those; see `cut`."""
     first, last = (0, 1) if queries else (2, 3)
     lowest = np.searchsorted(ends, bands[:, first], side="right")
-    count = np.maximum(np.searchsorted(starts, bands[:, last], side="left") - lowest, 0)
-    origin = np.repeat(np.arange(len(bands)), count)
-    pieces = bands[origin]
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
-    pieces[:, first] = np.maximum(pieces[:, first], starts[number])
-    pieces[:, last] = np.minimum(pieces[:, last], ends[number])
-    boxes = tight_boxes(pieces)
-    kept = _not_empty(boxes)
-    return boxes[kept], number[kept], origin[kept]
+    return lowest, np.maximum(np.searchsorted(starts, bands[:, last], side="left") - lowest, 0)
 
 
 def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
@@ -163,7 +186,7 @@ def moved(bands: IntArray, queries: IntArray | int, keys: IntArray | int) -> Int
     return np.stack([q0 + queries, q1 + queries, k0 + keys, k1 + keys, _bound(lo, shift), _bound(hi, shift)], axis=1)
 
 
-def _bound(bound: IntArray, shift: NDArray[np.int64]) -> IntArray:
+def _bound(bound: IntArray, shift: IntArray) -> IntArray:
     return np.where(np.abs(bound) >= UNBOUNDED, bound, bound + shift)
 
 
@@ -251,7 +274,7 @@ def _bands_from_edges(edges: IntArray) -> IntArray:
     return np.stack([q0, q1, l0, r1, lo, hi], axis=1)
 
 
-def _sharing_queries(bands: IntArray) -> NDArray[np.bool_]:
+def _sharing_queries(bands: IntArray) -> BoolArray:
     """Returns `[n]` True for bands in a group of several whose query ranges overlap in a chain."""
     order = np.argsort(bands[:, 0], kind="stable")
     begins = np.ones(len(bands), dtype=bool)
@@ -329,7 +352,7 @@ def _places_in_chains(heads: IntArray, tails: IntArray, count: int) -> IntArray:
     return place
 
 
-def _goes_on(head: IntArray, tail: IntArray) -> NDArray[np.bool_]:
+def _goes_on(head: IntArray, tail: IntArray) -> BoolArray:
     """Returns True where the left edge still stays and then rises, and the right edge rises and then stays."""
     steps_of_head, steps_of_tail = head[:, 1] - head[:, 0] - 1, tail[:, 1] - tail[:, 0] - 1
     left, right = tail[:, 2] - head[:, 3], tail[:, 4] - head[:, 5]

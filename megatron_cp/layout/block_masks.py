@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import bands as band
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.layout.bands import UNBOUNDED
-from megatron_cp.layout.packing import IntArray, Packing
+from megatron_cp.layout.packing import Packing
 
 MOST_BLOCKS = 256  # with which thousands of documents are planned within seconds
 
@@ -36,7 +36,7 @@ class BlockTable:
     name: str
     num_blocks: int
     is_causal: bool
-    sees: Callable[[IntArray, IntArray, int], NDArray[np.bool_]]
+    sees: Callable[[IntArray, IntArray, int], BoolArray]
     remark: str
     multiple_of: int = 1
 
@@ -52,7 +52,7 @@ class BlockTable:
         if num_blocks % self.multiple_of or not 1 <= num_blocks <= MOST_BLOCKS:
             kind = f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else "a number"
             allowed = f"{self.name}:BLOCKS with {kind} from {self.multiple_of} to {MOST_BLOCKS}"
-            remedy = f"{self.name} alone has {self.num_blocks} blocks."
+            remedy = f"{self.name} has {self.num_blocks} blocks by default."
             raise ArgumentError("mask", f"{self.name}:{num_blocks}", allowed, remedy)
         return replace(self, num_blocks=num_blocks)
 
@@ -112,7 +112,7 @@ def is_block_table(spec: str) -> bool:
     return spec.partition(":")[0] in BLOCK_TABLES
 
 
-def runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
+def runs_of_blocks(table: BoolArray) -> tuple[IntArray, IntArray, IntArray]:
     """Returns the runs of true blocks along each row: rows, first columns, and one past the last columns."""
     edges = np.diff(table.astype(np.int8), axis=1, prepend=0, append=0)
     rows, first = np.nonzero(edges > 0)
@@ -125,7 +125,7 @@ def _clip_runs(count: int, rows: IntArray, first: IntArray, last: IntArray) -> t
     return rows[kept], first[kept], np.minimum(last[kept], count)
 
 
-def checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
+def checked_table(packing: Packing, table: BoolArray, block_size: int) -> BoolArray:
     """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape."""
     blocks = -(-packing.total // block_size)
     is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)

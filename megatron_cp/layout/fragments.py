@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.layout.packing import IntArray, Packing
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.layout.packing import Packing
 
 T = TypeVar("T")
 Numbers = TypeVar("Numbers", bound=NDArray)

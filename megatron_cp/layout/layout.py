@@ -5,26 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.array_types import Array, BoolArray, IntArray
 from megatron_cp.layout.arrays import append_rows, check_array, check_fill, check_shards, concatenate, take, widen_for
-from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
+from megatron_cp.layout.balance import FEW_TOKENS, TokenWork, even_shares, fewer_keys
 from megatron_cp.layout.bands import seen_in_pieces
 from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, checked_fragments, joined_up
-from megatron_cp.layout.mask import Mask
-from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
+from megatron_cp.layout.mask import Mask, MaskLike, mask_of_queries
 from megatron_cp.layout.memo import Memo, frozen
-from megatron_cp.layout.moved_keys import fewer_keys
-from megatron_cp.layout.packing import IntArray, Packing, checked_packing
+from megatron_cp.layout.packing import Packing, checked_packing
 
 _SHORT = 64  # mean tokens of a fragment up to which placing tokens one by one is faster
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
-
-Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
 class Layout(Memo):
@@ -170,7 +167,7 @@ class Layout(Memo):
         mask = Mask.causal(packing) if mask is None else mask_of_queries(packing, mask)
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
-        work = Work(*seen_in_pieces(mask.bands, packing.total), packing.total)
+        work = TokenWork(*seen_in_pieces(mask.bands, packing.total), packing.total)
         shares = even_shares(work, cp_size)
         if packing.total > FEW_TOKENS * cp_size and mask.kv_packing == packing:
             others = (make(packing, cp_size) for make in (cls.contiguous, cls.zigzag_of_pack))
@@ -333,7 +330,7 @@ class Layout(Memo):
 
     def labels(
         self, tokens: Array, rank: int, *, shift: int = 1, ignore_index: int = IGNORE_INDEX
-    ) -> tuple[Array, NDArray[np.bool_]]:
+    ) -> tuple[Array, BoolArray]:
         """Returns the labels of one rank: for each row the token `shift` places later in the same document.
 
         Args:
@@ -347,7 +344,7 @@ class Layout(Memo):
         Raises:
             ArgumentError: documents that branch, where a token may have several next ones.
         """
-        remedy = "A token may have several next ones: shard_batch has a label for each."
+        remedy = "In a tree a token may have several next tokens: shard_batch has a label for each."
         self.packing.refuse_branches("layout", self, "shard_batch", remedy)
         shift = min(checked_integer("shift", shift, 1), self.packing.total)  # so that no sum of places overflows
         ignore_index = checked_integer("ignore_index", ignore_index, -(2**63))

@@ -1,23 +1,24 @@
-"""`Mask`: the keys that each query sees. Pure data; no torch in here."""
+"""`Mask`: the keys that each query sees, and the forms in which users give it. Pure data; no torch in here."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
+from typing import TypeAlias, TypeGuard, Union
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.layout import bands as band
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.block_masks import BLOCK_TABLES, checked_table, runs_of_blocks
+from megatron_cp.layout.branches import bands_along_paths
 from megatron_cp.layout.memo import Memo, frozen
-from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
-from megatron_cp.layout.paths import bands_along_paths
-from megatron_cp.layout.slices import Slice, checked_slices
-from megatron_cp.layout.spellings import checked_spelling, parsed_mask
+from megatron_cp.layout.packing import Packing, checked_packing, host_array, is_integral
 
 
 class Mask(Memo):
@@ -182,12 +183,12 @@ class Mask(Memo):
             [2, 2, 3, 4]
         """
         kv_packing = _checked_kv_packing(packing, kv_packing)
-        bands = checked_slices(slices, packing.total, kv_packing.total)
+        bands = _checked_slices(slices, packing.total, kv_packing.total)
         bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.barriers)
         return cls(packing, kv_packing, bands, "slices")
 
     @classmethod
-    def from_blocks(cls, packing: Packing, table: NDArray[np.bool_], block_size: int, *, causal: bool = False) -> Mask:
+    def from_blocks(cls, packing: Packing, table: BoolArray, block_size: int, *, causal: bool = False) -> Mask:
         """Makes a mask from a block table over the packed stream; only pairs within a document count.
 
         Args:
@@ -228,7 +229,7 @@ class Mask(Memo):
             [1, 2, 3, 4, 3, 4, 3, 4, 1, 2, 2]
         """
         checked_packing(packing)
-        kind, numbers = checked_spelling(spec)
+        kind, numbers = _checked_spelling(spec)
         if kind in ("causal", "full"):
             return (cls.causal if kind == "causal" else cls.full)(packing, kv_packing)
         kv_packing = _checked_kv_packing(packing, kv_packing)
@@ -274,7 +275,7 @@ class Mask(Memo):
             raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
         if np.array_equal(own, whole):
             return self
-        starts, (kind, numbers) = self.packing.cu_seqlens[:-1], parsed_mask(self.name)
+        starts, (kind, numbers) = self.packing.cu_seqlens[:-1], _parsed(self.name)
         if kind in BLOCK_TABLES:
             bands = BLOCK_TABLES[kind].with_blocks(*numbers).bands_of_documents(starts, own)
         else:
@@ -337,7 +338,7 @@ class Mask(Memo):
 
     def describe(self) -> str:
         """Returns the mask in words and, unless its name and the documents define it, a hash of its bands."""
-        if parsed_mask(self.name)[0] and not self.is_cross:
+        if _parsed(self.name)[0] and not self.is_cross:
             return f"{self.name} in each document"
         digest = hashlib.blake2b(self.bands.tobytes(), digest_size=8)
         digest.update(self.kv_packing.value)
@@ -422,3 +423,113 @@ def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[In
     firsts = np.cumsum(counts) - counts
     question_ends = ends[np.repeat(firsts, counts)]
     return document, ends - sizes, ends, question_ends
+
+
+# -- slices ------------------------------------------------------------------------------------------------------------
+
+Slice: TypeAlias = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
+# The bounds of a query's keys besides the slice's box: a lower bound, an upper bound.
+_SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
+
+
+def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
+    """Returns a band, `[n, 6]`, for each slice after checking it."""
+    allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
+    if not isinstance(slices, Iterable) or isinstance(slices, Mapping):
+        raise ArgumentError("slices", slices, f"several of {allowed}")
+    rows = []
+    for number, given in enumerate(slices):
+        try:
+            *ends, kind = given
+            q0, q1, k0, k1 = (checked_integer("end", end, -(2**63)) for end in ends)
+            bounds = _SLICE_KINDS[kind]
+        except (TypeError, ValueError, KeyError):
+            raise ArgumentError(f"slices[{number}]", given, allowed) from None
+        if not (0 <= q0 <= q1 <= queries and 0 <= k0 <= k1 <= keys):
+            inside = f"rising ranges within {queries} queries and {keys} keys"
+            raise ArgumentError(f"slices[{number}]", given, inside)
+        rows.append((q0, q1, k0, k1, *bounds))
+    bands = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    from_first, to_last = bands[:, 4:].T.astype(bool)
+    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -UNBOUNDED)
+    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], UNBOUNDED)
+    return bands
+
+
+# -- spellings ---------------------------------------------------------------------------------------------------------
+
+# No pack has a length of more than 15 digits.
+_NUMBER, _LIMIT = "([0-9]{1,15})", "(-1|[0-9]{1,15})"
+_SPELLINGS = {
+    "causal": "causal",
+    "full": "full",
+    "window:LEFT,RIGHT": f"window:{_LIMIT},{_LIMIT}",
+    "window:N": "window:([1-9][0-9]{0,14})",
+    "prefix:N": f"prefix:{_NUMBER}",
+    "chunk:N": "chunk:([1-9][0-9]{0,14})",
+    "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
+    **{table.spelling: f"{table.name}(?::{_NUMBER})?" for table in BLOCK_TABLES.values()},
+}
+_NUMBERS_REMEDY = (
+    "A chunk or window of N has at least 1 token; -1 as LEFT or RIGHT is no limit; BLOCKS may be left out."
+)
+
+
+def _parsed(spec: str) -> tuple[str, list[int]]:
+    """Returns the first word of a spelling and its numbers; "" if it is not a spelling."""
+    for form, pattern in _SPELLINGS.items():
+        found = re.fullmatch(pattern, spec) if isinstance(spec, str) else None
+        if found:
+            return re.split(r"\W", form)[0], [int(number) for number in found.groups() if number is not None]
+    return "", []
+
+
+def _checked_spelling(spec: str) -> tuple[str, list[int]]:
+    """Returns the first word of a spelling and its numbers."""
+    kind, numbers = _parsed(spec)
+    if not kind:
+        forms, word = {re.split(r"[:\[]", form)[0]: form for form in _SPELLINGS}, str(spec).partition(":")[0]
+        near = [] if word in forms else get_close_matches(word.lower(), forms, 1, 0.75)
+        remedy = f"Did you mean {forms[near[0]]}?" if near else _NUMBERS_REMEDY
+        raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
+    return kind, numbers
+
+
+# -- masks as they are given -------------------------------------------------------------------------------------------
+
+MaskLike: TypeAlias = Union[Mask, str, Callable[[Packing], Mask]]  # noqa: UP007  # evaluated in Python 3.10
+MASKS_ALLOWED = (
+    "a mask over the same packing, such as Mask.causal(packing), a function of the packing that returns one, or a "
+    'name, such as "window:128"'
+)
+_MASKS_REMEDY = "This mask is over another packing: pass a function, which makes a mask for each batch."
+
+
+def mask_over(packing: Packing, mask: MaskLike, kv_packing: Packing | None = None) -> Mask:
+    """Returns the mask that is given as such, by its spelling, or by a function of the packing."""
+    if isinstance(mask, str):
+        return Mask.named(packing, mask, kv_packing)
+    made = mask(packing) if is_mask_function(mask) else mask
+    if isinstance(made, Mask) and (made.packing, made.kv_packing) == (packing, kv_packing or packing):
+        return made
+    shown = made if made is mask else f"a function that returns {made!r}"
+    raise ArgumentError("mask", shown, MASKS_ALLOWED, _MASKS_REMEDY if isinstance(made, Mask) else "")
+
+
+def mask_of_queries(packing: Packing, mask: MaskLike) -> Mask:
+    """Returns the mask as `mask_over` does, with keys of any documents: a layout is of a mask's queries."""
+    return mask_over(packing, mask, mask.kv_packing if isinstance(mask, Mask) else None)
+
+
+def is_mask_function(mask: object) -> TypeGuard[Callable[[Packing], Mask]]:
+    """Returns True if a mask is given by a function; a class is none."""
+    return callable(mask) and not isinstance(mask, type)
+
+
+def is_named(mask: Mask) -> bool:
+    """Returns True if the mask's name is a spelling, which makes the same mask over other documents."""
+    try:
+        Mask.named(Packing([1]), mask.name)
+    except ArgumentError:
+        return False
+    return True

@@ -10,7 +10,7 @@ import numpy as np
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Array = TypeVar("Array", bound=np.ndarray)
+Frozen = TypeVar("Frozen", bound=np.ndarray)
 
 
 class Memo:
@@ -63,7 +63,7 @@ def remembered(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
     return found
 
 
-def frozen(array: Array) -> Array:
+def frozen(array: Frozen) -> Frozen:
     """Marks the array as read-only and returns it."""
     array.flags.writeable = False
     return array

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.array_types import Array, IntArray
 from megatron_cp.layout.branches import Branches, trie_of
 from megatron_cp.layout.memo import Memo, frozen
-
-IntArray = NDArray[np.int64]
-Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
 class Packing(Memo):
@@ -143,8 +140,6 @@ class Packing(Memo):
             >>> [part.tolist() for part in packing.split(packing.tokens)]
             [[5, 6, 7], [5, 6, 8, 9], [4]]
         """
-        if not isinstance(sequences, Iterable):
-            raise ArgumentError("sequences", sequences, "several lists of token ids")
         given = [host_array(f"sequences[{number}]", sequence) for number, sequence in enumerate(sequences)]
         for number, ids in enumerate(given):
             if ids.ndim != 1 or (ids.size and not is_integral(ids)):
@@ -399,3 +394,11 @@ def check_signed(argument: str, integers: NDArray) -> NDArray:
 def is_integral(array: NDArray) -> bool:
     """Returns True for integer types; time spans, which numpy counts among those, are not."""
     return array.dtype.kind in "iu"
+
+
+def lengthened(packing: Packing, steps: int) -> Packing:
+    """Returns the packing of documents that are `steps` times as long, made once; without branches."""
+    if steps == 1:
+        return packing
+    found: Packing = packing.memo(("lengthened", steps), lambda: Packing(packing.lengths * steps))
+    return found

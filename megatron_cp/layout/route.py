@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.layout import Layout
-from megatron_cp.layout.packing import IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,18 +58,12 @@ class Route:
         return inverse
 
 
-def pieces_between(source: Layout, target: Layout) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns pieces of the stream that are whole in both layouts: owners before, owners after, and token counts."""
-    starts = np.union1d(source.starts, target.starts)
-    before, after = (layout.located(starts)[0] for layout in (source, target))
-    return before, after, np.diff(starts, append=source.packing.total)
-
-
 def rows_between(source: Layout, target: Layout) -> IntArray:
     """Returns `[cp_size, cp_size]` rows that go from each rank of the source layout to each rank of the target."""
-    before, after, sizes = pieces_between(source, target)
+    starts = np.union1d(source.starts, target.starts)  # of pieces of the stream that are whole in both layouts
+    before, after = (layout.located(starts)[0] for layout in (source, target))
     counts = np.zeros((source.cp_size, target.cp_size), dtype=np.int64)
-    np.add.at(counts, (before, after), sizes)
+    np.add.at(counts, (before, after), np.diff(starts, append=source.packing.total))
     return counts
 
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.layout import Layout
 from megatron_cp.layout.memo import Memo, remembered
-from megatron_cp.layout.packing import IntArray, Packing
-
-BoolArray = NDArray[np.bool_]
+from megatron_cp.layout.packing import Packing
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_cp.layout import bands as band
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.layout import Layout
 from megatron_cp.layout.memo import Memo
-from megatron_cp.layout.packing import IntArray
 
 
 class Tiles(Memo):

@@ -20,6 +20,11 @@ def silu(x: Tensor) -> Tensor:
     return _Silu.apply(x)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Computes `1 / (1 + exp(-x))`; differentiable once."""
+    return _Sigmoid.apply(x)
+
+
 def softplus(x: Tensor) -> Tensor:
     """Computes `log(1 + exp(x))` without overflow."""
     return _Softplus.apply(x)
@@ -50,6 +55,20 @@ class _Silu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         y = sigmoid_value(x)
         return gradients[0] * (y * (1 + x * (1 - y)))
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = sigmoid_value(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @no_compile
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (y * (1 - y))
 
 
 class _Softplus(torch.autograd.Function):

@@ -11,7 +11,7 @@ from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv, saved_for_backward
+from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, check_conv, saved_for_backward
 from megatron_cp.plan.plan import Plan
 
 
@@ -57,11 +57,10 @@ def causal_conv1d(
     taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")
     if activation is not None and (not isinstance(activation, str) or activation not in ("silu", "swish")):
         raise ArgumentError("activation", activation, "silu, swish or None")
-    layer.check_kernels()
-    layer.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
+    comm = layer.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
 
-    def conv(layer: LinearOnRank, *arrived: Tensor) -> list[Tensor]:
-        (y,) = layer.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+    def conv(chunk: LinearChunk, *arrived: Tensor) -> list[Tensor]:
+        (y,) = chunk.convolved(arrived, taps, bias, count=1, silu=activation is not None)
         return [saved_for_backward(y)]
 
-    return layer.run([x], conv=conv).flatten(1)
+    return layer.run(comm, [x], conv=conv).flatten(1)

@@ -12,7 +12,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv
+from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
 from megatron_cp.plan.plan import Plan
 
 
@@ -77,33 +77,64 @@ def delta_rule(
             name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True, layout=plan.layout
         )
     heads = blocks[2].num_heads
-    check_tensor(
-        "g",
-        g,
-        (layer.rows, heads, blocks[3].head_dim) if per_feature else (layer.rows, heads),
-        like=v,
-        layout=plan.layout,
-    )
+    features = (blocks[3].head_dim,) if per_feature else ()
+    check_tensor("g", g, (layer.rows, heads, *features), like=v, layout=plan.layout)
     check_tensor("beta", beta, (layer.rows, heads), like=v, layout=plan.layout)
-    layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    layer.agree(
+    comm = layer.agree(
         operation, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
-    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    def gates(_: LinearChunk, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = normalised(q, k)
         g, beta = others if per_feature else reversed(others)
         return [q, k, v, g if per_feature else g.squeeze(-1), beta.squeeze(-1)]
 
     return layer.run(
+        comm,
         [q.flatten(1), k.flatten(1), v.flatten(1), *((g.flatten(1), beta) if per_feature else (beta, g))],
-        conv=LinearOnRank.sections,
+        conv=LinearChunk.sections,
         gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
+        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
+    )
+
+
+def delta_mixer(
+    operation: str, inputs: dict[str, Tensor], decay: str, parameters: MixerParameters, plan: Plan, group: Group | None,
+    scale: float | None, kernel: str | LinearKernel, cache: LayerCache | None, *, per_feature: bool,
+    lower_bound: float | None = None, allow_neg_eigval: bool = False,
+) -> Tensor:  # fmt: skip
+    """Computes `gated_delta_net`, or `kda_mixer`, whose decay has a number `per_feature` and travels before beta.
+
+    Args:
+        inputs, decay: see `check_mixer`.
+        lower_bound: see `kda_mixer`.
+        allow_neg_eigval: see `gated_delta_net`.
+    """
+    layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, decay)
+    scale = checked_scale("scale", scale, plan.sections.blocks[0].head_dim)
+    comm = layer.agree(
+        operation, {**inputs, **parameters._asdict()}, scale=scale, lower_bound=lower_bound,
+        allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
+
+    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+        x, beta = others if per_feature else reversed(others)
+        q, k, g, beta = delta_gates(
+            q, k, beta, x, heads=chunk.heads, A_log=parameters.A_log, dt_bias=parameters.dt_bias,
+            lower_bound=lower_bound, per_feature=per_feature,
+        )  # fmt: skip
+        return [q, k, v, g, 2 * beta if allow_neg_eigval else beta]
+
+    return layer.run(
+        comm,
+        list(inputs.values()),
+        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, parameters.conv_bias, count=3),
+        gates=gates,
+        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
     )
 
 
@@ -119,6 +150,7 @@ def gated_delta_net(
     conv_bias: Tensor | None = None,
     A_log: Tensor,  # noqa: N803 - the parameter's name everywhere
     dt_bias: Tensor,
+    allow_neg_eigval: bool = False,
     scale: float | None = None,
     kernel: str | LinearKernel = "auto",
     cache: LayerCache | None = None,
@@ -141,6 +173,8 @@ def gated_delta_net(
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
+        allow_neg_eigval: True for write strengths of 2 sigmoid(beta), with which a token can turn what a state has for
+            its key to the opposite (arXiv 2411.12537; OLMo-Hybrid).
         scale: queries are multiplied by it; `head_dim ** -0.5` if None.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
         cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
@@ -156,32 +190,9 @@ def gated_delta_net(
     """
     check_plan(plan, "gdn", 'plan_linear(kind="gdn")')
     (qkv,) = lowered(qkv)
-    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
-    heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv, layout=plan.layout)
-    check_tensor("beta", beta, (layer.rows, heads), like=qkv, layout=plan.layout)
-    check_tensor("alpha", alpha, (layer.rows, heads), like=qkv, layout=plan.layout)
-    taps = check_conv(plan, conv, conv_bias, channels, qkv)
-    check_tensor("A_log", A_log, (heads,), like=qkv)
-    check_tensor("dt_bias", dt_bias, (heads,), like=qkv)
-    layer.check_kernels()
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    layer.agree(
-        "gated_delta_net",
-        {
-            "qkv": qkv, "beta": beta, "alpha": alpha, "conv": conv, "conv_bias": conv_bias, "A_log": A_log,
-            "dt_bias": dt_bias,
-        },
-        scale=scale,
+    checked_flag("allow_neg_eigval", allow_neg_eigval)
+    inputs, parameters = {"qkv": qkv, "beta": beta, "alpha": alpha}, MixerParameters(conv, conv_bias, A_log, dt_bias)
+    return delta_mixer(
+        "gated_delta_net", inputs, "alpha", parameters, plan, group, scale, kernel, cache, per_feature=False,
+        allow_neg_eigval=allow_neg_eigval,
     )  # fmt: skip
-
-    def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
-        q, k, g, beta = delta_gates(q, k, beta, alpha, heads=layer.heads, A_log=A_log, dt_bias=dt_bias)
-        return [q, k, v, g, beta]
-
-    return layer.run(
-        [qkv, beta, alpha],
-        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
-        gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
-    )

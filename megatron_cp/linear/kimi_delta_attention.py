@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number, checked_scale
-from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.linear.gated_delta_net import delta_rule
-from megatron_cp.linear.gates.delta import delta_gates
-from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv
+from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.linear.on_rank import MixerParameters
 from megatron_cp.plan.plan import Plan
 
 
@@ -115,34 +114,11 @@ def kda_mixer(
     """
     check_plan(plan, "kda", 'plan_linear(kind="kda")')
     (qkv,) = lowered(qkv)
-    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv, cache, convolves=True), plan.sections.blocks
-    heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
-    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv, layout=plan.layout)
-    check_tensor("g", g, (layer.rows, decay.width), like=qkv, layout=plan.layout)
-    check_tensor("beta", beta, (layer.rows, heads), like=qkv, layout=plan.layout)
-    taps = check_conv(plan, conv, conv_bias, channels, qkv)
-    check_tensor("A_log", A_log, (heads,), like=qkv)
-    check_tensor("dt_bias", dt_bias, (decay.width,), like=qkv)
     if lower_bound is not None and not -torch.finfo(torch.float32).max <= as_number(lower_bound) < 0:
         raise ArgumentError("lower_bound", lower_bound, "a finite number below 0, or None")
-    layer.check_kernels()
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    layer.agree(
-        "kda_mixer",
-        {"qkv": qkv, "g": g, "beta": beta, "conv": conv, "conv_bias": conv_bias, "A_log": A_log, "dt_bias": dt_bias},
-        scale=scale,
-        lower_bound=None if lower_bound is None else float(lower_bound),
-    )
-
-    def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-        q, k, g, beta = delta_gates(
-            q, k, beta, g, heads=layer.heads, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, per_feature=True
-        )
-        return [q, k, v, g, beta]
-
-    return layer.run(
-        [qkv, g, beta],
-        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
-        gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
-    )
+    inputs, parameters = {"qkv": qkv, "g": g, "beta": beta}, MixerParameters(conv, conv_bias, A_log, dt_bias)
+    lower_bound = None if lower_bound is None else float(lower_bound)
+    return delta_mixer(
+        "kda_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, per_feature=True,
+        lower_bound=lower_bound,
+    )  # fmt: skip

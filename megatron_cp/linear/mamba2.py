@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.steps import step_gates
 from megatron_cp.linear.kernels import LinearKernel, StateSpace
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv
+from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
 from megatron_cp.linear.reductions import expand_to_tokens
 from megatron_cp.plan.plan import Plan
 
@@ -82,8 +83,7 @@ def mamba2(
     skip = _checked_skip(D, blocks[0], x)
     _check_limit(dt_limit)
     checked_flag("dt_softplus", dt_softplus)
-    layer.check_kernels()
-    layer.agree(
+    comm = layer.agree(
         "mamba2",
         {"x": x, "B": B, "C": C, "dt": dt, "A": A, "D": D, "dt_bias": dt_bias},
         dt_softplus=dt_softplus,
@@ -91,15 +91,16 @@ def mamba2(
     )
     limit = None if dt_softplus and dt_limit == _ANY_STEP else dt_limit
 
-    def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        step, _ = step_gates(dt, heads=layer.heads, A_log=None, bias=dt_bias, limit=limit, softplus=dt_softplus)
-        return [x, step, A[layer.heads].to(step.dtype), b, c]
+    def gates(chunk: LinearChunk, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        step, _ = step_gates(dt, heads=chunk.heads, A_log=None, bias=dt_bias, limit=limit, softplus=dt_softplus)
+        return [x, step, A[chunk.heads].to(step.dtype), b, c]
 
     return layer.run(
+        comm,
         [x.flatten(1), B.flatten(1), C.flatten(1), dt],
-        conv=LinearOnRank.sections,
+        conv=LinearChunk.sections,
         gates=gates,
-        rule=lambda layer, *inputs: [_with_skip(layer.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, layer)],
+        rule=partial(_rule, skip),
     )
 
 
@@ -150,42 +151,37 @@ def mamba2_mixer(
     """
     check_plan(plan, "mamba", _MAKER)
     (xBC,) = lowered(xBC)  # noqa: N806
-    layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC, cache, convolves=True), plan.sections.blocks
-    heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("xBC", xBC, (layer.rows, channels), like=xBC, layout=plan.layout)
-    check_tensor("dt", dt, (layer.rows, heads), like=xBC, layout=plan.layout)
-    taps = check_conv(plan, conv, conv_bias, channels, xBC)
-    check_tensor("A_log", A_log, (heads,), like=xBC)
-    check_tensor("dt_bias", dt_bias, (heads,), like=xBC)
-    skip = _checked_skip(D, blocks[0], xBC)
+    inputs, parameters = {"xBC": xBC, "dt": dt}, MixerParameters(conv, conv_bias, A_log, dt_bias)
+    layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, decay="dt")
+    skip = _checked_skip(D, plan.sections.blocks[0], xBC)
     _check_limit(dt_limit)
-    layer.check_kernels()
-    parameters = {"conv": conv, "conv_bias": conv_bias, "A_log": A_log, "D": D, "dt_bias": dt_bias}
-    layer.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=tuple(map(float, dt_limit)))
+    comm = layer.agree("mamba2_mixer", {**inputs, **parameters._asdict(), "D": D}, dt_limit=tuple(map(float, dt_limit)))
     limit = None if dt_limit == _ANY_STEP else dt_limit
 
-    def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        step, decay = step_gates(dt, heads=layer.heads, A_log=A_log, bias=dt_bias, limit=limit)
+    def gates(chunk: LinearChunk, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        step, decay = step_gates(dt, heads=chunk.heads, A_log=A_log, bias=dt_bias, limit=limit)
         assert decay is not None
         return [x, step, decay, b, c]
 
     return layer.run(
+        comm,
         [xBC, dt],
-        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda layer, *inputs: [_with_skip(layer.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, layer)],
+        rule=partial(_rule, skip),
     )
 
 
-def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, layer: LinearOnRank) -> Tensor:
-    """Computes `y + D x`."""
+def _rule(skip: Tensor | None, chunk: LinearChunk, *inputs: Tensor) -> list[Tensor]:
+    """Computes `y = S^T C + D x`, where D is `skip`."""
+    x, y = inputs[0], chunk.recurrence(StateSpace(*inputs), 1.0)
     if skip is None:
-        return y
+        return [y]
     acc_dtype = accumulation_dtype(y.dtype)
-    local_skip = skip[layer.heads].to(acc_dtype)
+    local_skip = skip[chunk.heads].to(acc_dtype)
     weights = expand_to_tokens(local_skip.flatten(), len(x)).unflatten(1, local_skip.shape)
     weights = weights if weights.ndim == 3 else weights[..., None]
-    return (y.to(acc_dtype) + weights * x.to(acc_dtype)).to(y.dtype)
+    return [(y.to(acc_dtype) + weights * x.to(acc_dtype)).to(y.dtype)]
 
 
 def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor | None:

@@ -8,11 +8,10 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
 
-from megatron_cp.errors import ArgumentError
-from megatron_cp.plan.schemes import AUTO
-from megatron_cp.planner.capabilities import require, spelled
-from megatron_cp.planner.predict.machine_files import SAFE, machine, presets
-from megatron_cp.planner.tiled import checked_search
+from megatron_cp.megatron import compat
+from megatron_cp.megatron.options import add_arguments as add_arguments
+from megatron_cp.megatron.options import check_options
+from megatron_cp.megatron.rules import GATED_DELTA_NETS, unsupported, unsupported_groups, unsupported_shards
 
 
 @dataclass
@@ -26,7 +25,8 @@ class TransformerConfig(MegatronTransformerConfig):
     Attributes:
         cp_layout: the layout of `shard_batch`: balanced, contiguous or zigzag, which is Megatron's order; or auto, the
             one in which all layers of the model are predicted to be fastest on the batch, which pipeline stages refuse.
-        linear_cp_mode: the mode of linear layers: headwise, chunkwise, redistribute or auto.
+        linear_cp_mode: the mode of linear layers: headwise, chunkwise, redistribute or auto. The default is Megatron's
+            where it has this field (chunkwise on dev), else auto.
         cp_head_chunks: number of chunks in which heads are exchanged in `a2a` and `a2a+p2p`, and in headwise linear
             layers (there at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact`
             gather keys, 2 if None and there are as many key/value heads.
@@ -41,6 +41,8 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_packed_order: the order of packed batches that Megatron's own pipeline sharded: each "document" or the whole
             "pack" was cut into 2 * cp chunks. If None, it is derived from the next two; if neither is set, such batches
             are refused on several ranks. Batches of `shard_batch` need none of the three.
+        cp_dynamic: `--dynamic-context-parallel`: batches have groups of their own (`megatron_cp.megatron.dynamic`).
+            Megatron's own fields of this name stay off, since its loader loses the lengths.
         sft: Megatron's flag, with which its pipeline cuts each document.
         dataloader_inter_document_masking: Megatron's flag, with which it cuts the whole pack, unless `sft` is set.
         reset_attention_mask: Megatron's flag, which attention refuses, since it reads no masks that are tensors.
@@ -49,7 +51,7 @@ class TransformerConfig(MegatronTransformerConfig):
     """
 
     cp_layout: str = "balanced"
-    linear_cp_mode: str = "auto"
+    linear_cp_mode: str = compat.LINEAR_CP_MODE
     cp_head_chunks: int | None = None
     cp_transport: str = "collective"
     cp_codec: str = "none"
@@ -57,6 +59,7 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_hardware: str | None = None
     cp_search: float = 0.0
     cp_packed_order: str | None = None
+    cp_dynamic: bool = False
     sft: bool = False
     dataloader_inter_document_masking: bool = False
     reset_attention_mask: bool = False
@@ -69,8 +72,9 @@ class TransformerConfig(MegatronTransformerConfig):
         _derive_options(self)
 
     def _run_megatron_checks(self) -> None:
-        if self.experimental_attention_variant != "gated_delta_net":
-            super().__post_init__()
+        if self.experimental_attention_variant not in GATED_DELTA_NETS:
+            with compat.local_attention_is_ours(self):
+                super().__post_init__()
             return
         # Only the checks of heads and the two below read context_parallel_size.
         cp_size: int = self.context_parallel_size  # type: ignore[has-type]
@@ -90,19 +94,20 @@ def with_options(config: Any, args: argparse.Namespace) -> Any:
     `MLATransformerConfig`, whatever class it is given. Returns `config`; one of our class is not changed.
 
     Raises:
-        ArgumentError: an option with an unknown value, or a flag of no configuration that is not supported here.
+        ArgumentError: an option with an unknown value, or one that no layer here supports, such as Megatron's own CUDA
+            graphs.
     """
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(args, name, False) and config.context_parallel_size > 1:
-            remedy = (
-                "Parameters in shards have not run here over context-parallel ranks. Use --use-distributed-optimizer."
-            )
-            raise ArgumentError(f"--{name.replace('_', '-')}", True, "off with --context-parallel-size above 1", remedy)
-    if isinstance(config, TransformerConfig):
-        return config
-    for name in vars(TransformerConfig)["__annotations__"]:
-        setattr(config, name, getattr(args, name, getattr(TransformerConfig, name)))
-    _derive_options(config)
+    for error in unsupported_shards(args, config.context_parallel_size):
+        raise error
+    if getattr(args, "cp_dynamic", False):
+        for error in unsupported_groups(args, args.data_parallel_size * args.context_parallel_size):
+            raise error
+    if not isinstance(config, TransformerConfig):
+        for name in vars(TransformerConfig)["__annotations__"]:
+            setattr(config, name, getattr(args, name, getattr(TransformerConfig, name)))
+        _derive_options(config)
+    for error in unsupported(config):  # here already, before a job reads its data and builds a model
+        raise error
     return config
 
 
@@ -113,69 +118,7 @@ def _derive_options(config: Any) -> None:
         config.cp_packed_order = "document"
     elif config.cp_packed_order is None and config.dataloader_inter_document_masking:
         config.cp_packed_order = "pack"
+    elif config.cp_packed_order is None and getattr(config, "sequence_packing_scheduler", None):
+        config.cp_packed_order = "document"  # dev's scheduler
     if config.pipeline_model_parallel_size > 1:
         config.variable_seq_lengths = True
-
-
-def check_options(config: Any) -> None:
-    """Refuses unknown values of our options, and those that contradict Megatron's."""
-    for option in ("layout", "transport", "codec", "latent_mode"):
-        name = f"cp_{option}"
-        setattr(config, name, require(option, getattr(config, name), name=f"--{name.replace('_', '-')}"))
-    if config.cp_latent_mode != "heads" and not config.multi_latent_attention:
-        remedy = "Other attention has no latents."
-        raise ArgumentError("--cp-latent-mode", config.cp_latent_mode, "heads without --multi-latent-attention", remedy)
-    config.linear_cp_mode = require("mode", config.linear_cp_mode, name="--linear-cp-mode")
-    machine(config.cp_hardware, argument="--cp-hardware")
-    checked_search(config.cp_search, schemes_of(config), name="--cp-search")
-    if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
-        allowed = "balanced, contiguous or zigzag with --pipeline-model-parallel-size above 1"
-        remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
-        raise ArgumentError("--cp-layout", AUTO, allowed, remedy)
-    if config.cp_packed_order is not None:
-        config.cp_packed_order = require("packed_order", config.cp_packed_order, name="--cp-packed-order")
-
-
-def scheme_name(cp_comm_type: str) -> str:
-    """Returns this package's name of a scheme of Megatron's."""
-    name: str = spelled("scheme", cp_comm_type)
-    return name
-
-
-def schemes_of(config: Any) -> list[str]:
-    """Returns the schemes that `--cp-comm-type` names; "auto" if it names none, or on one rank."""
-    given = config.cp_comm_type
-    if given is None or config.context_parallel_size == 1:
-        return [AUTO]
-    return [scheme_name(scheme) for scheme in ([given] if isinstance(given, str) else given)]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our flags to Megatron's parser; pass it as `extra_args_provider`."""
-    group = parser.add_argument_group("megatron_cp")
-    layouts = "layout of tokens: balanced, contiguous, zigzag (Megatron's order) or auto"
-    group.add_argument("--cp-layout", default="balanced", help=layouts)
-    modes = "mode of linear layers: headwise, chunkwise, redistribute or auto"
-    group.add_argument("--linear-cp-mode", default="auto", help=modes)
-    group.add_argument("--cp-head-chunks", type=int, help="chunks in which heads are exchanged, or keys are gathered")
-    transports = "transport of messages: collective, pairwise, hierarchical, shared_memory or symmetric_memory"
-    group.add_argument("--cp-transport", default="collective", help=transports)
-    orders = "unit that Megatron's own pipeline cut into 2 * cp chunks: each document, or the whole pack"
-    group.add_argument("--cp-packed-order", help=f"{orders}; derived from --sft or its masking by default")
-    codecs = "codec of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8"
-    group.add_argument("--cp-codec", default="none", help=codecs)
-    latents = "what multi-latent attention does with latents: heads (they are expanded before they travel), expand"
-    group.add_argument("--cp-latent-mode", default="heads", help=f"{latents} (on arrival), absorb (in queries) or auto")
-    hardware = f"hardware for which auto predicts: {', '.join(presets())} or a file; {SAFE} by default"
-    group.add_argument("--cp-hardware", help=hardware)
-    search = "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0 auto"
-    group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} considers tiled too")
-    return parser
-
-
-def add_megatrons_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds all flags of Megatron's training by its own parser, to read a job's flags without starting it."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    add_megatron_arguments(parser)
-    return parser

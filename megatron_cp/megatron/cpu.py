@@ -1,4 +1,4 @@
-"""Patches of Megatron-Core 0.19 for a machine without CUDA, which are applied by `run_megatron_on_cpu` only.
+"""Patches of Megatron-Core for a machine without CUDA, which are applied by `run_megatron_on_cpu` only.
 
 Megatron names CUDA in some 200 lines: devices of small buffers, random states, streams, events. Inside Megatron's
 modules `torch` is replaced by a substitute whose `cuda` is the CPU; torch itself is not changed.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.megatron.patches import exchange_search_for_inference_layers
 from megatron_cp.torch_private import multiply_each
 
 
@@ -57,6 +58,7 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         embedding.get_pos_emb_on_this_cp_rank = _local_phases
     token_dispatcher.maybe_move_tensor_to_cpu = _keep_on_host
+    exchange_search_for_inference_layers()
     for module in (clip_grads, optimizer):  # the second one imports the function by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
         # As Megatron does without Transformer Engine and Apex, whose functions and optimizers run on CUDA only.
@@ -114,6 +116,7 @@ def _torch_without_cuda() -> types.ModuleType:
     cuda.empty_cache = lambda: None
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoOp()
     cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
     substitute.cuda = cuda  # type: ignore[attr-defined]
     return substitute
 

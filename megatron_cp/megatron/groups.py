@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
+from megatron_cp.batch.pack import Pack as HostPack
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup
+from megatron_cp.megatron.patches import exchanged
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class BatchGroups:
 
     cp: RankGroup
     tp_host: dist.ProcessGroup
+    _number: int = field(default_factory=itertools.count().__next__, repr=False, compare=False)
     _parts: dict[range, RankGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -30,6 +35,11 @@ class BatchGroups:
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         cp_host, tp_host = _host_twin(cp), _host_twin(tp)
         return cls(TorchGroup(cp, cp_host), tp if tp_host is None else tp_host)
+
+    def of(self, pack: HostPack) -> RankGroup:
+        """Returns the ranks that hold a pack: those that it names, or the model's context-parallel ranks."""
+        ranks: range | None = getattr(pack, "ranks", None)
+        return self.cp if ranks is None else self.part(ranks)
 
     def part(self, ranks: range) -> RankGroup:
         """Returns a group of some of the data- and context-parallel ranks, for batches with a group of their own.
@@ -52,11 +62,20 @@ class BatchGroups:
             raise ArgumentError("ranks", ranks, allowed)
         if ranks not in self._parts:
             global_ranks = [dist.get_process_group_ranks(everyone)[rank] for rank in ranks]
-            group = dist.new_group(global_ranks, use_local_synchronization=True)
+            group = _made_by_members(global_ranks, f"{self._number}")
             moves_host = dist.get_backend(group) != "nccl"
-            twin = None if moves_host else dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+            twin = None if moves_host else _made_by_members(global_ranks, f"{self._number} host", backend="gloo")
             self._parts[ranks] = TorchGroup(group, twin)
         return self._parts[ranks]
+
+
+def _made_by_members(ranks: list[int], label: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Returns a new group that only its ranks make, under a name that does not depend on what else they have made.
+
+    torch's own name counts the groups of the process, and ranks that made different numbers would wait for ever.
+    """
+    with exchanged(distributed_c10d, _hash_ranks_to_str=lambda ranks: f"megatron_cp {label}: {ranks}"):
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
 def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -49,9 +49,9 @@ def loss_of(batch: ShardedBatch, config: Any) -> Callable[[Tensor], tuple[Tensor
         batch: from `shard_batch`. One of Megatron's own is not changed, and layers on several ranks refuse it.
 
     Returns:
-        A function of the model's losses `[b, t]`; see `token_loss`. It logs each rank's sum times the number of ranks
-        of the batch, and the number of tokens on all of them. Then Megatron's evaluation with `--sft`, which is the
-        mean of the ranks' quotients, is the batch's mean too. A batch with a group of its own logs as `token_loss`.
+        A function of the model's losses `[b, t]`; see `token_loss`. It logs the rank's sum, and the number of tokens on
+        all ranks of the batch, divided by the number of these ranks. So sums of both are those of the batch, and
+        Megatron's evaluation with `--sft`, which is the mean of the ranks' quotients, is the batch's mean too.
     """
     params: Any = batch.packed_seq_params
     plans = getattr(params, "plans", None)
@@ -70,10 +70,9 @@ def _loss_of_all_ranks(
     else:
         total, tokens, logged = token_loss(batch.targets.weights[None], losses, batch.targets.copies[None])
     whole, everyones = total * params.plans.layout.cp_size, torch.full_like(tokens, batch.num_tokens)
-    if params.ranks is None:
-        # Megatron's evaluation takes the mean of the ranks' quotients with --sft, else the quotient of their sums. Both
-        # are the batch's mean with these numbers. For groups of different sizes no numbers are right for both.
-        logged = {name: torch.stack([whole.detach(), everyones.float()]) for name in logged}
+    # Megatron logs the quotient of the ranks' sums, and evaluates with --sft by the mean of their quotients.
+    share = everyones / params.plans.layout.cp_size
+    logged = {name: torch.stack([total.detach(), share]) for name in logged}
     return (total, tokens, logged) if is_per_token else (whole, everyones, logged)
 
 

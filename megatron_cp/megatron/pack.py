@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,8 +16,16 @@ from megatron_cp.layout import Packing
 _UNPACKED = "Megatron gives offsets with --sft or --dataloader-inter-document-masking; else make a Pack of your own."
 
 
+@dataclass(frozen=True)
 class Pack(HostPack):
-    """A `megatron_cp.batch.pack.Pack` that can be made from Megatron's samples."""
+    """A `megatron_cp.batch.pack.Pack` that can be made from Megatron's samples, and can have ranks of its own.
+
+    Attributes:
+        ranks: the data- and context-parallel ranks that hold it, as in `BatchGroups.part`; None for those of the
+            model's context parallelism.
+    """
+
+    ranks: range | None = None
 
     @classmethod
     def from_megatron(cls, sample: dict[str, Tensor], pad_token: int | None = None) -> Pack:
@@ -59,8 +69,10 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     if host_group.size() == 1:
         assert pack is not None
         return pack
-    fields = [] if pack is None else [*_documents(pack.packing), pack.tokens, pack.labels, pack.loss_mask]
-    header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 6)
+    ranks = getattr(pack, "ranks", None)
+    group = None if ranks is None else torch.tensor([ranks.start, ranks.stop])
+    fields = [] if pack is None else [*_documents(pack.packing), group, pack.tokens, pack.labels, pack.loss_mask]
+    header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 7)
     dist.broadcast(header, source, group=host_group)
     sizes = header.tolist()
     # One message of 8-byte words, in which weights are float64, which represents float32 exactly.
@@ -73,7 +85,7 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     dist.broadcast(message, source, group=host_group)
     if pack is not None and dist.get_rank() == source:
         return pack
-    lengths, parents, ends, tokens, labels, weights = (
+    lengths, parents, ends, group, tokens, labels, weights = (
         None if size < 0 else part
         for size, part in zip(sizes, message.split([max(size, 0) for size in sizes]), strict=True)
     )
@@ -81,7 +93,7 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     assert tokens is not None
     loss_mask = None if weights is None else weights.view(torch.float64).float()
     packing = Packing(lengths.numpy()) if parents is None else Packing.tree(lengths, parents, ends)
-    return Pack(packing, tokens, labels, loss_mask)
+    return Pack(packing, tokens, labels, loss_mask, None if group is None else range(*group.tolist()))
 
 
 def _documents(packing: Packing) -> list[Tensor | None]:

@@ -84,7 +84,7 @@ class PlannedSeqParams(PackedSeqParams):
 
     def ahead(self, places: int) -> RowsAhead:
         """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once."""
-        remedy = "A token may have several next ones: train without multi-token prediction."
+        remedy = "In a tree a token may have several next tokens: train without multi-token prediction."
         if self.plans is not None:
             self.plans.layout.packing.refuse_branches("mtp_num_layers", places, "no layers", remedy)
         assert self.stream is not None
@@ -126,8 +126,17 @@ def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
     # Megatron has offsets in "sbhd" for multimodal models, with one sequence for each entry of the batch.
     if offsets is not None and not (params.qkv_format == "sbhd" and offsets.numel() == batch + 1):
         given = f"qkv_format {params.qkv_format!r} with {offsets.numel() - 1} documents in a batch of {batch}"
-        _refuse(given, "qkv_format='thd' for packed documents", "Another format would be attended to as one sequence.")
+        _refuse(
+            given, "qkv_format='thd' for packed documents", "With another format, attention would see one sequence."
+        )
     return False
+
+
+def unpacked_form(packed: PlannedSeqParams) -> PlannedSeqParams:
+    """Returns a batch's parameters in the format in which Megatron takes a row's angles as they are given."""
+    unpacked = copy.copy(packed)
+    unpacked.qkv_format = "sbhd"
+    return unpacked
 
 
 def planned_params(
@@ -189,6 +198,9 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     known: tuple[Hashable, PlannedSeqParams] | None = params.__dict__.get("_megatron_cp")
     if known is not None and known[0] == key:
         return known[1]
+    cut = getattr(params, "cp_partition_mode", "zigzag")
+    if cut != "zigzag" and group.size > 1:
+        _refuse(f"cp_partition_mode {cut!r}", f"zigzag, or a batch of {_SHARD_BATCH}, which takes any layout")
     documents = Documents.of(params)
     plans = BatchPlan(documents.layout(group.size, order), lengths=documents.lengths)
     offsets = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
@@ -254,9 +266,10 @@ class Documents:
                 "--cp-packed-order",
                 None,
                 "document or pack for Megatron's own packed_seq_params on several ranks",
-                "They do not tell whether each document (--sft) or the whole pack (--dataloader-inter-document-masking)"
-                " was cut into chunks. megatron_cp.megatron.config.TransformerConfig takes it from these flags; in"
-                f" another configuration set cp_packed_order, or shard the batch with {_SHARD_BATCH}.",
+                "They do not contain whether Megatron cut each document (--sft) or the whole pack "
+                "(--dataloader-inter-document-masking) into chunks. "
+                "megatron_cp.megatron.config.TransformerConfig derives this from these flags; in another "
+                f"configuration set cp_packed_order, or shard the batch with {_SHARD_BATCH}.",
             )
         order = require("packed_order", order, name="--cp-packed-order")  # the attribute may have been set to any value
         whole = self.packing if order == "document" else Packing([self.packing.total])

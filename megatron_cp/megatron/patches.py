@@ -4,8 +4,8 @@ Patches last as long as the process where models look up a function by its name 
 function calls Megatron's for batches that are not ours.
 
 `cpu.py` has the patches for a machine without CUDA, which last as long as the process. Subclasses and specs that name
-our classes patch nothing; they are in `layers/` and `specs.py`. All names are those of Megatron-Core 0.19.2 and torch
-2.11; a name that no longer exists is a `KeyError` when the block begins.
+our classes patch nothing; they are in `layers/` and `specs.py`. All names are in the releases of Megatron-Core that
+`compat.py` names, and in torch 2.11; a name that does not exist is a `KeyError` when the block begins.
 
 A patch affects all threads of the process. This module imports Megatron only when it is used.
 """
@@ -43,13 +43,61 @@ def gated_delta_net_without_fla() -> Iterator[None]:
     Megatron's own rule in torch takes its place.
     Why: the constructor raises `ImportError` without fla, whose kernels our forward does not call, and refuses a layer
     without a rule.
+    Since Megatron-Core 0.20 likewise `chunk_gdn2` of `ssm.gated_delta_net.gdn2`.
     Until: Megatron looks for its kernels in `forward`.
     """
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     rule = gdn.chunk_gated_delta_rule or gdn.torch_chunk_gated_delta_rule
-    with exchanged(common, HAVE_FLA=True), exchanged(gdn, chunk_gated_delta_rule=rule):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exchanged(common, HAVE_FLA=True))
+        stack.enter_context(exchanged(gdn, chunk_gated_delta_rule=rule))
+        if second := getattr(gated_delta_net, "gdn2", None):
+            stack.enter_context(exchanged(second, chunk_gdn2=second.chunk_gdn2 or second.torch_chunk_gdn2))
         yield
+
+
+@contextlib.contextmanager
+def gated_delta_net_2_is(ours: Any) -> Iterator[None]:
+    """Lets HybridModel's stack build our Gated DeltaNet-2, if Megatron has one.
+
+    What: `GatedDeltaNet2` of `ssm.gated_delta_net`.
+    Why: with `experimental_attention_variant="gdn2"` the stack takes Megatron's class in place of the spec's.
+    Until: the stack leaves a spec with another class than its own alone.
+    """
+    from megatron.core.ssm import gated_delta_net
+
+    with exchanged(gated_delta_net, GatedDeltaNet2=ours) if ours is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def gated_delta_product_without_its_kernels() -> Iterator[None]:
+    """Lets Megatron's Gated DeltaProduct mixer be built without mamba_ssm, flash-linear-attention and einops.
+
+    What: `HAVE_MAMBA_SSM`, `HAVE_FLA`, `ExtendedRMSNorm`, `chunk_gated_delta_product` and
+    `check_fla_sequence_packing_support` of `ssm.gated_delta_product`, and `HAVE_EINOPS` of `ssm.gdp_context_parallel`.
+    Why: as for Mamba's mixer.
+    Until: Megatron looks for its kernels in `forward`, and the submodules have the norm.
+    """
+    from megatron.core.ssm import gated_delta_product, gdp_context_parallel
+
+    from megatron_cp.megatron.layers.norms import GatedRMSNorm
+
+    kernel = getattr(gated_delta_product, "chunk_gated_delta_product", None) or _no_kernel
+    vars(gated_delta_product).setdefault("chunk_gated_delta_product", kernel)
+    with (
+        exchanged(gated_delta_product, HAVE_MAMBA_SSM=True, HAVE_FLA=True, ExtendedRMSNorm=GatedRMSNorm),
+        exchanged(gated_delta_product, check_fla_sequence_packing_support=lambda: (True, "")),
+        exchanged(gdp_context_parallel, HAVE_EINOPS=True),
+    ):
+        yield
+
+
+def _no_kernel(*args: Any, **kwargs: Any) -> Any:
+    """Stands for a kernel that our forward does not call."""
+    raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -95,6 +143,21 @@ def exchange_multi_token_prediction(loss: Callable[..., Any], roll: Callable[...
     ):
         vars(module)[name]  # raises a KeyError if the name no longer exists
         setattr(module, name, ours)
+
+
+def exchange_search_for_inference_layers() -> None:
+    """Lets multi-token prediction be built without Transformer Engine, for the rest of the process.
+
+    What: `is_inference_column_parallel_linear` of `transformer.multi_token_prediction`, which main has.
+    Why: it asks whether a layer is of classes that are no classes without Transformer Engine, a `TypeError`.
+    Until: it asks only where Transformer Engine is installed.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer import multi_token_prediction
+
+    name = "is_inference_column_parallel_linear"
+    if not HAVE_TE and hasattr(multi_token_prediction, name):
+        setattr(multi_token_prediction, name, lambda _: False)
 
 
 def exchange_mtp_block_spec(ours: Callable[[Any, Any], Any]) -> None:

@@ -1,8 +1,11 @@
-"""Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
+"""Layer specs for `--spec megatron_cp.megatron.specs NAME`: hybrid_stack_spec (HybridModel), gpt_layer_spec (GPTModel).
 
-They are Megatron's own specs with three modules replaced: self-attention with its core attention, Gated DeltaNet, and
-Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's, which
-`--transformer-impl local` also chooses; HybridModel's spec for it is local_hybrid_stack_spec.
+Prefer HybridModel: Megatron 0.19.2 and main call GPTModel deprecated.
+
+They are Megatron's own specs with the modules replaced that mix tokens: self-attention with its core attention, Gated
+DeltaNet, and Mamba's mixer. gated_delta_product_stack_spec is HybridModel's with Gated DeltaProduct in Mamba's place,
+for Megatron-Core 0.20 or newer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's
+and torch's, which `--transformer-impl local` also chooses; HybridModel's specs for it begin with local_.
 """
 
 from __future__ import annotations
@@ -12,52 +15,63 @@ import itertools
 from functools import partial
 from typing import Any
 
-from megatron.core import __version__ as megatron_version
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.hybrid import hybrid_layer_specs
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.ssm import gated_delta_net as megatron_gdn
-from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import attention as megatron_attention
-from megatron.core.transformer import multi_latent_attention as megatron_mla
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayerSubmodules,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
 from torch import Tensor
 
-from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
-from megatron_cp.megatron.layers.experts import mask_pads, replace_router
-from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
-from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
-from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
-from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import refuse_other_implementation, unsupported_spec, uses_transformer_engine
-from megatron_cp.megatron.layers.sparse_attention import DuplicatedLinear, SparseCoreAttention, SparseMLASelfAttention
-from megatron_cp.megatron.patches import exchange_mtp_block_spec
+from megatron_cp.megatron import compat
 from megatron_cp.versions import warn_if_untested
+
+with compat.refused_if_incomplete():
+    from megatron.core import __version__ as megatron_version
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.hybrid import hybrid_layer_specs
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm import gated_delta_net as megatron_gdn
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import attention as megatron_attention
+    from megatron.core.transformer import multi_latent_attention as megatron_mla
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayerSubmodules,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+        get_transformer_layer_offset,
+    )
+
+    from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
+    from megatron_cp.megatron.layers.base import LinearModule
+    from megatron_cp.megatron.layers.experts import mask_pads, replace_router
+    from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
+    from megatron_cp.megatron.layers.gated_delta_product import GatedDeltaProductMixer
+    from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
+    from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+    from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron_cp.megatron.layers.norms import Norm
+    from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
+    from megatron_cp.megatron.layers.refusals import refuse_other_implementation, uses_transformer_engine
+    from megatron_cp.megatron.layers.sparse_attention import (
+        DuplicatedLinear,
+        SparseCoreAttention,
+        SparseMLASelfAttention,
+    )
+    from megatron_cp.megatron.patches import exchange_mtp_block_spec, gated_delta_net_2_is
+    from megatron_cp.megatron.rules import refuse, unsupported_spec
 
 warn_if_untested(**{"megatron-core": megatron_version})
 
@@ -80,7 +94,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         config.mtp_layers_are_ours = True
         exchange_mtp_block_spec(_replace_mtp_block)
     variant, use_te = config.experimental_attention_variant, uses_transformer_engine(config)
-    for error in unsupported_spec(config):
+    for error in unsupported_spec(config, has_gdn2=compat.HAS_GDN2):
         raise error
     refuse_other_implementation(config, te=use_te)
     if use_te and variant:
@@ -101,7 +115,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         for layer, is_linear in zip(layers, pattern[first:], strict=False):
             if is_linear:
-                layer.submodules.self_attention = _local_gated_delta_net()
+                layer.submodules.self_attention = _local_gated_delta_net(_LINEAR_VARIANTS.get(variant, GatedDeltaNet))
                 layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     # Megatron's final norm without Transformer Engine refuses sequence parallelism.
     return TransformerBlockSubmodules(_mark_runs(layers), block.layer_norm if use_te else Norm)
@@ -144,15 +158,16 @@ def _replace_mtp_layer(layer: ModuleSpec) -> ModuleSpec:
 
 def _mark_runs(layers: list[ModuleSpec]) -> list[ModuleSpec]:
     """Tells each Gated DeltaNet layer the run of consecutive such layers that it is in."""
-    for is_linear, group in itertools.groupby(layers, lambda layer: _mixer(layer) is GatedDeltaNet):
+    for is_linear, group in itertools.groupby(layers, _is_linear):
         run = list(group) if is_linear else []
         for layer in run:
             layer.module = _run_member(layer.module, len(run), is_first=layer is run[0], is_last=layer is run[-1])
     return layers
 
 
-def _mixer(layer: ModuleSpec) -> Any:
-    return getattr(layer.submodules.self_attention, "module", None)
+def _is_linear(layer: ModuleSpec) -> bool:
+    mixer = getattr(layer.submodules.self_attention, "module", None)
+    return isinstance(mixer, type) and issubclass(mixer, LinearModule)
 
 
 def _run_member(layer_class: type, count: int, *, is_first: bool, is_last: bool) -> type:
@@ -186,6 +201,8 @@ def _replace_modules(layer: ModuleSpec) -> ModuleSpec:
         mixer.submodules.core_attention.module = SparseCoreAttention
     elif mixer.module is megatron_gdn.GatedDeltaNet:
         mixer.module = GatedDeltaNet
+    elif GatedDeltaNet2 is not None and mixer.module is megatron_gdn.GatedDeltaNet2:
+        mixer.module = GatedDeltaNet2
     for owner in (layer.submodules, mixer.submodules):
         for name, value in vars(owner).items():
             if value is WrappedTorchNorm:
@@ -200,9 +217,12 @@ def _replace_experts(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def _local_gated_delta_net() -> ModuleSpec:
+_LINEAR_VARIANTS = {"gdn2": GatedDeltaNet2}  # others are GatedDeltaNet
+
+
+def _local_gated_delta_net(module: Any = GatedDeltaNet) -> ModuleSpec:
     return ModuleSpec(
-        module=GatedDeltaNet,
+        module=module,
         submodules=megatron_gdn.GatedDeltaNetSubmodules(
             in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
         ),
@@ -233,7 +253,9 @@ class TEHybridStack(HybridStack):
 
     def __init__(self, config: Any, submodules: Any, **others: Any) -> None:
         refuse_other_implementation(config, te=True)
-        super().__init__(config, submodules, **others)
+        _refuse_other_stacks(config, others)
+        with gated_delta_net_2_is(GatedDeltaNet2):
+            super().__init__(config, submodules, **others)
         arrange_runs(self.layers, config)
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
@@ -247,7 +269,9 @@ class LocalHybridStack(HybridStack):
 
     def __init__(self, config: Any, submodules: Any, post_layer_norm: bool = True, **others: Any) -> None:
         refuse_other_implementation(config, te=False)
-        super().__init__(config, submodules, post_layer_norm=False, **others)
+        _refuse_other_stacks(config, others)
+        with gated_delta_net_2_is(GatedDeltaNet2):
+            super().__init__(config, submodules, post_layer_norm=False, **others)
         if self.post_process and post_layer_norm:
             self.final_norm = Norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
         arrange_runs(self.layers, config)
@@ -260,12 +284,20 @@ class LocalHybridStack(HybridStack):
         return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
 
 
+def _refuse_other_stacks(config: Any, others: dict[str, Any]) -> None:
+    """Refuses layers that are not in our stacks; Megatron would build its own, or none, in their place."""
+    for error in unsupported_spec(config, has_gdn2=compat.HAS_GDN2):
+        raise error
+    compat.refuse_other_layers(others.get("layer_type_list") or ())
+
+
 def _te_stack() -> ModuleSpec:
     spec = copy.deepcopy(hybrid_layer_specs.hybrid_stack_spec)
     layers = spec.submodules
     spec.module = TEHybridStack
     for field in ("attention_layer", "mla_layer", "gdn_layer", "dsa_layer"):
-        setattr(layers, field, _replace_modules(getattr(layers, field)))
+        if hasattr(layers, field):
+            setattr(layers, field, _replace_modules(getattr(layers, field)))
     layers.mamba_layer.submodules.mixer.module = MambaMixer
     layers.moe_layer = _replace_experts(layers.moe_layer)
     mtp = layers.mtp_block_spec.submodules
@@ -322,8 +354,8 @@ def _local_stack() -> ModuleSpec:
             gdn_layer=linear,
             mlp_layer=mlp_layer,
             mamba_layer=mamba_layer,
-            mla_layer=latent,
             dsa_layer=sparse,
+            **compat.layers_taken({"mla_layer": latent}),
             moe_layer=_replace_experts(
                 ModuleSpec(
                     module=TransformerLayer,
@@ -353,3 +385,25 @@ def _local_stack() -> ModuleSpec:
 
 local_hybrid_stack_spec = _local_stack()
 hybrid_stack_spec = _te_stack() if HAVE_TE else local_hybrid_stack_spec
+
+
+class _NoSuchStack:
+    """Takes the place of a stack whose layers this Megatron does not have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        remedy = "Megatron-Core has Gated DeltaProduct since 0.20."
+        refuse("spec", "gated_delta_product_stack_spec", f"hybrid_stack_spec with {megatron_version}", remedy)
+
+
+def _with_delta_product(stack: ModuleSpec) -> ModuleSpec:
+    """Returns a stack's spec with Gated DeltaProduct where it has Mamba."""
+    if GatedDeltaProductMixer is None:
+        return ModuleSpec(module=_NoSuchStack, submodules=stack.submodules)
+    stack = copy.deepcopy(stack)
+    mixer = stack.submodules.mamba_layer.submodules.mixer
+    mixer.module = GatedDeltaProductMixer
+    return stack
+
+
+local_gated_delta_product_stack_spec = _with_delta_product(local_hybrid_stack_spec)
+gated_delta_product_stack_spec = _with_delta_product(hybrid_stack_spec)

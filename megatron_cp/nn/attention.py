@@ -9,7 +9,7 @@ from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.groups import Group
-from megatron_cp.layout.mask_like import MaskLike
+from megatron_cp.layout.mask import MaskLike
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, checked_rows, positions_of
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.attention import attention

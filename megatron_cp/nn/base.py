@@ -89,18 +89,26 @@ class LinearLayer(Layer):
     slot: LinearSpec
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        ranks = checked_rows(hidden, self.hidden_size, batch, group)
-        inside = plans_inside(batch, [self])
-        hidden = moved(hidden, batch, inside, ranks, self.slot)
-        return moved(self._mixed(hidden, inside, ranks), inside, batch, ranks, self.slot)
+        return redistributed([self], self._mixed, hidden, batch, group)
 
     def _mixed(self, hidden: Tensor, batch: LocalBatch | BatchPlan, ranks: RankGroup) -> Tensor:
         """Computes the layer of hidden states that are in the layout of its plan."""
         raise NotImplementedError
 
 
+def redistributed(
+    layers: Sequence[LinearLayer], compute: Callable[[Tensor, LocalBatch | BatchPlan, RankGroup], Tensor],
+    hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None,
+) -> Tensor:  # fmt: skip
+    """Computes a run of linear layers in the layout of their plans: moves hidden states there, and the result back."""
+    ranks = checked_rows(hidden, layers[0].hidden_size, batch, group)
+    inside, slot = _plans_inside(batch, layers), layers[0].slot
+    hidden = _moved(hidden, batch, inside, ranks, slot)
+    return _moved(compute(hidden, inside, ranks), inside, batch, ranks, slot)
+
+
 @no_compile
-def plans_inside(batch: LocalBatch | BatchPlan, layers: Sequence[LinearLayer]) -> LocalBatch | BatchPlan:
+def _plans_inside(batch: LocalBatch | BatchPlan, layers: Sequence[LinearLayer]) -> LocalBatch | BatchPlan:
     """Returns the plans of a run of linear layers in the layout to which it is redistributed; else the batch itself."""
     plans = batch.plans if isinstance(batch, LocalBatch) else batch
     redistributed = [inside for layer in layers if (inside := plans.inside(layer.slot)) is not plans]
@@ -108,7 +116,7 @@ def plans_inside(batch: LocalBatch | BatchPlan, layers: Sequence[LinearLayer]) -
 
 
 @no_compile
-def moved(
+def _moved(
     hidden: Tensor, source: LocalBatch | BatchPlan, target: LocalBatch | BatchPlan, ranks: RankGroup, slot: LinearSpec
 ) -> Tensor:
     """Moves hidden states between the layouts of two batches, by the transport of `slot`."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import Group
-from megatron_cp.nn.base import Layer, LinearLayer, checked_rows, moved, plans_inside
+from megatron_cp.executor.groups import Group, RankGroup
+from megatron_cp.nn.base import Layer, LinearLayer, redistributed
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
@@ -73,10 +73,10 @@ class LinearRun(nn.Module):
         Raises:
             ArgumentError: see the layers.
         """
-        ranks = checked_rows(hidden, self._layers[0].hidden_size, batch, group)
-        inside = plans_inside(batch, self._layers)
-        slot = self._layers[0].slot
-        hidden = moved(hidden, batch, inside, ranks, slot)
-        for block in self.blocks:
-            hidden = block(hidden, inside, group)
-        return moved(hidden, inside, batch, ranks, slot)
+
+        def compute(hidden: Tensor, inside: LocalBatch | BatchPlan, _: RankGroup) -> Tensor:
+            for block in self.blocks:
+                hidden = block(hidden, inside, group)
+            return hidden
+
+        return redistributed(self._layers, compute, hidden, batch, group)

@@ -5,6 +5,8 @@ from .describe import size as size
 from .describe import tied as tied
 from .kinds import CONV1D as CONV1D
 from .kinds import GDN as GDN
+from .kinds import GDN2 as GDN2
+from .kinds import GDP as GDP
 from .kinds import KINDS as KINDS
 from .kinds import MAMBA as MAMBA
 from .kinds import Dim as Dim

@@ -20,28 +20,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.layout.bands import areas, ranges_met, ranges_seen_by_ranks
 from megatron_cp.layout.memo import Memo, remembered
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
-from megatron_cp.plan.assignment import AssignedTiles, TiledWork
-from megatron_cp.plan.by_host import ByHost
-from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, owned_fragments
+from megatron_cp.plan.attention_program import AttentionProgram, Stage, Start, attention_program
+from megatron_cp.plan.flows import ByHost, Fetch, PassOn, Return, RowFlow, owned_fragments
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 from megatron_cp.plan.latent import Latent
 from megatron_cp.plan.payloads import Payload, RowSizes
-from megatron_cp.plan.program import Program, Start, attention_program
-from megatron_cp.plan.seen_keys import SeenKeys
 from megatron_cp.plan.selection import Selection, travelling_features
-from megatron_cp.plan.stage import Stage
+from megatron_cp.plan.tile_assignment import AssignedTiles, TiledWork
 
 _MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
+_MOST_FRAGMENTS = 2**13  # fragments of the KV ranks that are cut out of a mask in one pass
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Attend(Memo):
         return any(isinstance(stage.gradients, Return) for stage in self.backward_stages)
 
     @remembered
-    def program(self, *, forward: bool) -> Program:
+    def program(self, *, forward: bool) -> AttentionProgram:
         """Returns the instructions of one direction, the same on every rank."""
         return attention_program(self.stages_in(forward=forward), self.head_chunks, forward=forward)
 
@@ -235,10 +234,13 @@ class Attend(Memo):
 
     def row_bytes(self, payload: Payload, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
         """Returns the bytes of a row in a message, of one of a rank's head chunks or of all together."""
-        chunks = self.chunks(head_rank) if chunk is None else [chunk]
-        coded = self.coded_bytes(item_size)
-        sizes = RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size, coded)
+        chunks, sizes = self.chunks(head_rank) if chunk is None else [chunk], self._row_sizes(item_size)
         return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
+
+    @remembered
+    def _row_sizes(self, item_size: int) -> RowSizes:
+        coded = self.coded_bytes(item_size)
+        return RowSizes(self.head_dim, self.value_head_dim, sum(self.key_features), item_size, coded)
 
     @remembered
     def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
@@ -335,7 +337,7 @@ class Attend(Memo):
         if self.num_stages == 1:
             return len(bands), len(bands)
         edges, _ = owned_fragments(self.keys)
-        met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
+        _, met = ranges_met(bands, edges[:-1], edges[1:], queries=False)
         return int(met.sum()), len(bands)
 
     def bands_of_kv_rank(self, kv_rank: int) -> IntArray:
@@ -355,6 +357,55 @@ class Attend(Memo):
             mine, theirs = self.stages[0].keys, other.stages[0].keys
             if isinstance(mine, ByHost) and isinstance(theirs, ByHost):
                 mine.share_tables(theirs)
+
+
+# -- what queries see ----------------------------------------------------------------------------------------------
+
+
+class SeenKeys(Memo):
+    """The visible part of a mask by KV rank, computed for blocks of neighbouring KV ranks, which takes little longer
+    than one.
+    """
+
+    def __init__(self, mask: Mask, queries: Layout) -> None:
+        self.mask, self.queries = mask, queries
+        self.block = max(1, _MOST_FRAGMENTS * queries.cp_size // max(queries.starts.size, 1))
+
+    def bands(self, kv_rank: int) -> IntArray:
+        """The bands of a KV rank's queries, numbered by local row, over the stream of keys."""
+        bands, offsets = self._bands(kv_rank // self.block)
+        return bands[slice(*offsets[kv_rank % self.block :][:2])]
+
+    def keys(self, kv_rank: int) -> tuple[IntArray, IntArray]:
+        """The keys that a KV rank's queries see, as ranges of the stream."""
+        block = kv_rank // self.block
+        starts, ends, offsets = self.memo(("keys", block), lambda: ranges_seen_by_ranks(*self._bands(block)))
+        own = slice(*offsets[kv_rank % self.block :][:2])
+        return starts[own], ends[own]
+
+    @cached_property
+    def areas(self) -> list[int]:
+        """The number of visible (query, key) pairs of each KV rank."""
+        found = list[int]()
+        for block in range(-(-self.queries.cp_size // self.block)):
+            bands, offsets = self._bands(block)
+            before = np.concatenate([[0], np.cumsum(areas(bands))])
+            found += map(int, np.diff(before[offsets]))
+        return found
+
+    @cached_property
+    def all_bands(self) -> tuple[IntArray, IntArray]:
+        """The bands of all KV ranks, and `[n]` the KV rank of each."""
+        blocks = [self._bands(block) for block in range(-(-self.queries.cp_size // self.block))]
+        counts = np.concatenate([np.diff(offsets) for _, offsets in blocks])
+        return np.concatenate([bands for bands, _ in blocks]), np.repeat(np.arange(counts.size), counts)
+
+    def _bands(self, block: int) -> tuple[IntArray, IntArray]:
+        """Returns the bands of a block of KV ranks, and the offsets of each rank's."""
+        first = block * self.block
+        ranks = range(first, min(first + self.block, self.queries.cp_size))
+        make = partial(bands_of_ranks, self.mask.bands, self.queries, ranks, queries=True)
+        return self.memo(("bands", block), make)
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 A flow says for every rank which rows it sends, which rows it then holds, and their order. Bytes, collectives, memory
 and descriptions of a plan are sums and walks over flows.
 
+    PassOn    each rank passes its current rows on to the next rank, and gets those of the rank before
     Fetch     each rank gets the rows that it wants from their owners, in one collective
     Return    values computed for fetched rows return to the owners, which sum them in the order of ranks
-    PassOn    each rank passes its current rows on to the next rank, and gets those of the rank before
+    ByHost    a fetch in two hops, in which a row crosses to each other host once
 
 Ranks are those along the keys' axis (`kv_rank`); rows are counted without pad rows.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +24,14 @@ from numpy.typing import NDArray
 
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
-from megatron_cp.layout.fragments import arange_ranges, index_ranges
+from megatron_cp.layout.array_types import BoolArray, IntArray
+from megatron_cp.layout.bands import unions
+from megatron_cp.layout.fragments import arange_ranges, index_ranges, joined_up
 from megatron_cp.layout.memo import Memo, frozen, remembered
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys
 
 IndexTable = NDArray[np.int32] | IntArray  # 32 bits if its numbers fit
-Ranges = tuple[IntArray, IntArray]  # starts and ends of ranges of the stream, in rising order
+StreamRanges = tuple[IntArray, IntArray]  # starts and ends of ranges of the stream, in rising order
 
 
 class MessageRows(NamedTuple):
@@ -93,7 +96,9 @@ class KeyFlow(RowFlow):
 
 @dataclass(frozen=True, eq=False)
 class PassOn(KeyFlow):
-    """A single hop of a ring.
+    """A single hop of a ring, in which each rank sends to the next higher one.
+
+    `executor/transfers.py`, and `walk.py` and `kernel_times.py` in `planner/predict/`, rely on this order too.
 
     Attributes:
         hops: hops from the rows' owner, this one included; after as many hops as ranks they are at their owner again.
@@ -158,7 +163,7 @@ class Fetch(Memo, KeyFlow):
     """
 
     def __init__(
-        self, layout: Layout, wanted: Callable[[int], Ranges], description: str, *, equal_shares: bool = False
+        self, layout: Layout, wanted: Callable[[int], StreamRanges], description: str, *, equal_shares: bool = False
     ) -> None:
         self.layout, self.wanted, self.description, self.equal_shares = layout, wanted, description, equal_shares
 
@@ -196,7 +201,7 @@ class Fetch(Memo, KeyFlow):
         return self.description
 
     @property
-    def puts_in_order(self) -> NDArray[np.bool_]:
+    def puts_in_order(self) -> BoolArray:
         """`[ranks]` True where a rank copies the received rows, into stream order and without padding.
 
         An all-gather delivers whole shares in the order of ranks. An all-to-all delivers each owner's rows in stream
@@ -216,31 +221,49 @@ class Fetch(Memo, KeyFlow):
         return bool((owners[1:] >= owners[:-1]).all())
 
     @property
-    def arrive_in_order(self) -> NDArray[np.bool_]:
+    def arrive_in_order(self) -> BoolArray:
         """`[ranks]` the value of `arrives_in_order` for every rank."""
         return self.memo(("arrive in order",), lambda: frozen(self._arrive_in_order()))
 
-    def _arrive_in_order(self) -> NDArray[np.bool_]:
+    def _arrive_in_order(self) -> BoolArray:
         if self.equal_shares:
             return np.full(self.size, self.arrives_in_order(0))
         (edges, owners), (starts, ends, offsets) = owned_fragments(self.layout), self.all_wanted
-        number, piece = meetings(starts, ends, edges[:-1], edges[1:])
-        reader = np.repeat(np.arange(self.size), np.diff(offsets))[number]
-        owner = self.senders(reader, owners[piece])
-        falls = (owner[1:] < owner[:-1]) & (reader[1:] == reader[:-1])
+        reader = np.repeat(np.arange(self.size), np.diff(offsets))[ends > starts]
+        starts, ends = starts[ends > starts], ends[ends > starts]
+        first = np.searchsorted(edges[1:], starts, side="right")  # pieces of a range; the last one belongs to it
+        last = np.searchsorted(edges[:-1], ends, side="left") - 1
+        senders, rows = self._sender_rows(owners)
+        falls = np.zeros(senders.shape, dtype=np.int64)  # before each piece, so that no range is cut into its pieces
+        np.cumsum(senders[:, 1:] < senders[:, :-1], axis=1, out=falls[:, 1:])
+        row = rows[reader]
         found = np.ones(self.size, dtype=bool)
-        found[reader[1:][falls]] = False
+        found[reader[falls[row, last] > falls[row, first]]] = False
+        drops = (senders[row[1:], first[1:]] < senders[row[:-1], last[:-1]]) & (reader[1:] == reader[:-1])
+        found[reader[1:][drops]] = False
         return found
 
     def order_table(self, rank: int) -> str | None:
         """Returns the name of the table by which a rank puts what has arrived in order; None if it does not."""
-        if not self.puts_in_order[rank]:
-            return None
+        return self.order_name if self.puts_in_order[rank] else None
+
+    @property
+    def order_name(self) -> str:
+        """The name of the table that puts rows in order."""
         return "shares" if self.equal_shares else "order"
 
     def tables(self, rank: int) -> FetchTables:
         """Returns the index tables of one rank."""
         return self.memo(("tables", rank), lambda: self._make_tables(rank))
+
+    def fixed_tables(self, rank: int) -> dict[str, IndexTable]:
+        """Returns one rank's index tables by name, for CUDA graphs: there is an order also if rows arrive in it."""
+        tables = self.tables(rank)
+        order, inverse = (
+            np.arange(tables.tokens.size) if table is None else table for table in (tables.order, tables.inverse)
+        )
+        order = self.shares() if self.equal_shares else order
+        return {"send_rows": tables.send_rows, self.order_name: order, "inverse": inverse}
 
     def shares(self) -> IndexTable:
         """Returns `[total]` the row of each token of the stream among shares that are all padded to the longest."""
@@ -279,11 +302,15 @@ class Fetch(Memo, KeyFlow):
         """Returns the ranks that send rows of these owners to these readers."""
         return owners
 
+    def _sender_rows(self, owners: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the different rows of `senders` over all readers, and `[ranks]` the row of each reader."""
+        return owners[None], np.zeros(self.size, dtype=np.int64)
+
     def _count_rows(self) -> IntArray:
         """Returns the counts as `[owners, readers]`."""
         if self.equal_shares:
             return np.repeat(self.layout.token_counts[:, None], self.size, axis=1)
-        return count_wanted(self.layout, *self.all_wanted)
+        return _count_wanted(self.layout, *self.all_wanted)
 
     @property
     @remembered
@@ -295,7 +322,7 @@ class Fetch(Memo, KeyFlow):
     def wanted_pieces(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
         """Returns the starts, ends and owners of a rank's wanted ranges, cut at changes of owner, in stream order."""
         (edges, owners), (starts, ends) = owned_fragments(self.layout), self.wanted(rank)
-        number, piece = meetings(starts, ends, edges[:-1], edges[1:])
+        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
         starts, ends = np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1])
         return starts, ends, self.senders(rank, owners[piece])
 
@@ -316,7 +343,7 @@ class Fetch(Memo, KeyFlow):
         first_rows = np.cumsum(local_ends - local_starts) - (local_ends - local_starts)
         order = np.argsort(local_starts, kind="stable")
         local_starts, local_ends, first_rows = local_starts[order], local_ends[order], first_rows[order]
-        met, piece = meetings(starts, ends, local_starts, local_ends)
+        met, piece = _meetings(starts, ends, local_starts, local_ends)
         begins, stops = np.maximum(local_starts[piece], starts[met]), np.minimum(local_ends[piece], ends[met])
         shift, readers = first_rows[piece] - local_starts[piece], offsets.size - 1
         reader = np.repeat(np.arange(readers), np.diff(offsets))[met]
@@ -341,7 +368,12 @@ class Return(RowFlow):
 
     def order_table(self, rank: int) -> str | None:
         """Returns the name of the table by which a rank groups rows by owner; None if they are in this order."""
-        return None if self.fetch.arrive_in_order[rank] else "inverse"
+        return None if self.fetch.arrive_in_order[rank] else self.order_name
+
+    @property
+    def order_name(self) -> str:
+        """The name of the table that groups rows by owner."""
+        return "inverse"
 
     def rows_sent_by_ranks(self) -> IntArray:
         counts = self.fetch.split_counts.counts
@@ -356,6 +388,79 @@ class Return(RowFlow):
         )
 
 
+class ByHost(Fetch):
+    """The second of two hops of a fetch: each rank gets the rows that it wants from ranks of its own host.
+
+    In the first hop a row crosses to each other host once, to the rank there that has the place of its owner, which
+    sends it on to all ranks of the host that want it. A rank sends own rows in the second hop, too. Rows that are sent
+    are those of the first hop's buffer, as they arrived.
+
+    Args:
+        direct: the fetch of the same rows in one hop.
+
+    Attributes:
+        first: the first hop: rows of other hosts that a rank sends on, and own rows that ranks of its host want.
+    """
+
+    def __init__(self, direct: Fetch, hosts: tuple[int, ...]) -> None:
+        super().__init__(direct.layout, direct.wanted, f"{direct.description}, once to each host")
+        self.direct, self.first = direct, _FirstHop(direct, hosts)
+        self._hosts = np.array(hosts)
+        self._same_host = [np.flatnonzero(self._hosts == host) for host in hosts]
+        self._forwards = self.first.forwards[self._hosts]  # [readers, owners] the sender
+
+    def share_tables(self, other: ByHost) -> None:
+        """Shares the tables of the same flow of another plan."""
+        self.share_memo(other)
+        self.first.share_memo(other.first)
+
+    def senders(self, readers: IntArray | int, owners: IntArray) -> IntArray:
+        return self._forwards[readers, owners]
+
+    def _sender_rows(self, owners: IntArray) -> tuple[IntArray, IntArray]:
+        return self.first.forwards[:, owners], self._hosts
+
+    def _count_rows(self) -> IntArray:
+        counts = np.zeros((self.size, self.size), dtype=np.int64)
+        owners, readers = np.indices(counts.shape)
+        np.add.at(counts, (self._forwards[readers, owners], readers), self.direct.split_counts.counts)
+        return counts
+
+    def _sent_rows(self, rank: int) -> tuple[IndexTable, IntArray]:
+        arrived, found, counts = self.first.tables(rank), list[IndexTable](), np.zeros(self.size, dtype=np.int64)
+        for reader in self._same_host[rank].tolist():
+            starts, ends, senders = self.wanted_pieces(reader)
+            starts, ends = starts[senders == rank], ends[senders == rank]
+            rows = np.searchsorted(arrived.tokens, starts)
+            if arrived.order is not None:
+                rows = arrived.order[rows].astype(np.int64)
+            found.append(index_ranges(rows, rows + ends - starts))
+            counts[reader] = (ends - starts).sum()
+        rows_of_all: IntArray = np.concatenate(found)
+        return rows_of_all, counts
+
+
+class _FirstHop(Fetch):
+    """The first hop of `ByHost`; `forwards` has, `[hosts, owners]`, the rank of each host that gets an owner's rows."""
+
+    def __init__(self, direct: Fetch, hosts: tuple[int, ...]) -> None:
+        self._hosts = hosts
+        members = [np.flatnonzero(np.array(hosts) == host) for host in range(max(hosts) + 1)]
+        places = np.zeros(len(hosts), dtype=np.int64)
+        for ranks in members:
+            places[ranks] = np.arange(ranks.size)
+        self.forwards = np.array([ranks[places % ranks.size] for ranks in members])
+        held = partial(_forwarded, direct, hosts, self.forwards)  # not a method: flows are in no cycle
+        super().__init__(direct.layout, held, direct.description)
+        self._direct = direct
+
+    def _count_rows(self) -> IntArray:
+        counts = np.zeros((self.size, self.size), dtype=np.int64)
+        wanted = _count_wanted(self.layout, *_wanted_by_hosts(self._direct, self._hosts))
+        counts[np.arange(self.size)[:, None], self.forwards.T] = wanted
+        return counts
+
+
 @remembered
 def owned_fragments(layout: Layout) -> tuple[IntArray, IntArray]:
     """Returns the fragments of a layout in stream order: `[n + 1]` edges, and the rank that holds each."""
@@ -363,7 +468,7 @@ def owned_fragments(layout: Layout) -> tuple[IntArray, IntArray]:
     return np.append(starts, layout.packing.total), layout.located(starts)[0]
 
 
-def count_wanted(layout: Layout, starts: IntArray, ends: IntArray, offsets: IntArray) -> IntArray:
+def _count_wanted(layout: Layout, starts: IntArray, ends: IntArray, offsets: IntArray) -> IntArray:
     """Returns `[owners, readers]` the rows of each owner in ranges of the stream, which are grouped by reader."""
     edges, owner = owned_fragments(layout)
     places = np.concatenate([starts, ends])
@@ -377,8 +482,37 @@ def count_wanted(layout: Layout, starts: IntArray, ends: IntArray, offsets: IntA
     return counts
 
 
-def meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> Ranges:
+def _meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> StreamRanges:
     """Returns the index pairs of a range and a disjoint rising range that overlap, in this order."""
     lowest = np.searchsorted(rising_ends, starts, side="right")
     last = np.maximum(np.searchsorted(rising_starts, ends, side="left"), lowest)
     return np.repeat(np.arange(starts.size), last - lowest), arange_ranges(lowest, last)
+
+
+@remembered
+def _wanted_by_hosts(direct: Fetch, hosts: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the ranges that any rank of a host wants, grouped by host, and `[hosts + 1]` offsets of the groups."""
+    starts, ends, offsets = direct.all_wanted
+    host = np.repeat(hosts, np.diff(offsets))
+    order = np.argsort(host, kind="stable")
+    ranges = np.stack([starts, ends], axis=1)[order]
+    return unions(ranges, np.searchsorted(host[order], np.arange(max(hosts) + 2)))
+
+
+def _forwarded(direct: Fetch, hosts: tuple[int, ...], forwards: IntArray, rank: int) -> StreamRanges:
+    """Returns the rows that ranks of the host of `rank` want and that it sends to them."""
+    host, (edges, owners) = hosts[rank], owned_fragments(direct.layout)
+    starts, ends, offsets = _wanted_by_hosts(direct, hosts)
+    own = slice(offsets[host], offsets[host + 1])
+    starts, ends = starts[own], ends[own]
+    number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
+    chosen = forwards[host, owners[piece]] == rank
+    number, piece = number[chosen], piece[chosen]
+    begins, stops = np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1])
+    found = joined_up(begins, stops, np.array([0, begins.size]))
+    return found[0], found[1]
+
+
+def first_hop(flow: Fetch) -> Fetch:
+    """Returns the fetch that brings rows from their owners: that of the first hop where there are two."""
+    return flow.first if isinstance(flow, ByHost) else flow

@@ -1,7 +1,8 @@
 """`LinearKind`: a kind of linear layer as a record. No torch in here.
 
-A new kind is a record here, an operation (`linear/`) and the kernels that know it. Planning, prices, messages, flags
-and the capability table read what they need to know of a kind from its record. All kinds share one vocabulary:
+A new kind is a record here, an operation (`linear/`) and the kernels that know it. Planning, messages, flags and the
+capability table read what they need to know of a kind from its record. A new recurrence also needs its rates, `rule` in
+each preset of a machine (`planner/predict/presets/`). All kinds share one vocabulary:
 Mamba-2's B and C are keys and queries, its x is values.
 """
 
@@ -42,12 +43,18 @@ class SectionKind:
         name: the operation's name for it.
         per, dim: its shape `[tokens, heads or groups, features]`.
         exact: True if a codec must never be used for it: gates, decays and step sizes.
+        has_steps: True if there is such a tensor for each step that a token makes.
     """
 
     name: str
     per: Per
     dim: Dim
     exact: bool = False
+    has_steps: bool = False
+
+    def names(self, steps: int) -> list[str]:
+        """Returns the names of its tensors: "k", "k2" and so on, one for each step."""
+        return [self.name, *(f"{self.name}{step}" for step in range(2, steps + 1) if self.has_steps)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Argument:
     """A size that a kind takes.
 
     Attributes:
-        field: the field of the shape: heads, groups, key_dim or value_dim.
+        field: the field of the shape: heads, groups, key_dim, value_dim or steps.
         name: its name as an argument of `plan_linear`.
         default: a number, or the field whose value it takes; None if it is required.
     """
@@ -77,6 +84,7 @@ class LinearKind:
         transition: the form of the state's transition.
         arguments: the sizes that it takes; other sizes are 1, or as many groups as heads.
         recurrence: the kind whose recurrence and kernels it uses with other inputs; empty for its own.
+        rates: the kind by whose measured rates the time of its kernels is predicted; empty for its own.
         head, group: the nouns for a head, and for what heads share.
         takes_codec: True if its heads are long enough to be coded.
         scales_queries: True if its operations take a scale.
@@ -92,6 +100,7 @@ class LinearKind:
     transition: Transition
     arguments: tuple[Argument, ...]
     recurrence: str = ""
+    rates: str = ""
     head: str = "value head"
     group: str = "key head"
     takes_codec: bool = True
@@ -112,6 +121,11 @@ class LinearKind:
         return self.recurrence or self.name
 
     @property
+    def measured_rule(self) -> str:
+        """The recurrence whose rates machine files have."""
+        return self.rates or self.rule
+
+    @property
     def is_dense(self) -> bool:
         """True if a segment's transition is a matrix, as in the delta rule: two products with the keys a token."""
         return self.transition is Transition.DENSE
@@ -120,6 +134,16 @@ class LinearKind:
     def stages(self) -> tuple[str, ...]:
         """The local work, by the names under which the operation hands it to the executor."""
         return (("conv",) if self.convolved else ()) + (("gates", "rule") if self.has_state else ())
+
+    def counts(self, num_sections: int) -> list[int]:
+        """Returns the number of tensors of each section, given that of all: one, or one for each step of a token."""
+        with_steps = sum(section.has_steps for section in self.sections)
+        steps = (num_sections - len(self.sections)) // with_steps + 1 if with_steps else 1
+        return [steps if section.has_steps else 1 for section in self.sections]
+
+    def num_convolved(self, num_sections: int) -> int:
+        """Returns the number of tensors that are convolved, given that of all."""
+        return sum(self.counts(num_sections)[: self.convolved])
 
     def argument(self, field: str) -> str | None:
         """Returns the argument of `plan_linear` that sets a field of the shape; None if the kind has no such size."""
@@ -148,6 +172,24 @@ KDA = LinearKind(
     ),
     convolved=3, keys="k", values="v", transition=Transition.DENSE, arguments=_DELTA,
 )  # fmt: skip
+GDN2 = LinearKind(
+    "gdn2", "Gated DeltaNet-2", "the Gated DeltaNet-2 mixer: convolution, gates and rule",
+    sections=(
+        *_KEYS, SectionKind("v", Per.HEAD, Dim.VALUE), SectionKind("g", Per.GROUP, Dim.KEY, exact=True),
+        SectionKind("b", Per.GROUP, Dim.KEY, exact=True), SectionKind("w", Per.HEAD, Dim.VALUE, exact=True),
+    ),
+    convolved=3, keys="k", values="v", transition=Transition.DENSE, arguments=_DELTA, rates="kda",
+)  # fmt: skip
+GDP = LinearKind(
+    "gdp", "Gated DeltaProduct", "the Gated DeltaProduct mixer: convolution, gates and rule",
+    sections=(
+        SectionKind("v", Per.HEAD, Dim.VALUE, has_steps=True), SectionKind("k", Per.GROUP, Dim.KEY, has_steps=True),
+        SectionKind("q", Per.GROUP, Dim.KEY), SectionKind("beta", Per.HEAD, Dim.ONE, exact=True, has_steps=True),
+        SectionKind("alpha", Per.HEAD, Dim.ONE, exact=True),
+    ),
+    convolved=3, keys="k", values="v", transition=Transition.DENSE, recurrence="gdn",
+    arguments=(*_DELTA, Argument("steps", "num_householder", 1)),
+)  # fmt: skip
 MAMBA = LinearKind(
     "mamba", "Mamba-2", "the Mamba-2 mixer: convolution, step sizes and recurrence",
     sections=(
@@ -168,4 +210,4 @@ CONV1D = LinearKind(
     head="channel", group="channel", takes_codec=False, scales_queries=False,
 )  # fmt: skip
 
-KINDS = {kind.name: kind for kind in (GDN, KDA, MAMBA, CONV1D)}
+KINDS = {kind.name: kind for kind in (GDN, KDA, GDN2, GDP, MAMBA, CONV1D)}

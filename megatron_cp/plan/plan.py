@@ -16,8 +16,8 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo, remembered
-from megatron_cp.layout.route import pieces_between
-from megatron_cp.plan.assignment import AssignmentQuality
+from megatron_cp.layout.packing import lengthened
+from megatron_cp.layout.route import rows_between
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.describe import counted, describe_step, ownership, rank_table, size
 from megatron_cp.plan.kinds import KINDS
@@ -25,6 +25,7 @@ from megatron_cp.plan.layer_program import LayerProgram, layer_program
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
+from megatron_cp.plan.tile_assignment import AssignmentQuality
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 if TYPE_CHECKING:
@@ -114,11 +115,9 @@ class Redistribution:
 
     def bytes_sent(self, inner: Layout, item_size: int) -> list[int]:
         """Returns the bytes that each rank sends, in and out together; forward and backward send the same."""
-        before, after, sizes = pieces_between(self.hidden_layout, inner)
-        moved, counts = before != after, np.zeros(inner.cp_size, dtype=np.int64)
-        for owners in (before, after):
-            np.add.at(counts, owners[moved], sizes[moved])
-        return [count * self.hidden_size * item_size for count in counts.tolist()]
+        rows = rows_between(self.hidden_layout, inner)
+        np.fill_diagonal(rows, 0)
+        return [count * self.hidden_size * item_size for count in (rows.sum(axis=0) + rows.sum(axis=1)).tolist()]
 
 
 @dataclass(frozen=True)
@@ -183,6 +182,17 @@ class Plan(Memo):
     def ulysses_degree(self) -> int:
         """The number of ranks that exchange heads with one another."""
         return len(self.partition.heads)
+
+    @cached_property
+    def steps_a_token(self) -> int:
+        """The steps of the recurrence that a token makes: the Householder steps of Gated DeltaProduct, else 1."""
+        kind = KINDS.get(self.kind)
+        return 1 if kind is None else max(kind.counts(len(self.sections.blocks)))
+
+    @property
+    def rule_packing(self) -> Packing:
+        """The packing of the recurrence's steps, for plans whose ranks have whole documents."""
+        return lengthened(self.packing, self.steps_a_token)
 
     @cached_property
     def kv_layout(self) -> Layout:
@@ -289,17 +299,18 @@ class Plan(Memo):
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """Returns the bytes that each rank sends to others in one direction, with elements of `item_size` bytes."""
-        return self._bytes(item_size, forward=forward, needed=False)
+        return [*self._bytes(checked_integer("item_size", item_size, 1), forward=forward, needed=False)]
 
     def bytes_needed(self, item_size: int, *, forward: bool) -> list[int]:
         """Returns `bytes_sent` without the alignment of rows and without keys that no query sees.
 
         It is the least that this assignment of tokens and heads can send.
         """
-        return self._bytes(item_size, forward=forward, needed=True)
+        return [*self._bytes(checked_integer("item_size", item_size, 1), forward=forward, needed=True)]
 
-    def _bytes(self, item_size: int, *, forward: bool, needed: bool) -> list[int]:
-        item_size, alignment = checked_integer("item_size", item_size, 1), 1 if needed else ROW_ALIGNMENT
+    @remembered
+    def _bytes(self, item_size: int, *, forward: bool, needed: bool) -> tuple[int, ...]:
+        alignment = 1 if needed else ROW_ALIGNMENT
         sent = [
             exchange.bytes_sent(item_size, to_heads=to_heads, alignment=alignment)
             for exchange, to_heads in self.exchanges(forward=forward)
@@ -310,7 +321,7 @@ class Plan(Memo):
         if self.attend is not None:
             along = self.attend.bytes_needed if needed else self.attend.bytes_sent
             sent.append(along(item_size, forward=forward).tolist())
-        return [sum(by_step) for by_step in zip([0] * self.cp_size, *sent, strict=True)]
+        return tuple(sum(by_step) for by_step in zip([0] * self.cp_size, *sent, strict=True))
 
     def work_per_rank(self, *, forward: bool = True) -> list[int]:
         """Returns each rank's local work: query-key pairs times heads for attention, tokens times heads for a rule.
@@ -424,8 +435,8 @@ class Plan(Memo):
         if others and others[0].is_played and others[0].total < self.prices[0].total:
             gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
             lines.append(
-                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].reason}: see "
-                "docs/planning.md"
+                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster, but {self.prices[0].reason}: "
+                "see docs/planning.md"
             )
         return lines
 

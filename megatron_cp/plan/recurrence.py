@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.memo import Memo, remembered
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 
 

@@ -58,8 +58,10 @@ class Scheme:
 
     @property
     def sends_alike(self) -> bool:
-        """True if two packs with equal row counts send equal amounts, so that one graph serves both."""
-        return not self.chunks_keys and not self.is_product
+        """True if two packs with equal row counts, and equal shares of documents, send equal amounts, so that one
+        graph serves both.
+        """
+        return not self.assigns_tiles and not self.goes_by_host
 
 
 _ALL = (
@@ -121,8 +123,8 @@ class LinearMode:
 
     @property
     def sends_alike(self) -> bool:
-        """True under the same condition as `Scheme.sends_alike`."""
-        return self.exchanges_heads
+        """True under the same condition as `Scheme.sends_alike`; states and halos of chunkwise layers always travel."""
+        return not self.redistributes
 
 
 HEADWISE = LinearMode("headwise", "whole documents on a share of the heads: an exchange in, one out", True, False)

@@ -63,7 +63,7 @@ def checked_selection(topk: object, indexer: object, block: object, kv_heads: in
         return None
     names = [each.name for each in SCHEMES.values() if each.brings_all_keys]
     if scheme not in (AUTO, *names):
-        remedy = "The keys of a query must be on its rank together before it chooses among them."
+        remedy = "All keys of a query must be on its rank before the query chooses among them."
         raise ArgumentError("scheme", scheme, f"{', '.join(names)} or auto with topk", remedy)
     topk, heads, head_dim = checked_integer("topk", topk, 1), 0, 0
     if block is not None:

@@ -126,7 +126,7 @@ def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
     """Returns the transport between `cp_size` ranks, from its name or as it is."""
     transport = Transport.named(transport)
     if transport.hosts and len(transport.hosts) != cp_size:
-        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
+        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks", _HOW_TO_SAY_HOSTS)
     return transport
 
 

@@ -1,4 +1,3 @@
-from .attention import exchange_of as exchange_of
 from .attention import plan_attention as plan_attention
 from .batch import AttentionSpec as AttentionSpec
 from .batch import BatchPlan as BatchPlan
@@ -7,6 +6,9 @@ from .batch import Slot as Slot
 from .capabilities import did_you_mean as did_you_mean
 from .capabilities import require as require
 from .capabilities import working as working
+from .checks import exchange_of as exchange_of
+from .images import Tower as Tower
+from .images import tile_sizes as tile_sizes
 from .layouts import CHOICES as CHOICES
 from .layouts import choose_layout as choose_layout
 from .layouts import layout_by_name as layout_by_name
@@ -18,8 +20,8 @@ from .predict import Link as Link
 from .predict import Machine as Machine
 from .predict import Topology as Topology
 from .predict import machine as machine
-from .predict.kernels import rule_products as rule_products
-from .predict.kernels import stage_shapes as stage_shapes
+from .predict.kernel_times import rule_products as rule_products
+from .predict.kernel_times import stage_shapes as stage_shapes
 from .predict.machine_files import written as written
 from .predict.memory import buffer_bytes as buffer_bytes
 from .predict.memory import peak_bytes as peak_bytes

@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+
+import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer, checked_size
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.filled_layout import FilledLayout
-from megatron_cp.layout.mask import Mask
-from megatron_cp.layout.mask_like import MaskLike, mask_over
-from megatron_cp.layout.rank_sets import merge_ranks
-from megatron_cp.plan.assignment import TiledWork
-from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.latent import Latent
-from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
-from megatron_cp.plan.selection import Selection, checked_selection, travelling_features
-from megatron_cp.plan.steps import Step, ToHeads, ToTokens
+from megatron_cp.layout.mask import Mask, MaskLike, mask_over
+from megatron_cp.plan.latent import LATENT_MODES
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, SCHEMES, alternatives, scheme_named
+from megatron_cp.plan.selection import Selection, checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import hints_keywords, require
-from megatron_cp.planner.checks import (
-    UNCODED_CHOICE,
-    check_layout,
-    check_mask,
-    checked_blocks,
-    checked_chunks,
-    checked_codec,
-    checked_degree,
-    checked_heads,
-    checked_item_size,
-    checked_latent,
-    checked_latent_mode,
-    checked_machine,
-    exchange_of,
-    latent_modes,
-    many_bands,
-    no_chunks,
-    notes_of,
-)
-from megatron_cp.planner.choose import (
-    best_chunks,
-    degrees_to_try,
-    describe_degree,
-    detail_of,
-    priced_candidates,
-    reason,
-)
-from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.machine_files import machine
-from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
+from megatron_cp.planner.checks import check_layout, checked_heads, checked_setting, notes_on_heads
+from megatron_cp.planner.choose import fastest
+from megatron_cp.planner.predict.hardware import Machine, Setting, Topology
+from megatron_cp.planner.request import AttentionShape, Choice, Request
+from megatron_cp.planner.tiled import checked_search, notes_of_search
+
+_LARGEST_ON_DEVICES = 256  # features of a head in flash kernels
 
 
 @hints_keywords
@@ -152,7 +124,9 @@ def plan_attention(
     if mask is None:
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
     mask = mask_over(packing, mask, kv_packing)
-    check_mask(mask, layout, kv_layout, is_cross=is_cross)
+    for side in (layout, kv_layout):
+        if isinstance(side, FilledLayout):
+            _check_filler_is_unseen(side, mask, is_cross=is_cross)
     for name, value in {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree}.items():
         if value is not None:
             checked_integer(name, value, 1)
@@ -160,263 +134,27 @@ def plan_attention(
     head_dim = checked_size("head_dim", head_dim, heads)
     value_head_dim = head_dim if value_head_dim is None else checked_size("value_head_dim", value_head_dim, heads)
     transport = checked_transport(transport, layout.cp_size)
-    item_size, on = checked_item_size(item_size), machine(hardware)
-    on, topology = checked_machine(transport, on, topology, layout.cp_size)
-    search = checked_search(search_seconds, [scheme], item_size=item_size)
+    setting = checked_setting(transport, hardware, topology, item_size, layout.cp_size)
+    search_seconds = checked_search(search_seconds, [scheme])
     latent_mode = checked_latent_mode(latent_mode, latent)
     latent = None if latent is None else checked_latent(latent, heads, kv_heads, head_dim)
-    selection = checked_blocks(mask, checked_selection(topk, indexer, block, kv_heads if latent is None else 1, scheme))
-    request = _Request(
-        layout, kv_layout, mask, heads, kv_heads if selection is None else 1, head_dim, value_head_dim, head_chunks,
-        codec, transport, topology, search, on, latent, selection,
-    )  # fmt: skip
-    selects, wanted = selection is not None, None if scheme == AUTO else scheme_named(scheme)
-    modes = latent_modes(latent_mode, scheme, latent, on, selects=selects)
+    selection = checked_selection(topk, indexer, block, kv_heads if latent is None else 1, scheme)
+    _check_blocks(mask, selection)
+    shape = AttentionShape(heads, kv_heads, head_dim, value_head_dim, latent, selection)
+    request = Request(layout, kv_layout, mask, shape, setting, search_seconds)
+    modes = _latent_modes(latent_mode, scheme, shape, setting)
+    wanted = None if scheme == AUTO else scheme_named(scheme)
     if layout.cp_size == 1 or isinstance(layout, FilledLayout):
-        modes, wanted = modes[:1], scheme_named(scheme, selects=selects)
-    if wanted is not None and len(modes) == 1:
-        return request.in_mode(modes[0]).plan(wanted, ulysses_degree)
-    return _chosen(request, modes, wanted, ulysses_degree)
-
-
-def _chosen(request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None) -> Plan:
-    """Returns the plan of the candidate that is predicted to be fastest; see `_cheapest`."""
-    key, planned = ("auto", *request.key, scheme, modes, ulysses_degree), list[Plan]()
-    found: _Choice = request.layout.memo(key, lambda: _cheapest(request, modes, scheme, ulysses_degree, planned))
-    # The plan is made again, from the same tables, so that its warnings are given now.
-    chosen = replace(request, head_chunks=found.head_chunks).in_mode(found.latent_mode)
-    plan = chosen.plan(found.scheme, found.degree, planned)
-    return replace(plan, prices=found.prices, notes=(*plan.notes, *found.notes))
-
-
-_FILTERS = ("ulysses_degree", "head_chunks", "codec")  # arguments by which a user rules out candidates
-
-
-class _Choice(NamedTuple):
-    """The choice of "auto". It holds no plan, since plans refer to the layout that keeps it."""
-
-    scheme: Scheme
-    degree: int | None
-    head_chunks: int | None
-    latent_mode: str
-    prices: tuple[Price, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of `plan_attention` after checks, without the scheme."""
-
-    layout: Layout
-    kv_layout: Layout
-    mask: Mask
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    head_chunks: int | None
-    codec: str
-    transport: Transport
-    topology: Topology
-    search: TileSearch
-    on: Machine
-    latent: tuple[int, int] | None
-    selection: Selection | None
-    latent_mode: str = "expand"
-
-    def in_mode(self, latent_mode: str) -> _Request:
-        """Returns the request with one of `LATENT_MODES`; without latents, itself."""
-        if self.latent is None:
-            return self
-        return replace(self, latent_mode=latent_mode, kv_heads=self.heads if latent_mode == "heads" else 1)
-
-    def tiles(self, step: Attend) -> TiledWork:
-        """Returns the assigned tiles, which are searched once for each batch, layer shape and mask."""
-        keys = None if self.kv_layout == self.layout else self.kv_layout
-        sizes = (step.partition, self.head_dim, self.value_head_dim, self.latent, self.latent_mode, self.codec)
-        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # the same for all numbers of head chunks
-        found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
-        return found
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The fields that identify a request to one layout."""
-        keys = None if self.kv_layout == self.layout else self.kv_layout
-        heads = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
-        sizes = (*heads, self.latent, self.latent_mode, self.selection)
-        options = (self.head_chunks, self.codec, self.transport, self.search, self.on, self.topology)
-        return (keys, self.mask, *sizes, *options)
-
-    def plan(self, scheme: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
-        """Plans a scheme, and shares tables with one of `others` of the same degree."""
-        degree = checked_degree(scheme, self.layout.cp_size, self.kv_heads, ulysses_degree)
-        partition = partition_heads(self.heads, self.kv_heads, degree)
-        q = Section("q", self.heads, self.head_dim, partition.heads)
-        latent = None if self.latent_mode == "heads" else self.latent
-        key, value = travelling_features(self.head_dim, self.value_head_dim, latent, self.selection)
-        k, v = (Section(name, self.kv_heads, size, partition.groups) for name, size in (("k", key), ("v", value)))
-        steps = self._steps(scheme, partition, q, k, v)
-        attend = next(step for step in steps if isinstance(step, Attend))
-        for other in others:
-            if other.attend is not None and other.ulysses_degree == degree:
-                attend.share_seen(other.attend)
-                break
-        notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=5)
-        notes += many_bands(attend, scheme)
-        plan = Plan(
-            "attention", scheme.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
-            transport=self.transport,
-        )  # fmt: skip
-        return replace(plan, notes=(*notes, *notes_of_search(plan)))
-
-    def _steps(self, scheme: Scheme, partition: HeadPartition, q: Section, k: Section, v: Section) -> tuple[Step, ...]:
-        """Returns the steps: the attention, between two head exchanges if the scheme has them."""
-        layout, kv_layout = self.layout, self.kv_layout
-        chunks = _head_chunks(self.head_chunks, scheme, partition)
-        codec = checked_codec(self.codec, scheme.name, "" if self.selection is None else UNCODED_CHOICE)
-        degree = len(partition.heads)
-        # A head exchange on one rank only sorts tokens, so that results have the bits of several ranks.
-        in_order = layout.in_stream_order and kv_layout.in_stream_order
-        exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
-        queries, keys = (
-            Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
-            for each in (layout, kv_layout)
-        )
-        parts, key_chunks = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
-        sizes, latent = (self.head_dim, self.value_head_dim), None
-        if self.latent is not None:
-            shared, rank = self.latent
-            latent = Latent(shared, rank, sum(sizes) - shared, self.latent_mode)
-            sizes = (shared + rank, rank) if self.latent_mode == "absorb" else sizes
-        attend = Attend(
-            self.mask, queries, keys, partition, scheme.kv_schedule, *sizes, key_chunks, latent=latent,
-            hosts=self.topology.hosts[::degree] if scheme.goes_by_host else (), selection=self.selection,
-            codec=codec if queries.cp_size > 1 else None,
-        )  # fmt: skip
-        if scheme.assigns_tiles and queries.cp_size > 1:
-            attend = replace(attend, tiled=self.tiles(attend))
-        if not exchanged:
-            return (attend,)
-
-        def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
-            return exchange_of(layout, Sections(blocks), partition, parts, codec, section_major=section_major)
-
-        inbound = (
-            (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
-            if kv_layout != layout
-            else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
-        )
-        out = Section("out", q.num_heads, self.value_head_dim, partition.heads)
-        return (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
-
-    def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
-        """Returns the plan in so many head chunks; None if it cannot have them, or the user fixed another number."""
-        scheme = SCHEMES[plan.scheme]
-        if self.head_chunks is not None or not scheme.takes_chunks or chunks > plan.partition.most_groups:
-            return None
-        assert plan.attend is not None
-        chunked = replace(self, head_chunks=chunks).in_mode(plan.attend.latent_mode)
-        return chunked.plan(scheme, plan.ulysses_degree, [plan])
-
-
-def _cheapest(
-    request: _Request, modes: tuple[str, ...], scheme: Scheme | None, ulysses_degree: int | None,
-    candidates: list[Plan],
-) -> _Choice:  # fmt: skip
-    """Chooses the candidate that is predicted to be fastest, and appends the plans of all to `candidates`.
-
-    Args:
-        modes: the modes of latents to compare.
-        scheme: the scheme whose modes are compared, in as many head chunks as it has by itself; None for all schemes.
-    """
-    on, topology, item_size = request.on, request.topology, request.search.item_size
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # repeated when the chosen candidate is planned
-        untiled = [(scheme, ulysses_degree)] if scheme is not None else _schemes_to_try(
-            request.layout, ulysses_degree, topology, tiles=False
-        )  # fmt: skip
-        untiled = [pair for pair in untiled if request.selection is None or pair[0].brings_all_keys]
-        # Heads of all schemes travel in one part at first; of a scheme that is given, in as many as it has by itself.
-        first = request if scheme is not None else replace(request, head_chunks=request.head_chunks or 1)
-        refused = [each for mode in modes for each in _add_candidates(first.in_mode(mode), untiled, candidates)]
-        others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
-        if request.search.seconds and scheme is None and request.selection is None:
-            request = request.in_mode(modes[0])
-            others = priced_candidates(candidates, on, topology, item_size) if candidates else []
-            tiled = _schemes_to_try(request.layout, ulysses_degree, topology, tiles=True)
-            alike = [plan for plan in candidates if plan.attend is None or plan.attend.latent_mode in ("", modes[0])]
-            skipped = hopeless_tiles(tiled, alike, others, on, topology, item_size)
-            names = [(price.scheme, price.detail) for price in skipped]
-            hopeful = [pair for pair in tiled if (pair[0].name, describe_degree(*pair)) not in names]
-            not_tiled = _add_candidates(first.in_mode(modes[0]), hopeful, candidates)
-        if not candidates:
-            raise (not_tiled or refused)[0][1]
-        new = [plan for plan in candidates if not others or (plan.attend is not None and plan.attend.tiled is not None)]
-        found = priced_candidates(new, on, topology, item_size, others)
-        if scheme is None:
-            found = best_chunks(found, request.with_chunks, on, topology, item_size)
-        price, plan = found[0]
-    assert plan.attend is not None
-    scheme, chunks = SCHEMES[plan.scheme], request.head_chunks
-    if chunks is None and scheme.takes_chunks:
-        chunks = plan.num_chunks
-    degree = plan.ulysses_degree if scheme.is_product else None
-    price = replace(price, reason=reason((price, plan), found[1:]))
-    prices = (price, *(other for other, _ in found[1:]), *skipped)
-    notes = (*_refusal_notes(not_tiled), *_search_notes(candidates, plan))
-    return _Choice(scheme, degree, chunks, plan.attend.latent_mode, prices, notes)
-
-
-def _schemes_to_try(
-    layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
-) -> list[tuple[Scheme, int | None]]:
-    """Returns the schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
-    shared = 1 < topology.num_hosts < layout.cp_size  # several hosts, one of which has several ranks
-    schemes = [s for s in SCHEMES.values() if s.assigns_tiles == tiles and (shared or not s.goes_by_host)]
-    return [
-        (scheme, degree) for scheme in schemes for degree in degrees_to_try(scheme, layout, ulysses_degree, topology)
-    ]
-
-
-_Refusals = list[tuple[str, ArgumentError]]
-
-
-def _add_candidates(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], into: list[Plan]) -> _Refusals:
-    """Appends the plans of candidates; returns the names and the refusals of those that cannot be planned."""
-    refused = _Refusals()
-    for scheme, degree in wanted:
-        try:
-            into.append(request.plan(scheme, degree, into))
-        except ArgumentError as error:
-            if error.argument == "search_seconds":  # the search is impossible for all candidates
-                raise
-            refused.append((scheme.name + describe_degree(scheme, degree), error))
-    return refused
-
-
-def _refusal_notes(refused: _Refusals) -> tuple[str, ...]:
-    """Returns a note for each reason, not given by the user, that ruled out candidates with tiles."""
-    causes: dict[str, list[str]] = {}
-    for name, error in refused:
-        if error.argument not in _FILTERS:
-            causes.setdefault(str(error), []).append(name)
-    return tuple(f"left out: {', '.join(names)}, for {cause}" for cause, names in causes.items())
-
-
-def _search_notes(candidates: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
-    """Returns notes on the limits of searches of the other candidates; the chosen plan has its own."""
-    own = chosen.scheme, chosen.ulysses_degree
-    others = [plan for plan in candidates if (plan.scheme, plan.ulysses_degree) != own]
-    return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
-
-
-def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:
-    if asked is None:
-        return min(2, partition.most_groups) if scheme.chunks_keys else 1
-    if not scheme.takes_chunks:
-        others = [other.name for other in SCHEMES.values() if other.takes_chunks]
-        return no_chunks(asked, scheme.name, f"It passes on all heads of a key at once: use {' or '.join(others)}.")
-    return checked_chunks(asked, partition, "key/value head")
+        modes, wanted = modes[:1], scheme_named(scheme, selects=selection is not None)
+    asked = Choice(wanted, ulysses_degree, head_chunks, codec, transport, modes[0])
+    is_open = wanted is None or len(modes) > 1
+    plan = fastest(request, asked, modes) if is_open else request.plan(asked)
+    on_heads = notes_on_heads(plan.partition, plan.cp_size, "head", "key/value head", "exact and p2p use them all")
+    on_bands = _note_on_bands(plan)
+    warned = [*on_heads[:1], *on_bands] if plan.partition.idle_ranks else on_bands
+    for note in warned:
+        warnings.warn(note, stacklevel=3)
+    return replace(plan, notes=(*on_heads, *on_bands, *notes_of_search(plan), *plan.notes))
 
 
 def _key_side(
@@ -434,3 +172,115 @@ def _key_side(
             "kv_layout", kv_layout, f"a layout of {kv_packing!r} over {layout.cp_size} ranks, such as Layout.zigzag"
         )
     return kv_packing, kv_layout
+
+
+def _check_filler_is_unseen(layout: FilledLayout, mask: Mask, *, is_cross: bool) -> None:
+    given, lengths = layout.given.lengths, layout.packing.lengths
+    filled = np.flatnonzero(lengths[: given.size] > given)
+    if not filled.size:
+        return
+    own = lengths.copy()
+    own[: given.size] = given
+    first, bands = filled[0], mask.bands.copy()
+    if not is_cross and not is_block_table(mask.name):  # both depend on a document's padded length
+        ends = (layout.packing.cu_seqlens[:-1] + own)[layout.packing.documents_of(bands[:, 0])]
+        bands[:, 1] = np.minimum(bands[:, 1], ends)
+        seen = band.area(bands)
+        bands[:, 3] = np.minimum(bands[:, 3], ends)
+        if band.area(bands) == seen:
+            return
+    allowed = "causal, full or a window under which no token sees the pads of its document"
+    if is_cross:
+        allowed = "one of a pack to itself if documents are padded"
+    remedy = (
+        f"Document {first} has {given[first]} tokens and is padded to {lengths[first]}. With a2a, GraphTables with "
+        "align_documents=1 pad no document; with p2p, lengths must already be multiples."
+    )
+    raise ArgumentError("mask", mask.name, allowed, remedy)
+
+
+def _check_blocks(mask: Mask, selection: Selection | None) -> None:
+    """Refuses a choice of blocks unless queries see all keys of their document before them."""
+    if selection is None or not selection.block:
+        return
+    if not mask.is_cross:
+        causal = Mask.causal(mask.packing)
+        if mask.packing.branches is None:  # documents may end in pads, which see nothing
+            see = np.concatenate([[0], np.cumsum(mask.seen > 0)])[mask.packing.cu_seqlens]
+            causal = causal.unpadded(np.diff(see))
+        if mask == causal:
+            return
+    given = f"{mask.name} over other documents of keys" if mask.is_cross else mask.name
+    raise ArgumentError("mask", given, "causal with block", "Without block, topk keys are chosen under any mask.")
+
+
+def checked_latent(latent: object, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Returns the features of a shared key and of a latent after checking them.
+
+    Raises:
+        ArgumentError: other than two numbers of features, or heads that share keys.
+    """
+    if not isinstance(latent, tuple | list) or len(latent) != 2:
+        raise ArgumentError("latent", latent, "features of the shared key and of the latent, such as (64, 512)")
+    shared, rank = checked_size("latent[0]", latent[0]), checked_size("latent[1]", latent[1])
+    if shared >= head_dim:
+        raise ArgumentError("latent", latent, f"a shared key of fewer than head_dim, {head_dim} features")
+    if kv_heads != heads:
+        raise ArgumentError("kv_heads", kv_heads, f"None with latent: each of {heads} heads has keys of its own")
+    return shared, rank
+
+
+def checked_latent_mode(latent_mode: str | None, latent: object) -> str | None:
+    """Returns the spelling of a mode of latents, or None for none.
+
+    Raises:
+        ArgumentError: an unknown mode, or one without latents.
+    """
+    if latent_mode is None:
+        return None
+    if latent is None:
+        raise ArgumentError("latent_mode", latent_mode, "None without latent", "Keys and values are given.")
+    return require("latent_mode", latent_mode)
+
+
+def _latent_modes(asked: str | None, scheme: str, shape: AttentionShape, setting: Setting) -> tuple[str, ...]:
+    """Returns the modes of latents to compare: the one that was asked for, or those that "auto" has.
+
+    Raises:
+        ArgumentError: keys or absorbed queries where queries select among latents.
+    """
+    if shape.selection is not None:  # among latents, which no mode changes
+        if asked not in (None, AUTO, "expand"):
+            raise ArgumentError("latent_mode", asked, "None with topk", "Queries select among latents as they are.")
+        return ("expand",)
+    if shape.latent is None or (asked is None and scheme != AUTO):
+        return ("expand",)
+    if asked not in (None, AUTO):
+        return (asked,)
+    is_possible = setting.machine.hardware.cores or sum(shape.latent) <= _LARGEST_ON_DEVICES
+    return tuple(mode for mode in LATENT_MODES if is_possible or mode != "absorb")
+
+
+# A ring makes a kernel call for each pair of fragments of two ranks that see one another; a document cut in zigzag has
+# two or three such pairs a stage. These layouts stay far below this many calls for each stage.
+_MANY, _AT_LEAST = 8, 1000
+
+
+def _note_on_bands(plan: Plan) -> tuple[str, ...]:
+    """Returns a note where a ring needs very many kernel calls and other schemes need few."""
+    attend, scheme = plan.attend, SCHEMES[plan.scheme]
+    assert attend is not None
+    if attend.num_stages == 1 or attend.tiled is not None:
+        return ()
+    last_rank = attend.num_kv_ranks - 1  # which sees most in stream order
+    staged_calls, gathered_calls = attend.count_bands(last_rank)
+    if staged_calls < max(_AT_LEAST, _MANY * attend.num_kv_ranks * gathered_calls):
+        return ()
+    gathering = [
+        other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
+    ]
+    return (
+        f"{scheme.name} computes {staged_calls} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
+        f"and compute {gathered_calls}",
+    )

@@ -14,29 +14,23 @@ import numpy as np
 from megatron_cp.errors import MAX_FEATURES, ArgumentError, checked_integer, checked_size
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.filled_layout import FilledLayout
-from megatron_cp.layout.mask_like import MASKS_ALLOWED, MaskLike, is_mask_function, is_named, mask_over
+from megatron_cp.layout.mask import MASKS_ALLOWED, MaskLike, is_mask_function, is_named, mask_over
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.selection import checked_selection
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.attention import checked_latent, checked_latent_mode, plan_attention
 from megatron_cp.planner.capabilities import hints_keywords, require
-from megatron_cp.planner.checks import (
-    UNCODED_CHOICE,
-    checked_codec,
-    checked_heads,
-    checked_item_size,
-    checked_latent,
-    checked_latent_mode,
-)
-from megatron_cp.planner.linear import MAX_CONV_WIDTH, plan_linear, unused
+from megatron_cp.planner.checks import checked_codec, checked_heads, checked_item_size
+from megatron_cp.planner.linear import MAX_CONV_WIDTH, MAX_STEPS, plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.machine_files import machine
+from megatron_cp.planner.request import UNCODED_CHOICE
 from megatron_cp.planner.tiled import checked_search
 
 if TYPE_CHECKING:
@@ -93,7 +87,7 @@ class AttentionSpec:
         checked_codec(self.codec, self.scheme, "" if selection is None else UNCODED_CHOICE)
         if self.indexer is not None:
             object.__setattr__(self, "indexer", tuple(self.indexer))
-        checked_search(self.search_seconds, [self.scheme], item_size=self.item_size)
+        checked_search(self.search_seconds, [self.scheme])
         object.__setattr__(self, "hardware", machine(self.hardware))
         if isinstance(self.mask, str):  # unknown names are refused before there is a batch
             object.__setattr__(self, "mask", Mask.named(Packing([1]), self.mask).name)
@@ -146,7 +140,7 @@ class LinearSpec:
 
     Attributes:
         heads: value heads, each with a state of its own.
-        key_heads: query/key heads of gdn and kda; groups of B and C of mamba.
+        key_heads: query/key heads of gdn, kda, gdn2 and gdp; groups of B and C of mamba.
         head_dim: features of a key head; for mamba, of B and C, which is the size of the state.
         value_head_dim: features of a value head; for mamba, of a head of x.
         conv_width: taps of the convolution.
@@ -160,6 +154,7 @@ class LinearSpec:
             that other modes do not.
         run: the specs of the run's layers, this one's among them and each as often as it occurs, without runs of their
             own; they are redistributed together or not at all. Empty for a single layer.
+        num_householder: steps of the delta rule that a token of gdp makes.
     """
 
     kind: str
@@ -177,6 +172,7 @@ class LinearSpec:
     run: tuple[LinearSpec, ...] = ()
     hardware: Machine | str | None = None
     topology: Topology | None = None
+    num_householder: int = 1
 
     def __post_init__(self) -> None:
         for name in ("kind", "mode", "codec"):
@@ -188,6 +184,8 @@ class LinearSpec:
         checked_integer("conv_width", self.conv_width, 1, MAX_CONV_WIDTH)
         if self.hidden_size is not None:
             checked_integer("hidden_size", self.hidden_size, 1, MAX_FEATURES)
+        if checked_integer("num_householder", self.num_householder, 1, MAX_STEPS) > 1 and not record.argument("steps"):
+            raise ArgumentError("num_householder", self.num_householder, f"1 for {self.kind}", "It is of gdp.")
         if record.argument("groups"):
             checked_heads(heads=self.heads, key_heads=self.key_heads)
         _check_topology(self.topology)
@@ -221,6 +219,7 @@ class LinearSpec:
     def _plan(self, layout: Layout, mode: str) -> Plan:
         sizes = {
             "heads": self.heads, "groups": self.key_heads, "key_dim": self.head_dim, "value_dim": self.value_head_dim,
+            "steps": self.num_householder,
         }  # fmt: skip
         kind = KINDS[self.kind]
         named: dict[str, Any] = {size.name: sizes[size.field] for size in kind.arguments}
@@ -264,9 +263,12 @@ def _check_layout(layout: Layout) -> None:
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
 
 
-def _checked_slot(argument: str, slot: Slot) -> Slot:
+def checked_slot(argument: str, slot: Slot) -> Slot:
+    """Returns the spec of a layer after checking its type."""
     if not isinstance(slot, AttentionSpec | LinearSpec):
-        raise ArgumentError(argument, slot, "an AttentionSpec or a LinearSpec")
+        raise ArgumentError(
+            argument, slot, "an AttentionSpec or a LinearSpec", "A layer of cp.nn has its own as layer.slot."
+        )
     return slot
 
 
@@ -291,12 +293,10 @@ class BatchPlan:
         self, layout: Layout, slots: Iterable[Slot] = (), *, lengths: Sequence[int] | IntArray | None = None
     ) -> None:
         _check_layout(layout)
-        if not isinstance(slots, Iterable):
-            raise ArgumentError("slots", slots, "several of AttentionSpec and LinearSpec")
         if isinstance(slots, Set) and not isinstance(slots, KeysView):
             remedy = "A set has another order in each process, and ranks compare plans in order: use dict.fromkeys."
             raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
-        slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
+        slots = [checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
             Mask.causal(layout.packing).unpadded(lengths)  # refuses lengths that do not fit the documents
             lengths = frozen(np.array(lengths, np.int64))  # read again when a spec is planned later
@@ -319,7 +319,7 @@ class BatchPlan:
 
     def plan(self, slot: Slot) -> Plan:
         """Returns the plan of every layer with this spec."""
-        found = self._plans.get(_checked_slot("slot", slot))
+        found = self._plans.get(checked_slot("slot", slot))
         if found is None:
             found = self._plans[slot] = self._made(slot)
         return found

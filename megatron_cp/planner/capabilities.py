@@ -59,21 +59,22 @@ _WORKS: dict[str, dict[str, str]] = {
         "cross-attention": "kv_packing and kv_layout of plan_attention",
         "learned sink": "sink of attention(), on every kernel",
         "softcap": "softcap of attention(), on kernels reference, flex and flash-attn's",
-        "dropout": "dropout of attention(), the same at every number of ranks; on kernel reference alone, which is "
-        "slow",
+        "dropout": (
+            "dropout of attention(), the same at every number of ranks; only on kernel reference, which is slow"
+        ),
     },
     "kind": {kind.name: kind.remark for kind in KINDS.values()},
     "mode": {mode.name: mode.remark for mode in MODES.values()} | {AUTO: "the mode that is predicted to be fastest"},
     "latent_mode": {
         "expand": "latents travel, and are expanded to keys and values where they arrive",
-        "absorb": "latents travel, and meet queries that absorb the up-projection",
+        "absorb": "latents travel; queries are multiplied with the up-projection",
         "heads": "latents are expanded before they travel",
         AUTO: "the mode that is predicted to be fastest",
     },
     "transport": {
         "collective": "the backend's own all-to-all and all-gather",
         "pairwise": "disjoint pairs of ranks, round by round; any number of ranks",
-        "hierarchical": "one message a rank to each other host, and on from there",
+        "hierarchical": "one message from a rank to each other host, which passes it on",
         "shared_memory": "copies from the other ranks' memory; one Linux host, on the CPU",
         "symmetric_memory": "copies from the other ranks' devices; one host, CUDA; not on a GPU yet",
     },
@@ -101,8 +102,9 @@ _WORKS: dict[str, dict[str, str]] = {
         "sparse_attention": "--experimental-attention-variant dsa, or D in a --hybrid-layer-pattern",
         "windows": "--window-size, --window-attn-skip-freq: in global positions",
         "sinks": "--softmax-type off-by-one or learnable",
-        "dropout": "--attention-dropout: the same weights at every number of ranks; on kernel reference alone, which "
-        "is slow",
+        "dropout": (
+            "--attention-dropout: the same weights at every number of ranks; only on kernel reference, which is slow"
+        ),
         "multi_latent_attention": "--multi-latent-attention: values are not padded to keys",
         "mtp_num_layers": "--mtp-num-layers: in every layout and never across a document, with batches of shard_batch",
         "mrope_section": "--mrope-section: position_ids of several axes, dealt by shard_batch",
@@ -113,17 +115,20 @@ _WORKS: dict[str, dict[str, str]] = {
 _REFUSED: dict[str, dict[str, str]] = {
     "megatron": {
         "apply_rope_fusion": "latent attention has its own positions; use --no-rope-fusion",
-        "cache_mla_latents": "of inference alone; leave it out",
-        "largest_score": "no kernel here reports it; without it the optimizer takes other steps",
-        "hybrid_context_parallel": "Megatron's own loader loses the lengths; leave it out, and give shard_batch a "
-        "group of ranks for each batch",
+        "cache_mla_latents": "only for inference; leave it out",
+        "largest_score": "no kernel of megatron_cp reports it, and without it the optimizer's steps differ",
+        "dynamic_context_parallel": "Megatron's own loader loses the lengths; parse flags with "
+        "megatron_cp.megatron.config.add_arguments, and read packs by megatron_cp.megatron.dynamic.grouped_packs",
         "moe_token_dispatcher_type": "allgather needs equal ranks; use alltoall",
-        "moe_router_load_balancing_type": f"these look at each rank's tokens; {_BALANCE}",
-        "moe_expert_capacity_factor": "each rank would drop tokens by its own; leave it out",
-        "reset_attention_mask": "masks that are tensors are not read; use --dataloader-inter-document-masking, or "
-        "shard_batch",
-        "cuda_graph_impl": "graphs of Megatron's repeat the rows of one pack; leave it out, or capture your own step "
-        "over GraphTables",
+        "moe_router_load_balancing_type": f"these use only one rank's tokens; {_BALANCE}",
+        "moe_expert_capacity_factor": "each rank would drop tokens by its own counts; leave it out",
+        "reset_attention_mask": (
+            "attention does not read masks that are tensors; use --dataloader-inter-document-masking, or shard_batch"
+        ),
+        "cuda_graph_impl": (
+            "Megatron's graphs of attention serve one pack; give --cuda-graph-modules without it, leave graphs out, or "
+            "capture your own step over GraphTables"
+        ),
         "cross_attention": "not built yet; self-attention only",
     },
 }
@@ -170,8 +175,8 @@ def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> Non
     Raises:
         ArgumentError: the value is unsupported; the error names the alternatives.
     """
-    for entry in CAPABILITIES:
-        if isinstance(value, str) and (entry.argument, entry.value, entry.works) == (argument, value, False):
+    for entry in CAPABILITIES if isinstance(value, str) else ():
+        if entry.value == value and entry.argument == argument and not entry.works:
             raise ArgumentError(
                 name or argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
             )
@@ -225,7 +230,7 @@ def hints_keywords(made: Made) -> Made:
     def call(*args: Any, **named: Any) -> Any:
         for name in named:
             if name == "search_cache" and "search_seconds" in known:  # which left
-                allowed, remedy = "search_seconds alone", "Every rank finds the same tiles by itself."
+                allowed, remedy = "only search_seconds", "Every rank finds the same tiles without a cache."
                 raise ArgumentError(name, named[name], allowed, remedy)
             if name not in known:
                 hint = did_you_mean(name, known)
@@ -247,8 +252,8 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "usp": "a2a+p2p",
     },
     "kind": {
-        "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
-        "conv": "conv1d", "causalconv1d": "conv1d",
+        "gateddeltanet": "gdn", "gateddeltarule": "gdn", "gateddeltanet2": "gdn2", "gateddeltaproduct": "gdp",
+        "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba", "conv": "conv1d", "causalconv1d": "conv1d",
     },
     "codec": {"e4m3": "fp8"},
     "dtype": {

@@ -11,9 +11,10 @@ import numpy as np
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout import bands as band
-from megatron_cp.layout.mask_like import MaskLike, mask_over
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.layout.mask import MaskLike, mask_over
 from megatron_cp.layout.memo import Memo
-from megatron_cp.layout.packing import IntArray, checked_packing
+from megatron_cp.layout.packing import checked_packing
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_queries
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.transport import COLLECTIVE, Transport

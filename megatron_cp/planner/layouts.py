@@ -13,13 +13,12 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.layout.mask_like import MaskLike, mask_of_queries
+from megatron_cp.layout.mask import MaskLike, mask_of_queries
 from megatron_cp.layout.packing import checked_packing
-from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
+from megatron_cp.planner.batch import Slot, checked_slot
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.checks import checked_machine
+from megatron_cp.planner.checks import checked_setting
 from megatron_cp.planner.choose import VERY_MANY
-from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
 
 # The candidates of "auto"; among equally fast ones it takes the first.
@@ -192,12 +191,9 @@ def choose_layout(
 def _counted(slots: Iterable[Slot]) -> Counter[Slot]:
     if not isinstance(slots, Iterable) or isinstance(slots, str | bytes):
         raise ArgumentError("slots", slots, "several of AttentionSpec and LinearSpec, one for each layer")
-    given = list(slots)
-    for number, slot in enumerate(given):
-        if not isinstance(slot, AttentionSpec | LinearSpec):
-            raise ArgumentError(f"slots[{number}]", slot, "an AttentionSpec or a LinearSpec")
+    given = [checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
     if not given:
-        remedy = "A layout is chosen for layers; without any, say contiguous, zigzag or balanced."
+        remedy = "auto chooses a layout for layers; without slots, use contiguous, zigzag or balanced."
         raise ArgumentError("slots", given, "the slot of each layer of the model", remedy)
     return Counter(given)
 
@@ -235,9 +231,10 @@ def _kind_price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
         plan = slot.plan(layout)
     if plan.prices:
         return KindPrice(plan.kind, plan.strategy, layers, plan.prices[0].total)
-    on = machine(slot.hardware)
-    on, topology = checked_machine(plan.transport, on, slot.topology, layout.cp_size)
-    return KindPrice(plan.kind, plan.strategy, layers, priced(plan, on, topology, item_size=slot.item_size).total)
+    on, topology, item_size = checked_setting(
+        plan.transport, slot.hardware, slot.topology, slot.item_size, layout.cp_size
+    )
+    return KindPrice(plan.kind, plan.strategy, layers, priced(plan, on, topology, item_size=item_size).total)
 
 
 class _RecentChoices:

@@ -10,7 +10,7 @@ from megatron_cp.errors import MAX_FEATURES, ArgumentError, checked_integer, che
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.kinds import KINDS, Dim, LinearKind, Per, SectionKind
+from megatron_cp.plan.kinds import KINDS, Argument, Dim, LinearKind, Per, SectionKind
 from megatron_cp.plan.plan import Plan, Price, Redistribution
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import AUTO, CHUNKWISE, HEADWISE, MODES, REDISTRIBUTE, LinearMode, may_exchange_heads
@@ -22,17 +22,16 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
-    checked_item_size,
-    checked_machine,
+    checked_setting,
     exchange_of,
     no_chunks,
-    notes_of,
+    notes_on_heads,
 )
-from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.machine_files import machine
+from megatron_cp.planner.predict.hardware import Machine, Setting, Topology
 from megatron_cp.planner.predict.price import priced, state_bounds
-from megatron_cp.planner.predict.walk_base import gathers_over_hosts
+from megatron_cp.planner.predict.walk import gathers_over_hosts
 
+MAX_STEPS = 64  # far beyond any model; each is a section of an exchange
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
 
@@ -46,6 +45,7 @@ class LinearShape:
         groups: the number of key heads, each read by consecutive heads.
         key_dim, value_dim: features of a key and of a value head.
         conv_width: taps of the convolution.
+        steps: steps of the recurrence that a token makes.
     """
 
     kind: LinearKind
@@ -54,15 +54,19 @@ class LinearShape:
     key_dim: int
     value_dim: int
     conv_width: int
+    steps: int = 1
 
     def sections(self, partition: HeadPartition) -> Sections:
         """Returns the sections that travel, in the order of the operation's features; the first ones are convolved."""
-        return Sections(tuple(self._section(section, partition) for section in self.kind.sections))
+        kinds = self.kind.sections
+        return Sections(
+            tuple(self._section(each, name, partition) for each in kinds for name in each.names(self.steps))
+        )
 
-    def _section(self, section: SectionKind, partition: HeadPartition) -> Section:
+    def _section(self, section: SectionKind, name: str, partition: HeadPartition) -> Section:
         dims = {Dim.KEY: self.key_dim, Dim.VALUE: self.value_dim, Dim.ONE: 1}
         heads, ranges = (self.groups, partition.groups) if section.per is Per.GROUP else (self.heads, partition.heads)
-        return Section(section.name, heads, dims[section.dim], ranges, exact=section.exact)
+        return Section(name, heads, dims[section.dim], ranges, exact=section.exact)
 
     @property
     def state_size(self) -> int:
@@ -72,8 +76,8 @@ class LinearShape:
     @property
     def channels(self) -> int:
         """The number of features that are convolved."""
-        convolved = self.sections(partition_heads(self.heads, self.groups, 1)).blocks[: self.kind.convolved]
-        return sum(block.width for block in convolved)
+        blocks = self.sections(partition_heads(self.heads, self.groups, 1)).blocks
+        return sum(block.width for block in blocks[: self.kind.num_convolved(len(blocks))])
 
 
 @hints_keywords
@@ -89,6 +93,7 @@ def plan_linear(
     value_head_dim: int | None = None,
     state: int | None = None,
     channels: int | None = None,
+    num_householder: int | None = None,
     conv_width: int = 4,
     mode: str = "auto",
     hidden_size: int | None = None,
@@ -109,15 +114,17 @@ def plan_linear(
     Args:
         packing: the documents; the state is reset at the start of each.
         layout: the assignment of tokens to ranks.
-        kind: "gdn" (Gated DeltaNet, arXiv 2412.06464), "kda" (Kimi Delta Attention, arXiv 2510.26692), "mamba"
-            (Mamba-2, arXiv 2405.21060), or "conv1d", the causal convolution alone.
+        kind: "gdn" (Gated DeltaNet, arXiv 2412.06464), "kda" (Kimi Delta Attention, arXiv 2510.26692), "gdn2"
+            (Gated DeltaNet-2, arXiv 2605.22791), "gdp" (Gated DeltaProduct, arXiv 2502.10297), "mamba" (Mamba-2, arXiv
+            2405.21060), or "conv1d", the causal convolution alone.
         heads: value heads, each with a state of its own; not for conv1d.
-        key_heads: query/key heads of gdn and kda, a divisor of `heads`; `heads` if None.
+        key_heads: query/key heads of the delta rules (gdn, kda, gdn2 and gdp), a divisor of `heads`; `heads` if None.
         groups: groups of B and C of mamba, a divisor of `heads`; 1 if None.
         head_dim: features of a query or key head; for mamba, of a head of x.
-        value_head_dim: features of a value head of gdn and kda; `head_dim` if None.
+        value_head_dim: features of a value head of the delta rules; `head_dim` if None.
         state: the size of mamba's state, the features of B and C.
         channels: the number of channels of conv1d.
+        num_householder: steps of the delta rule that a token of gdp makes; 1 if None.
         conv_width: taps of the mixer's convolution; the bare rules do not use it.
         mode: one of the above, or "auto", which takes the mode that is predicted to be fastest.
         hidden_size: features of the hidden states, if they may be redistributed; else None. The plan's `layout` may
@@ -143,16 +150,14 @@ def plan_linear(
     check_layout(packing, layout)
     shape = linear_shape(
         kind, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
-        value_head_dim=value_head_dim, state=state, channels=channels,
+        value_head_dim=value_head_dim, state=state, channels=channels, num_householder=num_householder,
     )  # fmt: skip
     layers = checked_integer("layers", layers, 1)
     if hidden_size is not None:
         hidden_size = checked_integer("hidden_size", hidden_size, 1, MAX_FEATURES)
     mode = _mode(mode, layout, hidden_size, layers)
-    on = machine(hardware)
-    item_size = checked_item_size(item_size)
     transport = checked_transport(transport, layout.cp_size)
-    on, topology = checked_machine(transport, on, topology, layout.cp_size)
+    setting = checked_setting(transport, hardware, topology, item_size, layout.cp_size)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:
@@ -166,13 +171,15 @@ def plan_linear(
         makers = {MODES[mode]: makers[MODES[mode]]}
     elif hidden_size is None or contiguous_like(layout) == layout:
         del makers[REDISTRIBUTE]
-    candidates = _priced_candidates(makers, on, topology, item_size)
+    candidates = _priced_candidates(makers, transport, setting)
     chosen = next(plan for _, plan in candidates if plan is not None)
-    if chosen.partition.idle_ranks:
-        warnings.warn(chosen.notes[0], stacklevel=3)
     taken = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
-    notes = (*chosen.notes, *_notes(chosen), *(() if taken.exchanges_heads else unused(taken.name, codec, chunks)))
-    return replace(chosen, notes=notes, prices=tuple(price for price, _ in candidates), transport=transport)
+    notes = notes_on_heads(chosen.partition, chosen.cp_size, record.head, record.group, "chunkwise uses them all")
+    if chosen.partition.idle_ranks:
+        warnings.warn(notes[0], stacklevel=3)
+    notes += _note_on_redistribution(chosen)
+    notes += () if taken.exchanges_heads else unused(taken.name, codec, chunks)
+    return replace(chosen, notes=notes, prices=tuple(price for price, _ in candidates))
 
 
 def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> str:
@@ -188,9 +195,9 @@ def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> s
 
 
 def _coding(kind: LinearKind, mode: str, codec: str) -> Codec | None:
-    remedy = "" if may_exchange_heads(mode) else "Only heads of an exchange are coded: use headwise."
+    remedy = "" if may_exchange_heads(mode) else "A codec is only for heads of an exchange: use headwise."
     if not kind.takes_codec:
-        remedy = "It has single channels, which coding does not shorten: leave the codec out."
+        remedy = "Its heads are single channels, which a codec cannot shorten: leave out the codec."
     return checked_codec(codec, mode if kind.takes_codec else kind.name, remedy)
 
 
@@ -204,34 +211,34 @@ def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadParti
 
 
 def _priced_candidates(
-    makers: dict[LinearMode, Callable[[], Plan]], on: Machine, topology: Topology, item_size: int
+    makers: dict[LinearMode, Callable[[], Plan]], transport: Transport, setting: Setting
 ) -> list[tuple[Price, Plan | None]]:
     """Returns candidates' prices and plans, the cheapest first; no plan where a bound of the price ruled it out."""
     found: list[tuple[Price, Plan | None]] = []
+    on, topology, item_size = setting
     for mode, make in makers.items():
-        plan = make()
+        plan = replace(make(), transport=transport)
         if found and mode is CHUNKWISE:
             best, _ = found[0]
-            bound = next(
-                (bound for bound in state_bounds(plan, on, topology, item_size) if bound.total > best.total), None
-            )
+            bound = next((bound for bound in state_bounds(plan, setting) if bound.total > best.total), None)
             if bound is not None:
                 found.append((bound, None))  # a full prediction would take longer and not change the choice
                 continue
-        ways = [plan, *_with_maps(plan, on, topology)]
+        ways = [plan, *_with_maps(plan, setting)]
         prices = [priced(each, on, topology, item_size=item_size) for each in ways]
         price, plan = min(zip(prices, ways, strict=True), key=lambda pair: pair[0].total)
         found.append((replace(price, scheme=mode.name, detail=", maps gathered" if plan is not ways[0] else ""), plan))
     return sorted(found, key=lambda pair: pair[0].total)
 
 
-def _with_maps(plan: Plan, on: Machine, topology: Topology) -> list[Plan]:
+def _with_maps(plan: Plan, setting: Setting) -> list[Plan]:
     """Returns a chunkwise plan with its maps gathered, where that may be faster; nothing elsewhere.
 
     An all-gather sends a map to every rank, but over several hosts of devices only once to each host.
     """
     *before, scan = plan.steps
-    if not isinstance(scan, Scan) or not scan.crosses or not gathers_over_hosts(plan, on.hardware, topology.hosts):
+    hardware, hosts = setting.machine.hardware, setting.topology.hosts
+    if not isinstance(scan, Scan) or not scan.crosses or not gathers_over_hosts(plan, hardware, hosts):
         return []
     return [replace(plan, steps=(*before, replace(scan, gathers=True)))]
 
@@ -263,13 +270,7 @@ def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chun
         *local,
         ToTokens(exchange_of(layout, Sections((out,)), partition, chunks, codec)),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # repeated when the plan is chosen
-        notes = notes_of(partition, layout, shape.kind.head, shape.kind.group, "; chunkwise uses them all")
-    return Plan(
-        shape.kind.name, HEADWISE.name, layout, sections, partition, None, steps, notes=notes,
-        conv_width=shape.conv_width,
-    )  # fmt: skip
+    return Plan(shape.kind.name, HEADWISE.name, layout, sections, partition, None, steps, conv_width=shape.conv_width)
 
 
 def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
@@ -283,7 +284,7 @@ def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
     )  # fmt: skip
 
 
-def _notes(plan: Plan) -> tuple[str, ...]:
+def _note_on_redistribution(plan: Plan) -> tuple[str, ...]:
     if plan.redistribution is None:
         return ()
     run = (
@@ -325,15 +326,25 @@ def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape
         if value is None:
             sizes[argument.field] = sizes[default] if isinstance(default, str) else default or 1
         else:
-            of_heads = sizes["heads"] if argument.field in ("key_dim", "value_dim") else 1
-            sizes[argument.field] = (
-                checked_size(argument.name, value, of_heads)
-                if kind.has_state
-                else checked_integer(argument.name, value, 1, MAX_FEATURES)  # channels are features of all heads
-            )
+            sizes[argument.field] = _checked(kind, argument, value, sizes)
     if "groups" in sizes:
         checked_heads(**{kind.argument(field) or field: sizes[field] for field in ("heads", "groups")})
     heads = sizes["heads"]
     return LinearShape(
-        kind, heads, sizes.get("groups", heads), sizes.get("key_dim", 1), sizes.get("value_dim", 1), width
+        kind,
+        heads,
+        sizes.get("groups", heads),
+        sizes.get("key_dim", 1),
+        sizes.get("value_dim", 1),
+        width,
+        sizes.get("steps", 1),
     )
+
+
+def _checked(kind: LinearKind, argument: Argument, value: int, sizes: dict[str, int]) -> int:
+    """Returns a size that was given, after a check; `sizes` are those before it."""
+    if argument.field == "steps":
+        return checked_integer(argument.name, value, 1, MAX_STEPS)
+    if not kind.has_state:
+        return checked_integer(argument.name, value, 1, MAX_FEATURES)  # channels are features of all heads
+    return checked_size(argument.name, value, sizes["heads"] if argument.field in ("key_dim", "value_dim") else 1)

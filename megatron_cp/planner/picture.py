@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.extras import install
 from megatron_cp.files import whole_file
 from megatron_cp.layout import Layout
+from megatron_cp.layout.array_types import FloatArray, IntArray
 from megatron_cp.layout.bands import canonical
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.page import DISTINCT
-from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.tile_assignment import TileAssignment
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
@@ -188,11 +187,11 @@ def shapes_of(bands: IntArray) -> IntArray:
     return np.stack([q0, q1, *first, *last], axis=1)
 
 
-def outlines_of(shapes: IntArray) -> NDArray[np.float64]:
+def outlines_of(shapes: IntArray) -> FloatArray:
     """Returns `[n, 4, 2]` the corners of shapes, as key and query."""
     q0, q1, *ends = shapes.T
     corners = [(ends[0], q0), (ends[1], q0), (ends[3], q1), (ends[2], q1)]
-    found: NDArray[np.float64] = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).astype(np.float64)
+    found: FloatArray = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).astype(np.float64)
     return found
 
 

@@ -1,29 +1,29 @@
-"""`assigned_tiles`: assigns the tiles of an attention to ranks, forward and backward. No torch in here."""
+"""`assigned_tiles`: makes the problems of `tiles/` of an attention, forward and backward, and a plan's work of answers.
+
+No torch in here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.extras import install
 from megatron_cp.layout import Layout
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.layout.bands import cut
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.payloads import Payload
-from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
-from megatron_cp.planner.choose import describe_degree, milliseconds_for_tiles
-from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.kernels import pair_rate
-from megatron_cp.planner.predict.price import described
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, SCHEMES, may_assign_tiles
+from megatron_cp.plan.tile_assignment import AssignmentQuality, TileAssignment, TiledWork
+from megatron_cp.planner.predict.hardware import Setting, Topology
+from megatron_cp.planner.predict.kernel_times import pair_rate
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
@@ -44,27 +44,12 @@ _FEW_QUERIES = 16
 _MOST_HOST_COST = 64  # the highest cost of a byte between hosts, in bytes within a host
 
 
-class TileSearch(NamedTuple):
-    """The options of a search for tiles.
-
-    Attributes:
-        item_size: bytes of an element.
-        seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
-    """
-
-    item_size: int = 2
-    seconds: float = 0.0
-
-
-def checked_search(
-    search_seconds: object, schemes: Iterable[str], *, item_size: int = 2, name: str = "search_seconds"
-) -> TileSearch:
-    """Checks and returns the options of a search for tiles.
+def checked_search(search_seconds: object, schemes: Iterable[str], *, name: str = "search_seconds") -> float:
+    """Checks and returns the seconds of a search for tiles.
 
     Args:
         search_seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
         schemes: the schemes of all attention layers that are given this search; one of them must assign tiles.
-        item_size: bytes of an element.
         name: the user's name of the first argument.
 
     Raises:
@@ -76,44 +61,45 @@ def checked_search(
     schemes = list(dict.fromkeys(schemes))
     if seconds and not any(map(may_assign_tiles, schemes)):
         takers = " or ".join([*(scheme.name for scheme in SCHEMES.values() if scheme.assigns_tiles), AUTO])
-        remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
+        remedy = f"No layer here assigns tiles to ranks: use {takers} for attention."
         where = f"with {' and '.join(schemes)}" if schemes else "without attention"
         raise ArgumentError(name, search_seconds, f"0 {where}", remedy)
     # Refused here, since "auto" would only leave out a scheme that cannot be planned.
     if seconds and find_spec("ortools") is None:
-        remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
+        remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage works without it."
         raise ArgumentError(name, search_seconds, "0 without OR-Tools", remedy)
-    return TileSearch(item_size, seconds)
+    return seconds
 
 
-def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
+def assigned_tiles(step: Attend, topology: Topology, item_size: int, search_seconds: float) -> TiledWork:
     """Assigns tiles so that work is even and the busiest KV rank sends and receives little.
 
     Equal arguments give equal results on every rank: nothing is sent.
 
     Args:
         step: the attention, whose stages are not read.
-        topology: the hosts of the ranks; None for one host.
-        search: the options of the search.
+        topology: the hosts of the ranks.
+        item_size: bytes of an element.
+        search_seconds: the time limit of the exact stage for each direction; 0 for the fast stage alone.
 
     Raises:
         ArgumentError: a mask with too many pairs or runs of blocks, or that the layouts cut into too many tiles; a
             search without OR-Tools.
     """
     if step.mask.area >= _MOST_PAIRS:
-        remedy = "Take exact or p2p, which count nothing."
+        remedy = "Use exact or p2p, which do not count pairs."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
-    if not search.seconds and step.queries.packing.total * _FEW_QUERIES <= step.keys.packing.total:
+    if not search_seconds and step.queries.packing.total * _FEW_QUERIES <= step.keys.packing.total:
         return _at_keys(step)
-    directions, most_steps = _directions(step, topology, search.item_size)
+    directions, most_steps = _directions(step, topology, item_size)
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
     for direction in directions:
-        solution = solve(direction.problem, search_seconds=search.seconds, steps=steps)
+        solution = solve(direction.problem, search_seconds=search_seconds, steps=steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
         quality = _quality(direction, solution)
         # The plan has the note too: warnings are off while "auto" chooses.
-        is_short = search.seconds > 0 and not solution.optimal
+        is_short = search_seconds > 0 and not solution.optimal
         found.append((assignment, replace(quality, note=beyond_solver(direction.problem) if is_short else "")))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
@@ -158,10 +144,10 @@ def _quality(direction: _Direction, solution: Solution) -> AssignmentQuality:
     return AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
 
 
-def _directions(step: Attend, topology: Topology | None, item_size: int) -> tuple[list[_Direction], int]:
+def _directions(step: Attend, topology: Topology, item_size: int) -> tuple[list[_Direction], int]:
     """Returns the problems of forward and backward, over the same tiles, and the most random moves of their search."""
     runs = _checked_runs(step)
-    hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
+    hosts, host_cost = _hosts(step, topology)
     most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
     if runs > _FEW_RUNS:
         most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
@@ -178,12 +164,12 @@ def _checked_runs(step: Attend) -> int:
     count = int(_is_spread(step.mask.bands, step.queries, step.keys).sum())
     if count > MOST_RUNS:
         allowed = f"at most {MOST_RUNS} runs of blocks, or bands of other masks, that no rank holds alone"
-        remedy = "Take larger blocks, or exact or p2p, which assign no tiles."
+        remedy = "Use larger blocks, or exact or p2p, which assign no tiles."
         raise ArgumentError("mask", f"{count} runs", allowed, remedy)
     return count
 
 
-def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.bool_]:
+def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> BoolArray:
     """Returns `[n]`: True where several ranks hold the queries and keys of a band."""
     ranks, changes = [], []
     for layout, (begin, end) in ((queries, bands[:, :2].T), (keys, bands[:, 2:4].T)):
@@ -196,7 +182,7 @@ def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.boo
     return changes[0] | changes[1] | (ranks[0] != ranks[1])
 
 
-def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int, enough: float) -> tuple[float, float]:
+def bound_of_tiles(alike: Plan, setting: Setting, enough: float) -> tuple[float, float]:
     """Returns lower bounds on the milliseconds of any assignment of tiles, forward and backward.
 
     It takes milliseconds where a search takes seconds, so hopeless searches can be skipped. The bound is for the tiles
@@ -204,8 +190,7 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
 
     Args:
         alike: a plan with the same heads whose keys are fetched.
-        on, topology: the machine, and the hosts of the ranks.
-        item_size: bytes of an activation.
+        setting: the machine and the ranks.
         enough: milliseconds of both directions; if work alone takes as long, transfers are not computed.
 
     Raises:
@@ -216,43 +201,17 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     heads = max(hi - lo for lo, hi in step.partition.heads)
     rates, found = list[float](), list[float]()
     for forward in (True, False):
-        rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
+        rates.append(pair_rate(step, setting.rates(forward=forward)) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * sum(found) < enough:
         # With two hops, a byte from another host may reach its rank by the links within its host.
         proxied = bool(alike.transport.hosts)
+        _, topology, item_size = setting
         for number, (problem, head_rank_weights) in enumerate(_directions(step, topology, item_size)[0]):
             for weights in head_rank_weights:
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, proxied=proxied)
                 found[number] = max(found[number], least)
     return 1e3 * found[0], 1e3 * found[1]
-
-
-def hopeless_tiles(
-    tiled: Sequence[tuple[Scheme, int | None]], candidates: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
-    on: Machine, topology: Topology, item_size: int,
-) -> list[Price]:  # fmt: skip
-    """Returns the candidates with tiles that no search makes fast enough to be chosen, with bounds as prices."""
-    found = []
-    for scheme, degree in tiled if others else ():
-        alike = next((plan for plan in candidates if _shares_heads(plan, scheme, degree)), None)
-        if alike is None:
-            continue
-        enough = milliseconds_for_tiles(others[0])
-        try:
-            forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
-        except ArgumentError:  # too many tiles: planning them raises it again
-            continue
-        if forward + backward >= enough:
-            machine_words, detail = described(on, topology), describe_degree(scheme, degree)
-            found.append(Price(scheme.name, forward, backward, 0, True, machine_words, detail=detail))
-    return found
-
-
-def _shares_heads(plan: Plan, scheme: Scheme, degree: int | None) -> bool:
-    """Tells whether a plan fetches keys and gives each rank the same heads as the scheme with tiles."""
-    is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
-    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == scheme.is_product
 
 
 def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, proxied: bool) -> float:

@@ -103,10 +103,10 @@ def attention(
     lse_gradient = checked_flag("return_lse", return_lse) and torch.is_grad_enabled()
     layer = AttentionOnRank(plan, group, q, sink, kernel, options, lse_gradient=lse_gradient)
     inputs = layer.checked(q, k, v, cache=cache)
-    layer.agree("attention", q, k, v, None, return_lse=return_lse, **({} if cache is None else {"cache": True}))
+    comm = layer.agree("attention", q, k, v, None, return_lse=return_lse, **({} if cache is None else {"cache": True}))
     if cache is not None:
         inputs[1:] = layer.first_shapes(cache.append(layer.ranks.rank, k, v))
-    return layer.run_with_lse(inputs) if return_lse else layer.run(inputs)
+    return layer.run_with_lse(comm, inputs) if return_lse else layer.run(comm, inputs)
 
 
 @no_compile
@@ -151,8 +151,6 @@ def projected_attention(
         torch.Size([4, 2, 4])
     """
     _check_keys(plan)
-    if not callable(project):
-        raise ArgumentError("project", project, "a function that returns q, k and v")
 
     def projected(chunk: int) -> tuple[Tensor, ...]:
         made = project(*plan.chunk_heads(chunk))
@@ -165,12 +163,12 @@ def projected_attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     layer = AttentionOnRank(plan, group, first[0], sink, kernel, options)
     made = layer.checked(*first, chunk=0)
-    layer.agree("projected_attention", *first)
+    comm = layer.agree("projected_attention", *first)
 
     def inputs(chunk: int) -> list[Tensor]:
         return layer.checked(*projected(chunk), chunk=chunk) if chunk else made
 
-    return layer.run(inputs)
+    return layer.run(comm, inputs)
 
 
 def refuse_selection(plan: Plan) -> None:

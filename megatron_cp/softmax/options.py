@@ -45,6 +45,6 @@ def checked_options(
 
 
 _SEED = (
-    "Pass the number of the step, mixed with the layer's, as in seed=step * num_layers + layer: with one seed every "
-    "call drops the same weights."
+    "Combine the numbers of step and layer, as in seed=step * num_layers + layer: with one seed every call would "
+    "drop the same weights."
 )

@@ -21,9 +21,10 @@ from megatron_cp.executor.autocast import lowered, without_autocast
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
+from megatron_cp.executor.transfers import AttendOnRank
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.options import checked_options
-from megatron_cp.softmax.selection import SelectionCall, SelectionWork
+from megatron_cp.softmax.selection_work import SelectionCall, SelectionWork
 
 
 class SparseOutput(NamedTuple):
@@ -128,7 +129,7 @@ def sparse_attention(
         ranks, [plan], "sparse_attention", {"q": q, "k": k, "v": v, **given},
         {"softmax_scale": call.scale, "index_relu": relu, "index_loss": index_loss},
     )  # fmt: skip
-    comm = Communicator(ranks, plan.transport, mark, plan.scheme)
+    at = AttendOnRank(step, ranks.rank, 0, Communicator(ranks, plan.transport, mark, plan.scheme))
     if step.latent is None:
         k, v = k.flatten(1), v.flatten(1)
     if index_k is not None:
@@ -139,9 +140,7 @@ def sparse_attention(
         own = step.head_dim - step.latent.shared
         q = q[:tokens]  # pad rows, and their gradients, may hold anything
         q = _fill_up(torch.cat([torch.einsum("thn,hnr->thr", q[..., :own], up[:, :own]), q[..., own:]], -1), rows)
-    out, found, loss, lse = _Sparse.apply(
-        call, comm, ranks.rank, q, k.unsqueeze(1), v.unsqueeze(1), index_q, index_weights, chosen
-    )
+    out, found, loss, lse = _Sparse.apply(call, at, q, k.unsqueeze(1), v.unsqueeze(1), index_q, index_weights, chosen)
     if up is not None:
         out = _fill_up(torch.einsum("thr,hvr->thv", out[:tokens], up[:, own:]), rows)
     return SparseOutput(out, found, loss if index_loss else None, lse.T)
@@ -210,16 +209,16 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: SelectionCall, comm: Communicator, rank: int, q: Tensor, k: Tensor, v: Tensor,
+        ctx: Any, call: SelectionCall, at: AttendOnRank, q: Tensor, k: Tensor, v: Tensor,
         index_q: Tensor | None, weights: Tensor | None, chosen: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.call = call, comm, rank
+        ctx.call = call, at
         assert call.step.selection is not None
         loss = q.new_zeros(len(q), dtype=accumulation_dtype(q.dtype))
         found = torch.full(call.step.selection.shape(*q.shape[:2]), -1, dtype=torch.int32, device=q.device)
         with without_autocast(q.device):
             work = SelectionWork(call, index_q, weights, chosen, chosen=found, divergence=loss)
-            out, lse = attend(call.step, rank, 0, comm, work, q, k, v)
+            out, lse = attend(at, work, q, k, v)
         ctx.save_for_backward(q, k, v, index_q, weights, found, out, lse)
         ctx.mark_non_differentiable(found)
         ctx.set_materialize_grads(False)
@@ -228,14 +227,14 @@ class _Sparse(torch.autograd.Function):
     @staticmethod
     @no_compile_backward
     def backward(ctx: Any, dout: Tensor | None, _: None, dloss: Tensor | None, dlse: Tensor | None) -> Any:
-        call, comm, rank = ctx.call
+        call, at = ctx.call
         q, k, v, index_q, weights, chosen, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if dlse is None else dlse.masked_fill(lse == -torch.inf, 0)
         work = SelectionWork(call, index_q, weights, chosen, divergence_gradient=dloss if call.loss else None)
-        dq, dk, dv = attend_backward(call.step, rank, 0, comm, work, dout, q, k, v, out, lse, dlse)
+        dq, dk, dv = attend_backward(at, work, dout, q, k, v, out, lse, dlse)
         found = work.index_gradients
         if found is None and call.loss:  # no query of this rank sees a key, or its loss was not used
             assert index_q is not None
             found = torch.zeros_like(index_q), torch.zeros_like(weights)
-        return None, None, None, dq, dk, dv, *(found or (None, None)), None
+        return None, None, dq, dk, dv, *(found or (None, None)), None

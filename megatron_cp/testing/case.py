@@ -73,6 +73,7 @@ class LayerCase:
         num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
         hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
             None.
+        num_householder: steps of a token of gdp.
         latent, latent_mode: for attention; see `plan_attention`. With `latent`, `latent_attention` runs.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: for attention; see `attention`.
@@ -119,6 +120,7 @@ class LayerCase:
     layout_mask: str | None = None
     latent: tuple[int, int] | None = None
     latent_mode: str | None = None
+    num_householder: int = 1
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
@@ -131,6 +133,7 @@ class LayerCase:
             *([f"scale {self.softmax_scale:.4g}"] if self.softmax_scale is not None else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"latents {self.latent[1]}+{self.latent[0]} {self.latent_mode}"] if self.latent else []),
+            *([f"{self.num_householder} steps"] if self.num_householder > 1 else []),
             *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
             *([self._describe_transport()] if self.transport != "collective" else []),
             *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
@@ -215,7 +218,7 @@ class LayerCase:
             checked_search(self.search_seconds, [])
             return LinearSpec(
                 self.layer, self._linear_heads, *sizes, conv_width=self.conv_width, mode=self.scheme,
-                hidden_size=self.hidden_size, **self._wire(),
+                hidden_size=self.hidden_size, num_householder=self.num_householder, **self._wire(),
             )  # fmt: skip
         if not isinstance(self.mask, str) or self.kv_lengths:
             allowed = "contiguous, zigzag or balanced for keys of their own, and masks that have no spelling"
@@ -234,6 +237,7 @@ class LayerCase:
         """Returns the sizes of a linear layer as arguments of `plan_linear`; conv1d has the channels of all heads."""
         kind, heads = KINDS[self.layer], self._linear_heads
         sizes = {"heads": heads, "groups": self.groups, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
+        sizes["steps"] = self.num_householder
         return {argument.name: sizes[argument.field] for argument in kind.arguments}
 
     @property

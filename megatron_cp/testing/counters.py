@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import OneThreadMode
 
@@ -60,12 +61,12 @@ class Counters(OneThreadMode):
         return _WatchedGroup(group, self)
 
     def __enter__(self) -> Self:
-        _watch_methods(self)
+        _sync_methods.report_to(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _unwatch_methods()
+        _sync_methods.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -104,8 +105,9 @@ class _WatchedGroup(RankGroup):
         return result
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         return self._once(self.group.start_all_to_all, received, sent, received_splits, sent_splits)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
@@ -121,43 +123,46 @@ class _WatchedGroup(RankGroup):
         self._once(self.group.host_all_gather, received, sent)
 
 
-# Methods are replaced on torch.Tensor while any thread counts, and report to the counters of the thread that calls:
-# a TorchFunctionMode would see them too, but is switched off inside a backward pass.
+class _SyncMethods:
+    """The methods of torch.Tensor that wait, which report to counters as long as any thread counts.
 
-_lock = threading.Lock()
-_watching = 0
-_replaced: dict[str, Any] = {}
-_active = threading.local()
+    A TorchFunctionMode would see them too, but is switched off inside a backward pass.
+    """
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counting: dict[int, list[Counters]] = {}  # by thread
+        self._stock: dict[str, Any] = {}  # the class's own methods; None for one that it inherits
 
-def _watch_methods(counters: Counters) -> None:
-    global _watching
-    _active.stack = [*getattr(_active, "stack", []), counters]
-    with _lock:
-        _watching += 1
-        if _watching == 1:
-            for name in _SYNC_METHODS:
-                _replaced[name] = torch.Tensor.__dict__.get(name)
-                setattr(torch.Tensor, name, _reporting(name, getattr(torch.Tensor, name)))
+    def report_to(self, counters: Counters) -> None:
+        """Reports this thread's calls to counters, beside those that count already."""
+        with self._lock:
+            if not self._counting:
+                for name in _SYNC_METHODS:
+                    self._stock[name] = torch.Tensor.__dict__.get(name)
+                    setattr(torch.Tensor, name, self._reporting(name, getattr(torch.Tensor, name)))
+            self._counting.setdefault(threading.get_ident(), []).append(counters)
 
-
-def _unwatch_methods() -> None:
-    global _watching
-    _active.stack = _active.stack[:-1]
-    with _lock:
-        _watching -= 1
-        if _watching == 0:
-            for name, own in _replaced.items():
-                if own is None:
-                    delattr(torch.Tensor, name)  # the method was inherited
+    def stop(self) -> None:
+        """Stops reports to the counters that this thread named last."""
+        with self._lock:
+            own = self._counting[threading.get_ident()]
+            own.pop()
+            if not own:
+                del self._counting[threading.get_ident()]
+            for name in () if self._counting else _SYNC_METHODS:
+                if self._stock[name] is None:
+                    delattr(torch.Tensor, name)
                 else:
-                    setattr(torch.Tensor, name, own)
+                    setattr(torch.Tensor, name, self._stock[name])
+
+    def _reporting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def reporting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            for counters in self._counting.get(threading.get_ident(), ()):
+                counters.host_syncs[name] += 1
+            return method(tensor, *args, **kwargs)
+
+        return reporting
 
 
-def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def reporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for counters in getattr(_active, "stack", []):
-            counters.host_syncs[name] += 1
-        return method(self, *args, **kwargs)
-
-    return reporting
+_sync_methods = _SyncMethods()  # of the process, as torch.Tensor is

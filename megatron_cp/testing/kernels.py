@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import DTYPES, accumulation_dtype
 from megatron_cp.executor.partials import merge, output_with_row_sums, row_sums
 from megatron_cp.layout import Mask, Packing
@@ -51,15 +50,13 @@ def check_kernel(kernel: AttentionKernel, device: str | None = None) -> dict[str
         >>> sorted(check_kernel(CpuFlashAttention()))
         ['dropout, float64', 'scale -0.5, float64', 'softcap, float64']
     """
-    if not isinstance(kernel, AttentionKernel):
-        raise ArgumentError("kernel", kernel, "an object of a subclass of megatron_cp.softmax.AttentionKernel")
     faults, refused, ran = list[str](), dict[str, str](), 0
-    for case in _cases(torch.device(kernel.devices[0] if device is None else device), kernel):
-        refusal = kernel.refusal(case.call)
+    for named in _calls(torch.device(kernel.devices[0] if device is None else device), kernel):
+        refusal = kernel.refusal(named.call)
         if refusal is not None:
-            refused[case.name] = refusal
+            refused[named.name] = refusal
             continue
-        faults += [f"{case.name}: {fault}" for fault in _Run(kernel, case).faults()]
+        faults += [f"{named.name}: {fault}" for fault in _Run(kernel, named).faults()]
         ran += 1
     if not ran:
         faults = [f"every call is refused: {next(iter(refused.values()))}"]
@@ -103,7 +100,7 @@ class _Problem:
 
 
 @dataclass(frozen=True)
-class _Case:
+class _NamedCall:
     """A call by its name."""
 
     name: str
@@ -143,14 +140,14 @@ def _masks() -> Iterator[tuple[str, Tiles]]:
     yield "one pair", _tiles([(2, 3, 4, 5, *everything)], 5, 6)
 
 
-def _cases(device: torch.device, kernel: AttentionKernel) -> Iterator[_Case]:
+def _calls(device: torch.device, kernel: AttentionKernel) -> Iterator[_NamedCall]:
     """Yields every mask in every type, and what is special in the first type that the kernel takes."""
     masks = dict(_masks())
     some = AttentionCall(0.3, 16, 16, torch.float64, device)
     calls = [replace(some, dtype=dtype) for dtype in DTYPES]
     problems = {name: _Problem(tiles, some) for name, tiles in masks.items()}
     for call in calls:
-        yield from (_Case(f"{name}, {_type_name(call)}", problem, call) for name, problem in problems.items())
+        yield from (_NamedCall(f"{name}, {_type_name(call)}", problem, call) for name, problem in problems.items())
     usual = next((call for call in calls if kernel.refusal(call) is None), calls[0])
     special = {
         "values of 8 features": replace(usual, value_head_dim=8),
@@ -161,10 +158,10 @@ def _cases(device: torch.device, kernel: AttentionKernel) -> Iterator[_Case]:
         "scale -0.5": replace(usual, scale=-0.5),
     }
     for name, call in special.items():
-        yield _Case(f"{name}, {_type_name(call)}", _Problem(masks["causal"], call), call)
+        yield _NamedCall(f"{name}, {_type_name(call)}", _Problem(masks["causal"], call), call)
     for heads, groups in ((2, 2), (3, 1), (1, 1)):
         problem = _Problem(masks["several bands"], usual, heads, groups)
-        yield _Case(f"{heads} heads over {groups}, {_type_name(usual)}", problem, usual)
+        yield _NamedCall(f"{heads} heads over {groups}, {_type_name(usual)}", problem, usual)
 
 
 def _type_name(call: AttentionCall) -> str:
@@ -172,15 +169,15 @@ def _type_name(call: AttentionCall) -> str:
 
 
 class _Run:
-    """A case of a kernel: the call itself, and its keys in two parts."""
+    """A kernel's run of one call: of the call itself, and of its keys in two parts."""
 
-    def __init__(self, kernel: AttentionKernel, case: _Case) -> None:
-        self.kernel, self.case, self.found = kernel, case, list[str]()
+    def __init__(self, kernel: AttentionKernel, named: _NamedCall) -> None:
+        self.kernel, self.named, self.found = kernel, named, list[str]()
 
     def faults(self) -> list[str]:
-        """Runs the case and returns what is wrong, in words."""
-        tiles, dtype = self.case.problem.tiles, self.case.call.dtype
-        exact, (q, _, _, dout) = self.case.problem.exact, self.case.tensors
+        """Runs the call and returns what is wrong, in words."""
+        tiles, dtype = self.named.problem.tiles, self.named.call.dtype
+        exact, (q, _, _, dout) = self.named.problem.exact, self.named.tensors
         out, lse = (exact[name].to(q.device, accumulation_dtype(dtype)) for name in ("out", "lse"))
         self._compare(self._both(tiles, dtype, out.to(dtype), lse), TOLERANCES[dtype], "")
         parts = _in_two(tiles)
@@ -197,7 +194,7 @@ class _Run:
 
     def _both(self, tiles: Tiles, dtype: torch.dtype, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
         """Calls forward, and backward with the output and lse of the whole softmax; results are of `dtype`."""
-        q, k, v, dout = self.case.tensors
+        q, k, v, dout = self.named.tensors
         inputs = {name: _Guarded.of(x) for name, x in zip("qkv", (q, k, v), strict=True)}
         results = {"out": _Guarded(dout.shape, dtype, q.device), "lse": _Guarded(lse.shape, lse.dtype, q.device)}
         self._call("forward", inputs, results, tiles)
@@ -211,7 +208,7 @@ class _Run:
         tensors = [x.rows for x in (*results.values(), *inputs.values())]
         try:
             with poisoned():
-                getattr(self.kernel, direction)(*tensors, tiles, self.case.call, _FIRST_HEAD)
+                getattr(self.kernel, direction)(*tensors, tiles, self.named.call, _FIRST_HEAD)
         except Exception as error:
             self.found.append(f"{direction} raised {type(error).__name__}: {error}")
         self.found += [
@@ -227,7 +224,7 @@ class _Run:
         if self.found:  # what follows from a fault is none of its own
             return
         for name, result in results.items():
-            right, ours = self.case.problem.exact[name], result.cpu()
+            right, ours = self.named.problem.exact[name], result.cpu()
             if unwritten := int(_is_unwritten(ours).sum()):
                 self.found.append(f"{name}{where} is not written in {unwritten} of {ours.numel()} elements")
             elif broken := int(ours.isnan().sum()):

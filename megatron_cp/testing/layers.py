@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.gated_delta_net_2 import gdn2_mixer
+from megatron_cp.linear.gated_delta_product import gated_delta_product_mixer
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.plan.kinds import KINDS
@@ -57,6 +59,20 @@ def _kimi_delta_attention(shape: LinearShape, total: int, normal: Draw) -> tuple
     return inputs, parameters | {"dt_bias": normal(width, scale=0.3) - 1}
 
 
+def _gated_delta_net_2(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    keys, values = shape.groups * shape.key_dim, shape.heads * shape.value_dim
+    parameters = _taps(shape, normal)
+    parameters |= {"A_log": normal(shape.groups, scale=0.3) - 1, "dt_bias": normal(keys, scale=0.3) - 1}
+    inputs = {"qkv": normal(total, shape.channels), "g": normal(total, keys), "b": normal(total, keys)}
+    return inputs | {"w": normal(total, values)}, parameters
+
+
+def _gated_delta_product(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    parameters = _taps(shape, normal) | _decay(shape, normal)
+    inputs = {"vkq": normal(total, shape.channels), "beta": normal(total, shape.steps * shape.heads)}
+    return inputs | {"alpha": normal(total, shape.heads)}, parameters
+
+
 def _mamba2(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
     parameters = _taps(shape, normal) | _decay(shape, normal)
     inputs = {"xBC": normal(total, shape.channels), "dt": normal(total, shape.heads)}
@@ -75,6 +91,8 @@ def _run_conv1d(x: Tensor, plan: Plan, group: RankGroup, *, conv: Tensor, conv_b
 LAYERS = {
     "gdn": LinearLayer(_gated_delta_net, gated_delta_net),
     "kda": LinearLayer(_kimi_delta_attention, kda_mixer),
+    "gdn2": LinearLayer(_gated_delta_net_2, gdn2_mixer),
+    "gdp": LinearLayer(_gated_delta_product, gated_delta_product_mixer),
     "mamba": LinearLayer(_mamba2, mamba2_mixer),
     "conv1d": LinearLayer(_conv1d, _run_conv1d),
 }

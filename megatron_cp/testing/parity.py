@@ -26,7 +26,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.latent import latent_attention
+from megatron_cp.softmax.latent_attention import latent_attention
 from megatron_cp.softmax.on_rank import attention_call
 from megatron_cp.testing.case import LayerCase
 from megatron_cp.testing.layers import LAYERS, run_mixer
@@ -57,7 +57,7 @@ class Case(LayerCase):
             checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
             group = ThreadGroup.create(self.cp)[0]
             values = torch.empty(0, dtype=self.dtype, device=device)
-            LinearOnRank(plan, group, self.kernel, "values", values).check_kernels()
+            LinearOnRank(plan, group, self.kernel, "values", values)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.torch_private import version_of
 
+NEFTUNE = "It divides noise by the number of rows, and a rank has only a part of the rows."
 _SHARES = (
-    "The ranks' losses are summed, so what is no sum over tokens divided by num_items_in_batch, such as a mean or a "
-    "penalty on weights, counts once for every rank. Set its weight to 0; in a loop of your own add a penalty on "
-    "weights divided by parallel.cp_size."
+    "The ranks' losses are summed. A term that is not a sum over tokens divided by num_items_in_batch, such as a "
+    "mean or a penalty on weights, would count once for every rank. Set its weight to 0; in a loop of your own, "
+    "add a penalty on weights divided by parallel.cp_size."
 )
 
 
@@ -30,8 +31,7 @@ def check_additions(model: nn.Module) -> None:
         check_adapter(adapter)
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     if (alpha := getattr(embeddings, "neftune_noise_alpha", None)) is not None:
-        remedy = "It divides noise by the number of rows that it is given, of which a rank has a part."
-        raise ArgumentError("neftune_noise_alpha", alpha, "None", remedy)
+        raise ArgumentError("neftune_noise_alpha", alpha, "None", NEFTUNE)
 
 
 def check_adapter(config: Any) -> None:
@@ -43,11 +43,14 @@ def check_adapter(config: Any) -> None:
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     why = None
     if config.is_prompt_learning:
-        why = "It puts virtual tokens before a row, so before every rank's part of it."
+        why = "It puts virtual tokens before a row, and so before the part of every rank."
     elif getattr(config, "alora_invocation_tokens", None) is not None:
-        kind, why = "activated LoRA", "It looks for the last invocation tokens of a row, of which a rank has a part."
+        kind, why = (
+            "activated LoRA",
+            "It searches a row for its last invocation tokens, but a rank has only a part of the row.",
+        )
     elif not (isinstance(tuner, type) and issubclass(tuner, BaseTuner) and tuner.forward is BaseTuner.forward):
-        why = "Its forward does more than to call the model's: it adds to the loss, or reads whole rows."
+        why = "Its forward does more than call the model: it adds to the loss, or reads whole rows."
     if why is not None:
         allowed = "adapters of modules that act on each token, such as LoraConfig"
         raise ArgumentError("peft_config", kind, allowed, why)

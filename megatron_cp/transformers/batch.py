@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from megatron_cp.batch.branched import LabelRows
 from megatron_cp.batch.layer_runs import LayerRuns
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup
-from megatron_cp.layout import Layout
+from megatron_cp.layout import Layout, Mask
 from megatron_cp.plan.plan import Plan
-from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 
 _EMBEDS = (functional.embedding, torch.embedding)
 _INDEXES = (Tensor.__getitem__, Tensor.index_select, torch.index_select)
@@ -75,23 +76,34 @@ class PlannedBatch:
         label_rows: in documents that branch, the row of each label; else None.
         labels: `[p]` the labels of `label_rows`, -100 where nothing is predicted; None without labels.
         dealt: names of other tensors of the batch, which have numbers for each token.
+        tower_rows: the rows of vision towers, by the method of the model that calls the tower.
+        masks: the masks of this batch's images, by the name of the mask that a layer has in text.
         runs: counts of the layers that ran by this batch's plans.
     """
 
     def __init__(
         self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int,
         label_rows: LabelRows | None = None, labels: Tensor | None = None, dealt: Iterable[str] = (),
+        tower_rows: Mapping[str, Any] | None = None, masks: Mapping[str, Mask] | None = None,
     ) -> None:  # fmt: skip
         self.plans, self.group, self.seed, self.kernel, self.num_items = plans, group, seed, kernel, num_items
         self.label_rows, self.labels, self.dealt, self.runs = label_rows, labels, frozenset(dealt), LayerRuns()
+        self.tower_rows, self.masks = tower_rows or {}, masks or {}
 
     def plan(self, layer: object, slot: Slot) -> Plan:
         """Returns the plan by which a layer runs now, and counts the run."""
         self.runs.add(layer)
-        return self.plans.plan(slot)
+        return self.plans.plan(slot_under(slot, self.masks))
 
     def __repr__(self) -> str:
         return f"PlannedBatch({self.plans.layout!r}, {len(self.plans.kinds)} kinds of layers)"
+
+
+def slot_under(slot: Slot, masks: Mapping[str, Mask]) -> Slot:
+    """Returns a layer's spec with the mask that a batch puts in the place of its own."""
+    if not masks or not isinstance(slot, AttentionSpec):
+        return slot
+    return replace(slot, mask=masks.get(str(slot.mask), slot.mask))
 
 
 class ShardedBatch(dict[str, Any]):

@@ -13,24 +13,27 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.transformers.additions import TokenLoss
 from megatron_cp.transformers.attention import planned_batch
 from megatron_cp.transformers.batch import PlannedBatch, RankTokens
+from megatron_cp.transformers.images import place_images
 
 LAYERS = "cp_layers"  # an attribute of models whose layers run over the ranks
 _RAN_NOT = (
-    'If another attention was set, model.set_attn_implementation("megatron_cp") sets this one again. If layers were '
-    "replaced, or have a forward of their own now, enable the model after that."
+    'If another attention was set, model.set_attn_implementation("megatron_cp") sets this one again, or '
+    '{"text_config": "megatron_cp"} in a model with images, whose tower keeps its own. If layers were replaced, or '
+    "have a forward of their own now, enable the model after that."
 )
 
 REFUSED = {
     "past_key_values": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
     "cache_params": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
     "use_cache": "Training has no cache. To generate: with parallel.disabled(): model.generate(...).",
-    "output_attentions": "No scheme here has the weights of a softmax in one place.",
+    "output_attentions": "No scheme has all weights of a softmax in one place.",
     "logits_to_keep": (
-        "A rank would keep the last of its own rows. Leave it out: parallel.gather(out.logits, batch)[:, -n:]."
+        "A rank would keep the last of its own rows. Use parallel.gather(out.logits, batch)[:, -n:] instead."
     ),
-    "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
-    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
-    "router_aux_loss_coef=0.",
+    "attn_temperature_tuning": "For it, transformers counts rows, not positions, and a rank has only some rows.",
+    "output_router_logits": (
+        "The auxiliary loss is a product of means over all tokens, which no rank knows. In TRL: router_aux_loss_coef=0."
+    ),
 }
 
 
@@ -58,8 +61,9 @@ def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> N
         raise ArgumentError("labels", "labels without shift_labels", "both, as in shard's batch", remedy)
     if num_ranks > 1 and given.get("num_items_in_batch") is None:
         remedy = (
-            "Without it each rank has the mean over its own labels. Pass num_items_in_batch=batch.num_items, and with "
-            "other replicas or microbatches the sum of theirs: the loss of the step is the sum of the ranks' losses."
+            "Without it each rank would compute the mean over its own labels. Pass "
+            "num_items_in_batch=batch.num_items, or with other replicas or microbatches the sum of all: the loss "
+            "of the step is the sum of the ranks' losses."
         )
         raise ArgumentError("num_items_in_batch", None, "the number of labels on all ranks", remedy)
 
@@ -105,8 +109,14 @@ def run_checked(model: Any, forward: Callable[..., Any], *args: Any, **given: An
     kept = vars(model).get("_loss_function")
     if isinstance(kept, TokenLoss):
         kept.loss = None  # of a call by hand, or of a forward that failed
-    found = forward(*args, **given)
-    _leave(layers, given["cp_batch"], before)
+    batch = given["cp_batch"]
+    placed = place_images(model, batch.tower_rows, batch.group) if batch.tower_rows else ()
+    try:
+        found = forward(*args, **given)
+    finally:
+        for method in placed:
+            del vars(model)[method]
+    _leave(layers, batch, before)
     if isinstance(kept, TokenLoss) and kept.loss is not None:
         kept.check(found, type(model).__name__)
     return found

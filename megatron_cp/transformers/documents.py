@@ -20,12 +20,15 @@ DOCUMENT_KEYS = (*_LENGTHS, "max_length_q", "max_length_k")
 # Names of other frameworks for the same. A model would swallow them.
 _DESCRIBES = re.compile(r"^lengths?$|cu_?seq|seq_?len|seq(uence)?_?(id|len)|segment|doc(ument)?s?_?(id|len)|packed_seq")
 _HOST, _INTEGERS = torch.device("cpu"), (torch.uint8, torch.int16, torch.int32, torch.int64)
-_ON_HOST = "Shard the batch before it is moved, or move it back once: .cpu(). Reading it here would stop the device."
-_FLATTEN = (
-    "Put the documents of a batch end to end into one row, without padding: DataCollatorWithFlattening does, and TRL's "
-    "packing."
+_ON_HOST = (
+    "Shard the batch before you move it to a device, or move it back once with .cpu(). Reading it "
+    "here would stop the device."
 )
-_OTHER_POSITIONS = "From other positions documents cannot be told: say lengths, or cu_seq_lens_q, too."
+_FLATTEN = (
+    "Put the documents of a batch end to end into one row, without padding: DataCollatorWithFlattening and TRL's "
+    "packing do it for text. With images, concatenate the processor's tensors, as docs/images.md shows."
+)
+_OTHER_POSITIONS = "Other positions do not show where documents begin: give lengths or cu_seq_lens_q too."
 
 
 def packing_of(batch: Mapping[str, Any]) -> Packing:
@@ -56,7 +59,7 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     for name in others:
         other = said[name].lengths[said[name].lengths > 0]
         if not np.array_equal(found, other):
-            remedy = "Both describe this batch's documents. Leave out what is not true, or is of another batch."
+            remedy = "Both describe this batch's documents, but they disagree. Leave out the wrong one."
             raise ArgumentError(name, f"documents of {other.tolist()}", f"{first}'s {found.tolist()}", remedy)
     for name in ("max_length_q", "max_length_k"):
         longest = batch.get(name)
@@ -87,7 +90,7 @@ def _descriptions(batch: Mapping[str, Any], total: int) -> Iterator[tuple[str, P
             yield "position_ids", Packing(counted)
     elif not others:
         if row.ndim != 2 or row.shape[0] != 1:
-            remedy = "With position ids of several axes say lengths, or cu_seq_lens_q, too."
+            remedy = "With position ids of several axes, give lengths or cu_seq_lens_q too."
             raise ArgumentError("position_ids", list(row.shape), "[1, tokens]", remedy)
         raise ArgumentError(
             "position_ids", row[0], "positions that count up from 0 in every document", _OTHER_POSITIONS
@@ -165,7 +168,7 @@ def _check_known(batch: Mapping[str, Any], total: int) -> None:
         if value is None or name in (*DOCUMENT_KEYS, "input_ids", "position_ids"):
             continue
         if (isinstance(name, str) and _DESCRIBES.search(name) and _are_numbers(value)) or _is_offsets(value, total):
-            remedy = "Name them cu_seq_lens_q if they are offsets; or say lengths. Else take another name."
+            remedy = "If they are offsets, name them cu_seq_lens_q, or give lengths. Otherwise use another name."
             raise ArgumentError(name, value, f"documents described by {', '.join(_LENGTHS)}", remedy)
 
 

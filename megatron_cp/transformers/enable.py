@@ -27,15 +27,16 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.layout.packing import IntArray, SequencePacking
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.transformers.additions import TokenLoss, check_additions, keep_token_loss
-from megatron_cp.transformers.batch import PlannedBatch, RankTokens, ShardedBatch
+from megatron_cp.transformers.batch import PlannedBatch, RankTokens, ShardedBatch, slot_under
 from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
+from megatron_cp.transformers.images import Images, TowerRows, check_images, check_tokens, without_images
 from megatron_cp.transformers.swap import (
     NAME,
     check_own_forwards,
@@ -48,8 +49,8 @@ from megatron_cp.transformers.swap import (
 )
 from megatron_cp.versions import warn_if_untested
 
-# Vision models make masks from these arguments that are not causal.
-_OVERLAYS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids", "pixel_values", "image_embeds")
+# Vision models make masks from these arguments that are not causal, or take rows of the whole batch.
+_OVERLAYS = ("block_sequence_ids", "image_embeds", "mm_encoder_outputs")
 _SKIPS_LAYERS = re.compile("layer_?drop|drop_?path|stochastic_depth")
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
 
@@ -208,13 +209,23 @@ class ContextParallel:
             batch = {"input_ids": ids, "labels": ids, "lengths": batch}
         _check_batch(batch)
         check_additions(self._model)
+        whole, has_images = batch, check_images(self._model, batch)
+        batch = without_images(batch)
         packing = packing_of(batch)
-        plans = self._plans(batch.get("cp_plans"), packing)
-        layout, device = plans.layout, self._device() if device is None else torch.device(device)
         ids = batch["input_ids"][0].long()
+        check_tokens(self._model, whole, ids)
+        images = Images(self._model, whole, ids, packing) if has_images else None
+        plans = self._plans(batch.get("cp_plans"), packing)
+        masks = images.masks(self._mask_names()) if images is not None else {}
+        if masks:
+            slots = (slot_under(slot, masks) for slot in self.slots)
+            plans = BatchPlan(plans.layout, dict.fromkeys(slots).keys())
+        layout, device = plans.layout, self._device() if device is None else torch.device(device)
         mixed = batch_seed(ids, 0 if seed is None else checked_integer("seed", seed, 0))
         if agree and self.cp_size > 1:
-            tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            tensors = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+            if images is not None and images.positions is not None:
+                tensors["position_ids"] = images.positions  # of lists too, such as seconds between frames
             for name, value in tensors.items():
                 check_on_host(name, value)
             check_agreement(plans, self._ranks, seed=mixed, tensors=tensors)
@@ -224,7 +235,12 @@ class ContextParallel:
             for name, value in batch.items()
             if not isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN
         }
-        values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
+        positions = None if images is None else images.positions
+        if positions is None:
+            positions = self._positions(batch, layout)
+        else:
+            positions = layout.shard(positions.movedim(-1, 0), self.rank).movedim(0, -1).contiguous()
+        values["input_ids"], values["position_ids"] = self._rows(ids, layout), positions
         num_items, of_labels = 0, label_rows(layout, self.rank, device)
         branched, dealt = None, list[str]()
         if of_labels is not None:
@@ -238,12 +254,17 @@ class ContextParallel:
             if isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
                 dealt.append(name)
+        tower_rows: dict[str, TowerRows] = {}
+        if images is not None:
+            of_images, tower_rows = images.shard(self._model, layout, self._ranks, self._kernel, device)
+            values |= of_images
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["input_ids"] = moved["input_ids"].as_subclass(RankTokens)
         moved["use_cache"] = False
         moved["cp_batch"] = PlannedBatch(
-            plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched, dealt
-        )
+            plans, self._ranks, None if seed is None else mixed, self._kernel, num_items, of_labels, branched, dealt,
+            tower_rows, masks,
+        )  # fmt: skip
         return ShardedBatch(moved)
 
     def gather(
@@ -297,9 +318,12 @@ class ContextParallel:
         finally:
             swap_in(self._model, self._slots)
 
+    def _mask_names(self) -> Iterator[str]:
+        return (str(slot.mask) for slot in dict.fromkeys(self.slots) if isinstance(slot, AttentionSpec))
+
     def _device(self) -> torch.device:
         if self._model.device.type == "meta":
-            remedy = "Its weights are elsewhere between calls: parallel.shard(batch, device=...)."
+            remedy = "Its weights are on another device between calls: call parallel.shard(batch, device=...)."
             raise ArgumentError("device", None, "the device on which the model runs", remedy)
         return self._model.device
 
@@ -325,7 +349,7 @@ class ContextParallel:
         if layout.packing.branches is not None and ids.ndim == 2:
             own = torch.from_numpy(layout.packing.positions())
             if not torch.equal(ids[0].long(), own):
-                remedy = "Leave them out, or take packing.positions()."
+                remedy = "Leave them out, or pass packing.positions()."
                 raise ArgumentError("position_ids", ids[0].tolist(), "positions along each path", remedy)
         rows = layout.shard(ids.movedim(-1, 0).long(), self.rank)
         return rows.movedim(0, -1).contiguous()
@@ -347,7 +371,7 @@ def _check_model(model: object) -> None:
         remedy = "Call it before fully_shard, torch.compile, DistributedDataParallel and PEFT wrap the model."
         raise ArgumentError("model", type(model).__name__, "a PreTrainedModel of transformers", remedy)
     if is_swapped(model):
-        raise ArgumentError("model", "one that runs over a group already", "a model, once")
+        raise ArgumentError("model", "a model that already runs over a group", "a model, once")
     check_head(model)
     config = model.config.get_text_config()
     if config._attn_implementation == NAME:
@@ -361,7 +385,9 @@ def _check_model(model: object) -> None:
     for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):  # or one for each layer type
         kind = str(each.get("rope_type", ""))
         if "dynamic" in kind or kind == "longrope":
-            remedy = "It chooses frequencies by the longest of the positions that it is given, which are a rank's own."
+            remedy = (
+                "It chooses frequencies by the longest position of a call, but a call has only a rank's own positions."
+            )
             raise ArgumentError(
                 "model.config.rope_parameters", kind, "default, linear, yarn, llama3 or the like", remedy
             )
@@ -380,18 +406,18 @@ def _check_layerdrop(model: PreTrainedModel) -> None:
     for place, owner in places.items():
         for name, value in vars(owner).items():
             if _SKIPS_LAYERS.search(name) and isinstance(value, int | float) and value > 0:
-                remedy = "Each rank would skip other layers. Set it to 0 before the model is built."
+                remedy = "Each rank would skip different layers. Set it to 0 before you build the model."
                 raise ArgumentError(f"{place}.{name}".replace("..", "."), value, "0", remedy)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
-        raise ArgumentError("batch", batch, "a mapping, as a collator returns")
+        raise ArgumentError("batch", f"a {type(batch).__name__}", "a mapping, such as {'input_ids': ids}")
     if "cp_batch" in batch:
         raise ArgumentError("batch", "this rank's rows, sharded before", "a whole batch", "Shard each batch once.")
     for name in _OVERLAYS:
         if batch.get(name) is not None:
-            remedy = "Blocks that see both ways would be causal here. Leave it out of batches of text alone."
+            remedy = "Leave it out. Images are given as pixel_values, and the model makes everything else from them."
             raise ArgumentError(name, type(batch[name]).__name__, "None", remedy)
     check_arguments(batch)
 
@@ -399,7 +425,8 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
     check_on_host(name, value)
     if value.ndim < 2 or value.shape[:2] != (1, packing.total):
-        raise ArgumentError(name, list(value.shape), f"[1, {packing.total}, ...], a number or more for each token")
+        allowed = f"[1, {packing.total}, ...], a number or more for each token"
+        raise ArgumentError(name, list(value.shape), allowed, "Leave out a tensor that has no value for each token.")
     return value[0]
 
 

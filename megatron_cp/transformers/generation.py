@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.preference import ContextParallelPreferenceMixin
-from megatron_cp.transformers.trainer import ContextParallelMixin
 
 # Arguments whose numbers depend on how often a completion is counted, which is once on every rank of a group.
 _COUNTED = {
@@ -62,11 +61,12 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
         ArgumentError: what `ContextParallelPreferenceMixin` refuses, prompts whose completions several groups generate,
             or statistics over all completions: `scale_rewards="batch"`,
             `multi_objective_aggregation="normalize_then_sum"`, `top_entropy_quantile`, `normalize_advantages`; vLLM,
-            continuous batching, environments, and tools that are coroutines.
+            continuous batching, environments, tools that are coroutines, and images.
     """
 
     _trl_trainers = ("GRPOTrainer", "RLOOTrainer")
     _pads_left = True
+    _takes_images = False
     _metrics: dict[str, dict[str, list[Any]]]
     _standalone_tools: list[Callable[..., Any]]
     eval_dataset: Any
@@ -116,9 +116,6 @@ class ContextParallelGRPOMixin(ContextParallelPreferenceMixin):
                 raise ArgumentError("tools", tool.__name__, "functions that are not async", remedy)
 
     # -- methods that the trainer calls -----------------------------------------------------------------------------
-
-    def _get_num_items_in_batch(self, batch_samples: Sequence[Any], device: torch.device) -> Any:
-        return super(ContextParallelMixin, self)._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Generates with the stock layers, on every rank; completions are those of the group's first rank."""

@@ -12,11 +12,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto import modeling_auto as auto
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.transformers.sources import passes
+from megatron_cp.transformers.sources import passes, passes_others, refers_to
 
 _OWN_LOSS = (
-    "Leave labels out of the batch, and compute the loss from the logits of model(**batch): a tensor of another name, "
-    "[1, total] of what each token predicts, is dealt with the tokens."
+    "Leave labels out of the batch, and compute the loss from the logits of model(**batch): shard distributes a "
+    "tensor of another name too, such as [1, total] of what each token is to predict."
 )
 
 
@@ -32,13 +32,13 @@ def check_head(model: PreTrainedModel) -> None:
     if has_head(model):
         is_known = calls_loss_function(model) and LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
     else:
-        returns_states = passes(inspect.unwrap(type(model).forward), "last_hidden_state")
+        returns_states = bool(passes(inspect.unwrap(type(model).forward), "last_hidden_state"))
         is_known = returns_states and "labels" not in inspect.signature(model.forward).parameters
     if not is_known:
         remedy = (
-            "Other heads pool rows that one rank alone has. Enable the model below it, model.base_model, and compute "
-            "the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch). Divide its "
-            "loss by parallel.cp_size."
+            "Other heads use rows that only one rank has. Enable the model below the head, model.base_model, and "
+            "compute the head from all rows: parallel.gather(model.base_model(**batch).last_hidden_state, batch). "
+            "Divide its loss by parallel.cp_size."
         )
         raise ArgumentError(
             "model", type(model).__name__, "a causal language model of transformers, or a model without a head", remedy
@@ -51,7 +51,7 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
     If the batch's labels are not shifted yet, `shifts`, the loss must be transformers' own.
     """
     loss: Any = getattr(model.loss_function, "function", model.loss_function)
-    own = has_head(model) and not calls_loss_function(model)
+    own = has_head(model) and not (calls_loss_function(model) and _gives_shifted_labels(model))
     if own or (shifts and loss is not ForCausalLMLoss):
         given = f"a loss in {type(model).__name__}.forward" if own else getattr(loss, "__name__", type(loss).__name__)
         raise ArgumentError(
@@ -60,14 +60,20 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
 
 
 def has_head(model: PreTrainedModel) -> bool:
-    """True if the model has output embeddings."""
-    return model.get_output_embeddings() is not None
+    """True if the model has output embeddings, or computes a loss from those of its text model (Nemotron's Omni)."""
+    if model.get_output_embeddings() is not None:
+        return True
+    return _is_listed(model, _LANGUAGE_MODELS) and calls_loss_function(model)
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """True if the forward leaves the loss to `model.loss_function`, or has no code to read."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return code is None or "loss_function" in code.co_names
+    """True if the forward leaves the loss to `model.loss_function`."""
+    return refers_to(inspect.unwrap(type(model).forward), "loss_function")
+
+
+def _gives_shifted_labels(model: nn.Module) -> bool:
+    """False if the forward keeps `shift_labels` from the loss, as vision models of transformers 5.5 do."""
+    return passes_others(inspect.unwrap(type(model).forward), "loss_function") is not False
 
 
 def _is_listed(model: nn.Module, names: frozenset[str]) -> bool:

@@ -39,7 +39,7 @@ class MixerFamily(NamedTuple):
     mixed: Callable[[Any, Tensor, PlannedBatch], Tensor]
 
 
-def family_of(module: nn.Module) -> MixerFamily | None:
+def mixer_family(module: nn.Module) -> MixerFamily | None:
     """Returns the family that lists the module's class or one of its base classes."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return next((family for family in FAMILIES if names & set(family.classes)), None)
@@ -50,7 +50,8 @@ def check_activation(module: Any) -> None:
     activation = getattr(module, "activation", "silu")  # a short convolution has none
     if activation not in ("silu", "swish"):
         remedy = (
-            "SiLU follows convolutions here. Set it in the configuration (of Nemotron-H mamba_hidden_act), or no cp."
+            "Only SiLU may follow the convolution. Set it in the configuration (mamba_hidden_act in Nemotron-H), "
+            "or train without cp."
         )
         raise ArgumentError("model.config.hidden_act", activation, f"silu or swish for {type(module).__name__}", remedy)
 
@@ -84,11 +85,18 @@ def _gdn(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
         )
         qkv = torch.cat([part[0].flatten(1) for part in parts], dim=-1)
         z, beta, alpha = z[0], beta[0], alpha[0]
+    elif hasattr(module, "q_proj"):  # OLMo-Hybrid
+        qkv = torch.cat([project(hidden) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
+        z, beta, alpha = module.g_proj(hidden), module.b_proj(hidden), module.a_proj(hidden)
     else:
         qkv, z, beta, alpha = (getattr(module, f"in_proj_{name}")(hidden) for name in ("qkv", "z", "b", "a"))
-    out = _planned(gated_delta_net, (qkv, beta, alpha), module, batch, A_log=module.A_log, dt_bias=module.dt_bias)
-    rows = module.norm(out.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
-    return module.out_proj(rows.reshape(-1, module.value_dim))
+    out = _planned(
+        gated_delta_net, (qkv, beta, alpha), module, batch, A_log=module.A_log, dt_bias=module.dt_bias,
+        allow_neg_eigval=getattr(module, "allow_neg_eigval", False),
+    )  # fmt: skip
+    norm, project = (module.o_norm, module.o_proj) if hasattr(module, "o_proj") else (module.norm, module.out_proj)
+    rows = norm(out.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+    return project(rows.reshape(-1, module.value_dim))
 
 
 # -- Kimi Delta Attention ----------------------------------------------------------------------------------------------
@@ -103,11 +111,23 @@ def _kda_slot(module: Any, **options: Any) -> LinearSpec:
 
 def _kda(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     qkv = torch.cat([project(hidden) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
-    gate = module.forget_gate
-    inputs = qkv, gate.f_b_proj(gate.f_a_proj(hidden)), module.b_proj(hidden)
-    out = _planned(kda_mixer, inputs, module, batch, A_log=gate.A_log.flatten(), dt_bias=gate.dt_bias)
-    z = module.g_b_proj(module.g_a_proj(hidden)).unflatten(-1, (module.num_heads, module.head_dim))
-    return module.o_proj(module.o_norm(out, z).flatten(1))
+    gate, is_whole = module.forget_gate, hasattr(module, "g_proj")  # Bailing's projections are one matrix each
+    decay = gate.f_proj(hidden) if is_whole else gate.f_b_proj(gate.f_a_proj(hidden))
+    out = _planned(
+        kda_mixer, (qkv, decay, module.b_proj(hidden)), module, batch, A_log=gate.A_log.flatten(),
+        dt_bias=gate.dt_bias, lower_bound=_decay_limit(gate),
+    )  # fmt: skip
+    z = module.g_proj(hidden) if is_whole else module.g_b_proj(module.g_a_proj(hidden))
+    return module.o_proj(module.o_norm(out, z.unflatten(-1, (module.num_heads, module.head_dim))).flatten(1))
+
+
+def _decay_limit(gate: Any) -> float | None:
+    """Returns the limit of a forget gate's log decay; None for no limit."""
+    if hasattr(gate, "safe_gate"):  # Bailing
+        limit = gate.lower_bound if gate.safe_gate else None
+    else:
+        limit = getattr(gate, "safe_gate_lower_bound", None)
+    return limit
 
 
 # -- Mamba-2 -----------------------------------------------------------------------------------------------------------
@@ -174,9 +194,18 @@ def _convolved(x: Tensor, module: Any, batch: PlannedBatch) -> Tensor:
 
 
 FAMILIES = (
-    MixerFamily(("Lfm2ShortConv", "Lfm2MoeShortConv"), _conv_slot, _short_conv),
-    MixerFamily(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _gdn_slot, _gdn),
-    MixerFamily(("KimiLinearDeltaAttention",), _kda_slot, _kda),
+    MixerFamily(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _conv_slot, _short_conv),
+    MixerFamily(
+        (
+            "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
+            "Qwen4ExpTextGatedDeltaNet",
+        ),
+        _gdn_slot,
+        _gdn,
+    ),
+    MixerFamily(
+        ("BailingHybridDeltaAttention", "Glm5NextTextLinearAttention", "KimiLinearDeltaAttention"), _kda_slot, _kda
+    ),
     MixerFamily(
         (
             "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer",

@@ -73,14 +73,14 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
         raise ArgumentError("args.n_gpu", args.n_gpu, "1: a process of its own for each GPU", remedy)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 == args.world_size:
-        remedy = "Without GPUs accelerate makes a group of the processes only where it is told to: use_cpu=True."
+        remedy = "Without GPUs, accelerate makes a group of the processes only with use_cpu=True."
         raise ArgumentError("args.use_cpu", args.use_cpu, f"True, for {started} processes on CPUs", remedy)
     ranks, asked = args.world_size, 1 if config is None else config.total_size
     if ranks > 1 and asked == 1:
         remedy = (
-            f"Every rank would hold whole sequences, without context parallelism. Say {_NAME} = "
-            f"ParallelismConfig(cp_size={ranks}), which torchrun needs no flag for, on CPUs "
-            f"and GPUs. Data parallelism alone is ParallelismConfig(dp_replicate_size={ranks})."
+            f"Every rank would have whole sequences, without context parallelism. Set {_NAME} = "
+            f"ParallelismConfig(cp_size={ranks}); torchrun needs no flag for it, on CPUs and GPUs. For data "
+            f"parallelism only, set ParallelismConfig(dp_replicate_size={ranks})."
         )
         raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
     if config is None:

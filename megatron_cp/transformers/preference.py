@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.additions import Share
 from megatron_cp.transformers.enable import ContextParallel
-from megatron_cp.transformers.rows import flatten_rows, restore_rows
+from megatron_cp.transformers.images import IMAGE_KEYS
+from megatron_cp.transformers.padding import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
-from megatron_cp.transformers.trainer import ContextParallelMixin
+from megatron_cp.transformers.trainer_base import RanksMixin
 from megatron_cp.versions import warn_if_framework_untested
 
 
-class ContextParallelPreferenceMixin(ContextParallelMixin):
+class ContextParallelPreferenceMixin(RanksMixin):
     """A mixin for TRL's DPOTrainer and KTOTrainer: `class Mine(ContextParallelPreferenceMixin, DPOTrainer)`.
 
     Rows are put end to end without their padding, and every rank computes its share of them, of the policy and of the
@@ -45,6 +46,7 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
 
     _trl_trainers = ("DPOTrainer", "KTOTrainer")
     _pads_left = False
+    _takes_images = True
 
     def __init__(
         self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
@@ -82,6 +84,10 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
             if named.pop("output_router_logits", False):
                 remedy = "A load-balancing loss is no sum over tokens: router_aux_loss_coef=0.0 trains without it."
                 raise ArgumentError("args.router_aux_loss_coef", "a load-balancing loss", "0.0", remedy)
+            for name in IMAGE_KEYS if not self._takes_images else ():
+                if named.get(name) is not None:
+                    remedy = "Generation from images has not been run with ranks that share completions."
+                    raise ArgumentError(name, type(named[name]).__name__, "prompts of text alone", remedy)
             device = named["input_ids"].device
             rows = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in named.items() if name != "use_cache"}
             flat, kept = flatten_rows(rows, padded_left=self._pads_left)
@@ -91,9 +97,6 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
         model.forward = forward
 
     # -- methods that the trainer calls with a batch ----------------------------------------------------------------
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return super(ContextParallelMixin, self)._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
@@ -106,19 +109,12 @@ class ContextParallelPreferenceMixin(ContextParallelMixin):
         """Returns the trainer's loss; its gradient is this rank's share, times the ranks over which gradients are
         averaged.
         """
-        loss = super(ContextParallelMixin, self).compute_loss(  # type: ignore[misc]
+        loss = super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
         share = loss.detach() + self.context_parallel.cp_size * (loss - loss.detach())
         self._share = Share(share)
         return share
-
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        return super(ContextParallelMixin, self).prediction_step(  # type: ignore[misc]
-            model, inputs, prediction_loss_only, ignore_keys
-        )
 
 
 def _of_whole_rows(scores: Any, context: ContextParallel, batch: Any, kept: Tensor | None) -> Any:

@@ -36,27 +36,34 @@ def mask_of(module: Any, config: Any) -> str:
     if getattr(module, "is_causal", True) is False:
         remedy = "Leave encoders and vision towers on their own attention: pass the text model alone."
         raise ArgumentError("model", f"{type(module).__name__} with is_causal=False", "causal attention", remedy)
+    if "CrossAttention" in type(module).__name__:
+        remedy = "Its keys are those of images or of an encoder. Train it without cp."
+        raise ArgumentError("model", type(module).__name__, "attention of a document's tokens to one another", remedy)
     if type(module).__name__ in _MASKS_BY_CONTENT:
         remedy = "A rank has only its own rows' scores, and no mask of all keys. Train it without cp."
         raise ArgumentError("model", type(module).__name__, "attention whose mask does not depend on its input", remedy)
     if selects_keys(module):
         return "causal"
+    if (indexer := getattr(module, "indexer", None)) is not None:
+        remedy = "It chooses blocks, or among keys that it makes of several tokens. Train it without cp."
+        raise ArgumentError(
+            "model", f"{type(module).__name__} with a {type(indexer).__name__}",
+            "attention whose indexer scores single tokens", remedy,
+        )  # fmt: skip
     kind = _layer_type(module, config)
     if kind == _CHUNKED:
         return f"chunk:{config.attention_chunk_size}"
     if kind in _CAUSAL_TYPES:
         return "causal"
     window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if window is not None and not _passes(module, "sliding_window"):
-        remedy = "It leaves the window to the mask, which is not made here. Take it out of the configuration, or cp."
+    is_in_mask = passes(inspect.unwrap(type(module).forward), "sliding_window") is False
+    if window is not None and (is_in_mask or getattr(module, "sliding_window", window) is None):
+        remedy = (
+            "This layer leaves the window to the mask, which megatron_cp does not make. Remove the window "
+            "from the configuration, or train without cp."
+        )
         raise ArgumentError("model.config.sliding_window", window, f"None for {type(module).__name__}", remedy)
     return window_mask(window)
-
-
-def _passes(module: nn.Module, argument: str) -> bool:
-    """True if the module's forward passes on an argument of that name, or has no code to read."""
-    forward = inspect.unwrap(type(module).forward)
-    return not hasattr(forward, "__code__") or passes(forward, argument)
 
 
 def window_mask(window: int | None) -> str:
@@ -78,7 +85,7 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     if found not in _TYPES:
         remedy = "Its mask is not known here; open an issue with the model's name."
         if found in _COMPRESSED:
-            remedy = "Keys made of several tokens are not made over ranks here. docs/more-layers.md has it as a recipe."
+            remedy = "megatron_cp does not make keys of several tokens over ranks. docs/more-layers.md has a recipe."
         raise ArgumentError("model", f"a layer of type {found!r}", " or ".join(_TYPES), remedy)
     return found
 
@@ -94,19 +101,26 @@ def attention_slot(module: Any, config: Any, *, latents: bool = False, **options
     latent = getattr(module, "kv_lora_rank", None)
     if latent is not None:  # one latent vector gives every head its own key and value
         kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
+        shared = module.qk_rope_head_dim
+        if selects_keys(module) and not shared:  # without positions: a shared feature of zeros
+            head_dim, shared = head_dim + 1, 1
         if (latents or selects_keys(module)) and hasattr(module, "expand_kv"):
-            options["latent"] = (module.qk_rope_head_dim, latent)
+            options["latent"] = (shared, latent)
         if selects_keys(module):
             if dropout := getattr(module, "attention_dropout", 0.0):
                 raise ArgumentError(
-                    "attention_dropout", dropout, "0 in layers that choose keys", "They have none here."
+                    "attention_dropout", dropout, "0 in layers that choose keys", "These layers have no dropout here."
                 )
-            options["topk"] = config.index_topk
             indexer = module.indexer
+            options["topk"] = config.index_topk if indexer is None else indexer.index_topk
             options["indexer"] = None if indexer is None else (indexer.n_heads, indexer.head_dim)
     else:
-        head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
+        head_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
+        value_dim = getattr(module, "v_head_dim", None) or head_dim
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        shared = getattr(module, "num_key_value_groups", None)  # query heads of a key head, which layers may differ in
+        if shared and heads % shared == 0:
+            kv_heads = heads // shared
     return AttentionSpec(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim, mask=mask_of(module, config),
         **options,

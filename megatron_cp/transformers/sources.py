@@ -1,4 +1,4 @@
-"""Reads from a forward's source which calls it makes, and which arguments it passes by name."""
+"""Reads from a function's source which attributes it refers to, and which arguments it passes by name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def _nodes_of(function: Callable[..., Any]) -> tuple[ast.AST, ...] | None:
     return tuple(ast.walk(tree))
 
 
-def calls_in(function: Callable[..., Any]) -> tuple[ast.Call, ...] | None:
-    """Returns the calls in a function's source, without those of its decorators; None for one without a file."""
-    nodes = _nodes_of(function)
-    return None if nodes is None else tuple(node for node in nodes if isinstance(node, ast.Call))
-
-
 def refers_to(function: Callable[..., Any], name: str) -> bool:
     """True if a function has an attribute of that name in it, such as the method of its base class that it calls."""
     nodes = _nodes_of(function)
@@ -37,14 +31,18 @@ def refers_to(function: Callable[..., Any], name: str) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
 
 
-def passes(function: Callable[..., Any], argument: str) -> bool:
-    """True if a function passes an argument of that name in one of its calls.
+def passes(function: Callable[..., Any], argument: str) -> bool | None:
+    """True if a function passes an argument of that name in one of its calls; None for one without a source."""
+    nodes = _nodes_of(function)
+    if nodes is None:
+        return None
+    return any(isinstance(node, ast.Call) and any(each.arg == argument for each in node.keywords) for node in nodes)
 
-    The names that bytecode has are asked for where there is no source. They do not suffice: Python 3.14 has those of a
-    call with `**kwargs` between other texts.
-    """
-    calls = calls_in(function)
-    if calls is None:
-        constants = getattr(getattr(function, "__code__", None), "co_consts", ())
-        return any(isinstance(each, tuple) and argument in each for each in constants)
-    return any(keyword.arg == argument for call in calls for keyword in call.keywords)
+
+def passes_others(function: Callable[..., Any], name: str) -> bool | None:
+    """True if each call of an attribute of that name is given `**others`; None for a function without a source."""
+    nodes = _nodes_of(function)
+    if nodes is None:
+        return None
+    calls = (node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == name)
+    return all(any(each.arg is None for each in call.keywords) for call in calls)

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import dis
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
+from megatron_cp.transformers import towers
 from megatron_cp.transformers.additions import drop_token_loss, keep_token_loss
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
 from megatron_cp.transformers.calls import LAYERS, Layers, run_checked
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.indexers import IndexerRows, indexer_rows, is_indexer
-from megatron_cp.transformers.mixers import check_activation, family_of
+from megatron_cp.transformers.mixers import check_activation, mixer_family
 from megatron_cp.transformers.slots import attention_slot, is_attention
-from megatron_cp.transformers.sources import calls_in
+from megatron_cp.transformers.towers import TowerPlans, tower_of
 
 # Class names of modules that mix tokens and are neither softmax attention nor a family of `mixers`.
 _MIXES = re.compile(
-    r"(Mixer|MambaLayer|DeltaNet\w*|DeltaAttention|DeltaRule|LinearAttention|LightningAttention|ShortConv|"
+    r"(Mixer|MambaLayer|DeltaNet\w*|DeltaAttention|DeltaRule|LinearAttention|LightningAttention|ShortConv(olution)?|"
     r"RecurrentBlock|Indexer|Compressor|Rwkv\w*|Retention|[ms]LSTM\w*)$"
 )
 
-
-_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, but does not pass them to its layers
+# Classes whose forward takes `**kwargs` and does not pass them to its layers, with the first version that does.
+_DROPS_ARGUMENTS = {
+    "FalconH1Model": "5.13", "FalconH1DecoderLayer": "5.17", "Mamba2Block": "5.17", "Mamba2Model": "5.17",
+    "NemotronHBlock": "5.17", "Mamba2ForCausalLM": None, "NemotronDecoderLayer": None, "StableLmDecoderLayer": None,
+}  # fmt: skip
+_DROPPING = frozenset(
+    name for name, since in _DROPS_ARGUMENTS.items() if since is None or Version(transformers_version) < Version(since)
+)
 
 
 def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args: dict[str, Any]) -> dict[str, Slot]:
@@ -42,7 +47,7 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
     config = model.config.get_text_config()
     found: dict[str, Slot] = {}
     for name, module in text_modules(model):
-        family = family_of(module)
+        family = mixer_family(module)
         if family is not None:
             _check_forward(name, module)
             for label, child in module.named_children():
@@ -62,11 +67,19 @@ def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args
     if not found:
         raise ArgumentError("model", type(model).__name__, "a model with attention or linear layers")
     if attention_args.get("latents") and not any(getattr(slot, "latent", None) for slot in found.values()):
-        remedy = "It needs multi-latent attention whose class has expand_kv, as transformers' newer ones do."
+        remedy = (
+            "latents=True needs multi-latent attention whose class has expand_kv, as newer classes of transformers "
+            "have."
+        )
         raise ArgumentError("latents", True, f"False for {type(model).__name__}", remedy)
     if any(isinstance(slot, AttentionSpec) for slot in found.values()) and not model._can_set_attn_implementation():
-        remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
-        raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
+        remedy = "The model calls its own attention."
+        raise ArgumentError(
+            "model",
+            type(model).__name__,
+            "models whose attention goes through transformers' AttentionInterface",
+            remedy,
+        )
     return found
 
 
@@ -77,8 +90,10 @@ def _check_forward(name: str, module: nn.Module) -> None:
     """
     kept = (value for value in vars(module).values() if _is_method_of(module, type(module), value))
     if "forward" in vars(module) and not any(method.__name__ == "forward" for method in kept):
-        remedy = f"Take it off (del model.{name}.forward), or write a class with it. Hooks of accelerate may stay."
-        raise ArgumentError("model", f"{name} with a forward of its own", "layers with that of their class", remedy)
+        remedy = f"Remove it (del model.{name}.forward), or write it into a class. Hooks of accelerate may stay."
+        raise ArgumentError(
+            "model", f"{name} with a forward of its own", "layers with the forward of their class", remedy
+        )
 
 
 def _check_loaded(name: str, module: nn.Module) -> None:
@@ -107,7 +122,7 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     for prefix, above in modules.items():
         layers = {name: modules[name] for name in slots if not prefix or name.startswith(f"{prefix}.")}
         if layers and isinstance(above, PreTrainedModel):
-            _check_calls(above, layers)
+            _check_calls(above, Layers(layers, has_head(model) if above is model else None))
     for above in {id(modules[above]): modules[above] for name in slots for above in _parent_names(name)}.values():
         if _drops_arguments(above) and not isinstance(above, _PassesPlans):
             _become(above, _derived(_PassesPlans, type(above), type(above).__name__))
@@ -124,13 +139,18 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
             setattr(indexer, SLOT, slot)
             if not isinstance(indexer, _GivesRows):
                 _become(indexer, _derived(_GivesRows, type(indexer), type(indexer).__name__))
-    vars(model)[LAYERS] = replace(vars(model)[LAYERS], has_loss=has_head(model))
+    if (tower := tower_of(model)) is not None:
+        AttentionInterface.register(towers.NAME, towers.tower_attention)
+        for module, is_windowed in towers.attention_of(tower):
+            setattr(module, towers.WINDOWED, is_windowed)
+            if not isinstance(module, _SplitsImages):
+                _become(module, _derived(_SplitsImages, type(module), type(module).__name__))
     return set_attention(model, NAME)
 
 
-def _check_calls(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+def _check_calls(model: PreTrainedModel, layers: Layers) -> None:
     """Makes a model check its calls: the enabled one, and those in it, which may be called in its place."""
-    setattr(model, LAYERS, Layers(layers))
+    setattr(model, LAYERS, layers)
     if not isinstance(model, _CheckedCall):
         first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
         _become(model, _derived(first, type(model), type(model).__name__))  # the name is saved with a model
@@ -173,24 +193,23 @@ def _parent_names(name: str) -> list[str]:
 
 
 def _drops_arguments(module: nn.Module) -> bool:
-    """True if the module's forward takes no `**kwargs`, never reads those that it takes, or keeps them from a mixer."""
+    """True if the module's layers are not given the keyword arguments that the module is called with.
+
+    Its class is one that drops them, its forward takes no `**kwargs`, or that of a mixer in it takes none. In a class
+    that drops them and is not known here, layers refuse the call, since they are not given the batch.
+    """
     if isinstance(module, nn.ModuleList | nn.ModuleDict):  # containers are never called
         return False
-    if any(kind.__name__ in _DROPS_ARGUMENTS for kind in type(module).__mro__):
+    if any(kind.__name__ in _DROPPING for kind in type(module).__mro__):
         return True
-    forward = inspect.unwrap(type(module).forward)
-    kinds = inspect.signature(forward).parameters.items()
-    others = [name for name, each in kinds if each.kind is inspect.Parameter.VAR_KEYWORD]
-    if not others or not any(step.argval == others[0] for step in dis.get_instructions(forward)):
-        return True
-    mixers = frozenset(name for name, child in module.named_children() if family_of(child) is not None)
-    return bool(mixers) and _keeps_from(forward, mixers)
+    mixers = (child for child in module.children() if mixer_family(child) is not None)
+    return not all(_takes_others(type(each)) for each in (module, *mixers))
 
 
-def _keeps_from(forward: Callable[..., Any], names: frozenset[str]) -> bool:
-    """True if a forward calls one of its modules without `**kwargs`, as Qwen3-Next's layers of transformers 5.5 do."""
-    calls = [call for call in calls_in(forward) or () if isinstance(call.func, ast.Attribute)]
-    return any(all(each.arg for each in call.keywords) for call in calls if ast.unparse(call.func)[5:] in names)
+def _takes_others(kind: type[nn.Module]) -> bool:
+    """True if the forward of a class takes any keyword argument."""
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def swap_out(model: PreTrainedModel, attention: Any) -> None:
@@ -257,7 +276,7 @@ class _Planned(_Derived):
                     name, type(value).__name__, "None", "Call the model with ContextParallel.shard's batch."
                 )
         module: Any = self
-        family = family_of(module)
+        family = mixer_family(module)
         assert family is not None
         return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
 
@@ -292,15 +311,12 @@ class _Selects(_KeepsLatents):
 class _GivesRows(_Derived):
     """A mixin before an indexer's class: returns the rows by which attention chooses keys."""
 
-    def forward(
-        self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *args: Any,
-        **others: Any,
-    ) -> IndexerRows | Tensor:  # fmt: skip
+    def forward(self, hidden_states: Tensor, *args: Any, **others: Any) -> IndexerRows | Tensor:
         if SLOT not in vars(self):  # disabled
             stock = super().forward  # type: ignore[misc]
-            found: Tensor = stock(hidden_states, q_resid, position_embeddings, *args, **others)
+            found: Tensor = stock(hidden_states, *args, **others)
             return found
-        return indexer_rows(self, hidden_states, q_resid, position_embeddings)
+        return indexer_rows(self, hidden_states, *args)
 
 
 class _PassesPlans(_Derived):
@@ -321,6 +337,22 @@ class _PassesPlans(_Derived):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+class _SplitsImages(_Derived):
+    """A mixin before the class of a tower's attention: attends over the ranks where images are split."""
+
+    def forward(self, *args: Any, cp_tower: TowerPlans | None = None, **others: Any) -> Any:
+        stock = super().forward  # type: ignore[misc]
+        if cp_tower is None:
+            return stock(*args, **others)
+        own: Any = vars(self)["config"]
+        vars(self)["config"] = asking = copy.copy(own)
+        asking._attn_implementation_internal = towers.NAME
+        try:
+            return stock(*args, cp_tower=cp_tower, **others)
+        finally:
+            vars(self)["config"] = own
 
 
 class _CheckedCall(_Derived):
@@ -351,6 +383,7 @@ _DERIVED: dict[tuple[type, type], type] = {}  # by (mixin, stock class), so that
 def _unpickled(first: type, kind: type, name: str) -> Any:
     """Returns an instance, without its state, of the class that a pickle names."""
     AttentionInterface.register(NAME, planned_attention)
+    AttentionInterface.register(towers.NAME, towers.tower_attention)
     return object.__new__(_derived(first, kind, name))
 
 

@@ -9,7 +9,6 @@ with `args.parallelism_config = ParallelismConfig(cp_size=4)` of accelerate, or 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,25 +19,18 @@ from torch import Tensor
 from transformers import Trainer
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.transformers.additions import Share, check_additions, equal, is_scaled
+from megatron_cp.transformers.additions import Share, equal, is_scaled
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
-from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
-from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
-from megatron_cp.transformers.rows import flatten_rows, restore_rows
-from megatron_cp.transformers.sources import refers_to
+from megatron_cp.transformers.padding import flatten_rows, restore_rows
+from megatron_cp.transformers.trainer_base import OWN_LOSS, RanksMixin, another_loss
 
-_SHIFTS = "It would shift labels that are shifted already. The model's own loss takes them as they are."
-_OWN_LOSS = (
-    "A rank has a part of the tokens, and their losses are summed over the ranks: a mean, a shift of labels or a term "
-    "that is no sum over tokens is wrong there. Write the loop for a loss of your own: parallel.shard, then "
-    "token_log_probs or parallel.gather."
-)
+# Outputs of models with images that have no row for each token.
+_OF_IMAGES = ("image_hidden_states", "rope_deltas")
 
 
-class ContextParallelMixin:
+class ContextParallelMixin(RanksMixin):
     """A mixin for transformers' trainers: `class Mine(ContextParallelMixin, SFTTrainer)`. It supports packing.
 
     Batches are one row of documents, as `DataCollatorWithFlattening` and TRL's packing make them, or rows that are
@@ -60,109 +52,20 @@ class ContextParallelMixin:
             parallelism.
     """
 
-    accelerator: Any
-    args: Any
-    model: Any
-    get_tp_size: Callable[[], int]
     model_accepts_loss_kwargs: Any
-    state: Any
-    _trl_trainers: tuple[str, ...] = ("SFTTrainer",)
-    _is_trl = False  # its loss is not the model's, but of log-probabilities
-
-    def __init_subclass__(cls, **named: Any) -> None:
-        """Refuses classes when they are defined, which is before TRL's configurations refuse context parallelism."""
-        super().__init_subclass__(**named)
-        cls._is_trl = any(_room(base) == "trl" for base in cls.__mro__)
-        _check_bases(cls)
-
-    def __init__(
-        self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
-        cp_options: Mapping[str, Any] | None = None, **named: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(*args, **named)
-        config = self.accelerator.parallelism_config
-        if config is not None:
-            config.is_hidden = False
-        self._check_arguments()
-        # Where each rank is a replica, the group has one rank: None would mean all ranks.
-        self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
-        self._ranks = self._group or ThreadGroup.create(1)[0]
-        self._options = {"layout": layout, "scheme": scheme, "linear_mode": linear_mode, **(cp_options or {})}
-        self.context_parallel = self._enabled(self.accelerator.unwrap_model(self.model))
-        self._sharded: ShardedBatch | None = None
-        self._share: Share | None = None  # the loss of this rank's tokens, as compute_loss returned it
-        self._kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
-
-    def _enabled(self, model: Any) -> ContextParallel:
-        check_additions(model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return enable_context_parallel(model, self._ranks, **self._options)
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """Returns a new model, as each training with `model_init` makes one, with context parallelism too."""
-        model = super().call_model_init(trial)  # type: ignore[misc]
-        if hasattr(self, "context_parallel"):  # else the trainer is being made
-            self.context_parallel = self._enabled(model)
-        return model
-
-    # -- accelerate -------------------------------------------------------------------------------------------------
-
-    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
-        args: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
-        self._asked = args["parallelism_config"] = checked_parallelism(self.args, args.get("parallelism_config"))
-        return args
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Stops accelerate from changing the model and TRL from refusing packing; metrics see each batch once."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # accelerate would refuse windows and linear layers here, or exchange the attention.
-        self.accelerator._prepare_cp = lambda *prepared: prepared
-        self._differentiate, self.accelerator.backward = self.accelerator.backward, self._backward
-        config, asked = self.accelerator.parallelism_config, self._asked
-        if (None if config is None else config._sizes) != (None if asked is None else asked._sizes):
-            remedy = "accelerate keeps the configuration of a process's first Accelerator: make this trainer before it."
-            raise ArgumentError("args.parallelism_config", asked, f"{config}", remedy)
-        if config is not None:  # an earlier trainer, or Accelerator, may have made it
-            config.__class__, config.is_hidden = Parallelism, True
-        self._mesh = self.accelerator.torch_device_mesh if config is not None and config.cp_size > 1 else None
-        if self._mesh is not None:
-            self._sums_shares, self._gather_of_all = False, self.accelerator.gather_for_metrics
-            self.accelerator.gather_for_metrics = self._gather_for_metrics
-            objects = self.args.eval_use_gather_object
-            self.gather_function = functools.partial(self._gather_for_metrics, use_gather_object=objects)
-
-    def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers as accelerate does, but once for each group of ranks; a loss's counts are summed over the group."""
-        assert self._mesh is not None
-        if use_gather_object:
-            return self._gather_of_all(data if self.context_parallel.rank == 0 else data[:0], True)
-        axis, state = self._mesh.mesh_dim_names.index("cp"), self.accelerator.gradient_state
-        ranks = self._mesh.mesh.movedim(axis, -1).reshape(-1, self.context_parallel.cp_size)  # [replicas, cp]
-        remainder = state.remainder if state.end_of_dataloader else 0  # items of the last batch before it was filled up
-
-        def gather_replicas(values: Tensor) -> Tensor:
-            gathered = self.accelerator.gather(values)
-            rows = gathered.unflatten(0, (ranks.numel(), -1))[ranks.to(gathered.device)]
-            found = (rows.sum(1) if self._sums_shares else rows[:, 0]).flatten(0, 1)
-            return found[:remainder] if remainder > 0 else found
-
-        return recursively_apply(gather_replicas, data, error_on_other_type=True)
-
-    # -- batches and evaluation -------------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> Any:
-        return self._batches_on_host(super().get_train_dataloader)  # type: ignore[misc]
-
-    def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
-        return self._batches_on_host(super().get_eval_dataloader, *args, **named)  # type: ignore[misc]
-
-    def get_test_dataloader(self, *args: Any, **named: Any) -> Any:
-        return self._batches_on_host(super().get_test_dataloader, *args, **named)  # type: ignore[misc]
+    _trl_trainers = ("SFTTrainer",)
+    _sharded: ShardedBatch | None = None
+    _metrics: Any  # TRL's, and its number of tokens seen
+    _total_train_tokens: int
+    _kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Returns the trainer's own result, with the whole batch's loss and logits in the order of its tokens."""
+        """Returns the trainer's own result, with the whole batch's loss and logits in the order of its tokens.
+
+        Of models with images `image_hidden_states` and `rope_deltas` are left out.
+        """
         stock = super().prediction_step  # type: ignore[misc]
         if not self.context_parallel.is_enabled:  # each rank computes the whole batch
             found: tuple[Tensor | None, Any, Any] = stock(model, inputs, prediction_loss_only, ignore_keys)
@@ -171,7 +74,9 @@ class ContextParallelMixin:
             whole = "with trainer.context_parallel.disabled(): trainer.predict(...)"
             remedy = f"Evaluate with labels, or let every rank compute whole batches: {whole}."
             raise ArgumentError("inputs", "no labels", "a batch with labels", remedy)
-        loss, logits, labels = stock(model, inputs, prediction_loss_only, ignore_keys)
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        loss, logits, labels = stock(model, inputs, prediction_loss_only, [*ignore_keys, *_OF_IMAGES])
         if loss is not None:
             self._check_loss(loss)
         if loss is not None and self._group is not None:
@@ -231,33 +136,34 @@ class ContextParallelMixin:
             num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
         self._check_losses()  # which may have been set after the trainer was made
         self._share, kept = None, self.context_parallel.token_loss
+        counted = getattr(self, "_total_train_tokens", None)
         kept.value, kept.follows = None, True  # TRL computes losses of log-probabilities, without the model's function
         try:
             with self._loss_of_shares():
                 found = super().compute_loss(  # type: ignore[misc]
                     model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
                 )
+                if counted is not None and self.model.training:
+                    self._count_rows(counted, inputs)
         finally:
             node, kept.node, kept.follows = kept.node, None, False
         loss = found[0] if return_outputs else found
         if kept.value is None and not self._is_trl:
-            raise ArgumentError("compute_loss", "a loss without the model's", "the model's own loss", _OWN_LOSS)
+            raise ArgumentError("compute_loss", "a loss without the model's", "the model's own loss", OWN_LOSS)
         ranks = self.accelerator.num_processes // self.get_tp_size()
         if kept.value is not None and not is_scaled(loss.grad_fn, node, ranks) and not equal(loss, kept.value * ranks):
-            raise _another_loss()
+            raise another_loss()
         self._share = Share(loss)
         return found
 
-    def _backward(self, loss: Tensor, **named: Any) -> None:
-        """Differentiates a loss as accelerate does, if it is this rank's share, perhaps over steps of accumulation."""
-        self._check_loss(loss, getattr(self, "current_gradient_accumulation_steps", 1))
-        self._differentiate(loss, **named)
-        self._share = None  # which would keep its graph
-
-    def _check_loss(self, loss: Tensor, steps: int = 1) -> None:
-        """Refuses a loss that is not the share of this rank that `compute_loss` has returned."""
-        if self._share is None or not self._share.is_of(loss, steps):
-            raise _another_loss()
+    def _count_rows(self, before: int, inputs: Mapping[str, Any]) -> None:
+        """Counts this batch's tokens again where positions may have several axes, of which TRL counts the second."""
+        config = self.accelerator.unwrap_model(self.model).config
+        if hasattr(config, "vision_config"):  # of all replicas; one of them may have no images now
+            rows = torch.tensor(inputs["input_ids"].shape[1], device=self.args.device)
+            found = int(self.accelerator.gather_for_metrics(rows).sum().item())
+            self._total_train_tokens = before + found // self.get_tp_size()
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
     @contextlib.contextmanager
     def _loss_of_shares(self) -> Iterator[None]:
@@ -266,118 +172,6 @@ class ContextParallelMixin:
             yield
         finally:
             self.model_accepts_loss_kwargs, self._sums_shares = accepts, False
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Divides the count by the group's size, since the sum over ranks counts a batch once for every rank."""
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
-        seen = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + seen // self.context_parallel.cp_size
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Returns this rank's part of the batch's operations."""
-        whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
-        return whole / self.context_parallel.cp_size
-
-    def _batches_on_host(self, make: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Makes a data loader of accelerate's that leaves batches on the host."""
-        places, self.accelerator.device_placement = self.accelerator.device_placement, False
-        try:
-            return make(*args, **named)
-        finally:
-            self.accelerator.device_placement = places
-
-    def _check_arguments(self) -> None:
-        if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
-            remedy = "Ranks have different numbers of labels: the loss is divided by that of all."
-            raise ArgumentError("args.average_tokens_across_devices", False, "True", remedy)
-        self._check_losses()
-        if self.args.neftune_noise_alpha is not None:
-            remedy = "It divides noise by the number of rows that it is given, of which a rank has a part."
-            raise ArgumentError("args.neftune_noise_alpha", self.args.neftune_noise_alpha, "None", remedy)
-        if getattr(self.args.accelerator_config, "dispatch_batches", None):
-            remedy = "Batches stay on the host until they are sharded: each process reads its own."
-            raise ArgumentError("args.accelerator_config.dispatch_batches", True, "None or False", remedy)
-        if self.args.use_liger_kernel:
-            raise ArgumentError("args.use_liger_kernel", True, "False", "Its loss is not tested with sharded labels.")
-
-    def _check_losses(self) -> None:
-        if self.args.label_smoothing_factor:
-            raise ArgumentError("args.label_smoothing_factor", self.args.label_smoothing_factor, "0", _SHIFTS)
-        for name in ("label_smoother", "compute_loss_func"):
-            if getattr(self, name, None) is not None:
-                raise ArgumentError(name, "a function", "None", _SHIFTS)
-
-
-# The mixin for each of TRL's trainers that is not SFTTrainer, or what to do without one.
-_MIXINS = dict.fromkeys(("DPOTrainer", "KTOTrainer"), "ContextParallelPreferenceMixin")
-_MIXINS |= dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "ContextParallelGRPOMixin")
-_REMEDIES = {
-    "SFTTrainer": "Its loss is the model's own: ContextParallelMixin is for it.",
-    "RewardTrainer": (
-        "Its scores are of whole rows. Write the loop: enable_context_parallel(model.base_model, group), then "
-        "model.score of the gathered row of each document's last token, and the pairs' loss over parallel.cp_size."
-    ),
-}
-_LOOP = (
-    "Its batches are prompts or rows with a score. Write the loop: batch = parallel.shard(...), then "
-    "logits = model(**batch, num_items_in_batch=batch.num_items).logits, "
-    "parallel.gather(token_log_probs(logits, batch), batch, same_loss=True), and their loss."
-)
-
-
-def _check_bases(kind: type[ContextParallelMixin]) -> None:
-    """Refuses bases in the wrong order, and trainers of TRL that do more with a batch than this mixin computes."""
-    bases = kind.__mro__
-    first = next(
-        (base for base in bases if issubclass(base, Trainer) and not issubclass(base, ContextParallelMixin)), None
-    )
-    if first is not None and bases.index(first) < bases.index(ContextParallelMixin):
-        ours = next(base.__name__ for base in bases if issubclass(base, ContextParallelMixin) and base is not kind)
-        remedy = f"Say class {kind.__name__}({ours}, {first.__name__}): Python asks the first base first."
-        raise ArgumentError("bases", f"{first.__name__} before {ours}", f"{ours} first", remedy)
-    _check_overrides(kind)
-    trl = next((base.__name__ for base in bases if _room(base) == "trl"), None)
-    allowed = kind._trl_trainers
-    if trl in allowed or (trl is None and ("SFTTrainer" in allowed or first is None)):
-        return
-    remedy = _LOOP if trl is not None else _REMEDIES["SFTTrainer"]
-    if trl in _MIXINS:
-        remedy = f"Its losses need whole rows: class {kind.__name__}({_MIXINS[trl]}, {trl})."
-    known = "transformers' Trainer or TRL's SFTTrainer" if "SFTTrainer" in allowed else f"TRL's {' or '.join(allowed)}"
-    raise ArgumentError("trainer", trl or "a trainer that is not TRL's", known, _REMEDIES.get(trl or "", remedy))
-
-
-# Methods that turn a batch into a loss. The mixin's work is lost where one of them does not call the next.
-_CHAINED = (
-    "training_step", "compute_loss", "get_batch_samples", "_get_num_items_in_batch",
-    "_prepare_context_parallel_inputs",
-)  # fmt: skip
-
-
-def _check_overrides(kind: type[ContextParallelMixin]) -> None:
-    """Refuses a method of a trainer that computes a loss, or counts labels, without the trainer's own method."""
-    bases = kind.__mro__
-    below = bases.index(ContextParallelMixin) if kind._is_trl else len(bases)
-    for place, base in enumerate(bases):
-        for name in _CHAINED if _room(base) not in ("transformers", "trl", _room(ContextParallelMixin)) else ():
-            if (method := vars(base).get(name)) is None:
-                continue
-            if not refers_to(method, name):
-                allowed = f"one that calls super().{name}"
-                raise ArgumentError(f"{base.__name__}.{name}", "a method of its own", allowed, _OWN_LOSS)
-            if name == "compute_loss" and place > below:  # TRL's losses are compared with what the mixin returns alone
-                remedy = f"Override it in {kind.__name__}: what it returns is compared with super().compute_loss."
-                raise ArgumentError(f"{base.__name__}.{name}", f"a method below {kind.__name__}", "none there", remedy)
-
-
-def _another_loss() -> ArgumentError:
-    allowed = "what super().compute_loss returns"
-    return ArgumentError("compute_loss", "another loss than the model's", allowed, _OWN_LOSS)
-
-
-def _room(kind: type) -> str:
-    return kind.__module__.split(".")[0]
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Ranks of test_pretrain_example.py, on CPUs: examples/pretrain_hybrid.py, or docs/moving-a-megatron-job.md's step.
+"""Ranks of test_pretrain_example.py, on CPUs: examples/pretrain_hybrid.py, or the step of examples/pretrain_gpt.patch.
 
 Under `--sft` with stand-ins for the two packages that Megatron's SFT needs and that are not installed here: `datasets`,
 which reads the lines, and a tokenizer that knows conversations.
@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE, PAGE = ROOT / "examples/pretrain_hybrid.py", ROOT / "docs/moving-a-megatron-job.md"
+EXAMPLE, PATCH = ROOT / "examples/pretrain_hybrid.py", ROOT / "examples/pretrain_gpt.patch"
 
 
 class Tokenizer:
@@ -59,8 +60,8 @@ def main():
     example.main()
 
 
-def main_of_the_page():
-    """Runs Megatron's GPT with its own data sets and the forward step that the page adds to Megatron's script."""
+def main_of_the_patch():
+    """Runs Megatron's GPT with its own data sets and the forward step that the patch adds to Megatron's script."""
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
 
     run_megatron_on_cpu(pretrain=True)
@@ -76,10 +77,9 @@ def main_of_the_page():
     args = parse_and_validate_args(extra_args_provider=add_arguments)
     config = core_transformer_config_from_args(args, TransformerConfig)
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args, config))
-    diffs = re.findall(r"^```diff\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (added,) = [block for block in diffs if "def " in block]
-    code = "\n".join(line[1:] for line in added.splitlines() if line.startswith("+")).replace('"cuda"', '"cpu"')
-    scope = {"get_args": get_args, "lru_cache": cache}
+    (added,) = [hunk for hunk in re.split(r"^@@.*\n", PATCH.read_text(), flags=re.MULTILINE) if "\n+def " in hunk]
+    code = "\n".join(line[1:] for line in added.splitlines() if line.startswith("+"))
+    scope = {"get_args": get_args, "lru_cache": cache, "torch": torch}
     exec(code, scope)
     data_sets.is_distributed = True
     pretrain(container, data_sets, ModelType.encoder_or_decoder, scope["packed_step"])

@@ -14,9 +14,8 @@ import pytest
 
 from megatron_cp.executor.launch import run_ranks
 from tests.limits import limit
+from tests.transformers_cases import TRAINED
 
-HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
-MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 ROWS = [(13, 1, 20, 14), (7, 41)]  # the documents of each row of a batch
 STEPS, RATE = 2, 1e-2
 
@@ -77,7 +76,7 @@ def recipe_on_cpus(world, name, folder):
     from tests.transformers_cases import build
 
     if world.rank == 0:
-        build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder)
+        build(name, dtype=torch.float32, **TRAINED[name]).save_pretrained(folder)
     dist.barrier()
     torch.cuda.current_device, stock = lambda: 0, module.apply_model_infrastructure
     module.apply_model_infrastructure = lambda *args, **kwargs: stock(*args, **kwargs | {"device": torch.device("cpu")})
@@ -120,7 +119,7 @@ def alone(name):
 
     from tests.transformers_cases import build
 
-    model = build(name, dtype=torch.float32, **MODELS[name])
+    model = build(name, dtype=torch.float32, **TRAINED[name])
     optimizer, found = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
     for step in range(STEPS):
         documents = [document for number in range(2) for document in documents_of(2 * step + number)]
@@ -139,7 +138,7 @@ def alone(name):
 
 @pytest.mark.parametrize("packing", ["neat", "thd"])
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_steps_of_the_recipe_equal_documents_alone(name, ranks, packing, tmp_path):
     expected = alone(name)
     for found in run_ranks(trained, ranks, name, packing, tmp_path, kind="processes", timeout=limit(200)):

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_cp.exchange import messages
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode_together, encode_together
 from megatron_cp.executor import transfers
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.plan.program import Compute, ComputeRemote
+from megatron_cp.plan.attention_program import ComputeOwn, ComputeRemote
 from megatron_cp.testing.parity import TOLERANCES, Case, compare, draw, judge, run_layer
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.functional_tests.test_wire_options import DOUBLE, LENGTHS, assert_same
@@ -58,7 +57,7 @@ def test_keys_of_a_message_are_decoded_once_for_own_and_remote_queries(monkeypat
     assign_at_random(monkeypatch)
     step, decoded = case.plan().attend, []
     computed = [
-        Counter(do.keys for do in step.program(forward=forward) if isinstance(do, Compute | ComputeRemote))
+        Counter(do.keys for do in step.program(forward=forward) if isinstance(do, ComputeOwn | ComputeRemote))
         for forward in (True, False)
     ]
     assert max(max(each.values()) for each in computed) == 2
@@ -92,12 +91,3 @@ def test_where_nothing_is_coded_no_error_is_allowed_for_it(size):
     same = {name: torch.ones(3) for name in ("out", "d_q", "d_k", "d_v")}
     assert case.codes == ("nothing is coded" not in str(case)) == (size == 16)
     assert judge(case, same, same).tolerance == (CODEC_TOLERANCES["int8"] if size == 16 else TOLERANCES[case.dtype])
-
-
-@pytest.mark.parametrize("codec", ["fp8", "int8"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_coding_some_rows_at_a_time_changes_no_bit(layout, codec, monkeypatch):
-    case = Case("attention", 3, LENGTHS, layout, scheme="a2a", heads=4, groups=2, codec=codec, dtype=torch.bfloat16)
-    at_once = run_ranks(run_layer, 3, case)
-    monkeypatch.setattr(messages, "_CODED_AT_A_TIME", 1000)  # some rows
-    assert_same(run_ranks(run_layer, 3, case), at_once)

@@ -1,8 +1,7 @@
 """`torch.compile` of functions that hold an operation: one break of the graph, the same numbers, no complaint."""
 
+import itertools
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
+from tests.commands import run_code
 from tests.compile_cases import (
     OPERATIONS,
     PACKS,
@@ -28,10 +28,9 @@ from tests.compile_cases import (
 )
 from tests.limits import limit
 
-CASES = [(operation, mode) for operation, modes in OPERATIONS.items() for mode in modes]
-# Each operation in each mode on one rank and on two, with the other of two backends.
-BACKENDS = ("eager", "aot_eager")
-ON_RANKS = {ranks: [(*case, BACKENDS[(number + ranks) % 2]) for number, case in enumerate(CASES)] for ranks in (1, 2)}
+MODES = [(operation, mode) for operation, modes in OPERATIONS.items() for mode in modes]
+# Each operation in each mode, with one of two backends.
+CASES = [(*mode, backend) for mode, backend in zip(MODES, itertools.cycle(("aot_eager", "eager")), strict=False)]
 RAGGED = [("attention", "exact"), ("projected_attention", "a2a, 2 chunks"), ("mamba2_mixer", "chunkwise")]
 
 
@@ -62,11 +61,6 @@ def is_last(group):
     return group.rank == group.size - 1
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks():
-    return run_ranks(compare, 2, ON_RANKS[2], kind="processes", timeout=limit(240))
-
-
 def assert_as_uncompiled(found):
     assert found.complaints == ()
     assert found.breaks == 1
@@ -75,17 +69,10 @@ def assert_as_uncompiled(found):
 
 
 # All modes of an operation are in one function that no compiler looks into.
-@pytest.mark.parametrize("case", ON_RANKS[1], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.few(of=lambda case: (case[0], case[2]))
 def test_an_operation_is_one_break_of_the_graph(case):
     assert_as_uncompiled(compare(ThreadGroup.create(1)[0], [case])[case])
-
-
-@pytest.mark.parametrize("case", ON_RANKS[2], ids=str)
-@pytest.mark.thorough
-def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ranks):
-    for of_rank in on_two_ranks:
-        assert_as_uncompiled(of_rank[case])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -238,4 +225,4 @@ def test_who_compiles_nothing_does_not_import_the_compiler():
         cp.gather(cp.causal_conv1d(x, torch.ones(2, 4), None, plan), layout, None).sum().backward()
         assert "torch._dynamo" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=limit(120))
+    run_code(program)

@@ -1,5 +1,7 @@
 """Tests of a layer's cost besides arithmetic: collectives, waits of the host, copies around the inbound exchange."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, draw
 from tests.counting_group import bytes_of_layer
+from tests.covering import covering
 
 RAGGED = (7, 1, 130, 64, 2)
 OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
@@ -37,15 +40,18 @@ def count_layer(group, case, steps=2):
     return forward_collectives, forward.collectives - forward_collectives, forward.host_syncs + backward.host_syncs
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced", "random"])
+WAYS = ("attention", "a2a"), *itertools.product(("gdn", "kda", "mamba"), ("headwise", "chunkwise"))
+
+
 @pytest.mark.parametrize(
-    ("layer", "scheme"),
-    [("attention", "a2a"), *((layer, way) for layer in ("gdn", "kda", "mamba") for way in ("headwise", "chunkwise"))],
+    ("way", "layout", "kind"),
+    covering(WAYS, ("contiguous", "zigzag", "balanced", "random"), ("threads", "processes")),
+    ids=str,
 )
-@pytest.mark.few(of=lambda layer, scheme, layout, kind: ((layer, scheme), layout, kind))
-def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, scheme, layout, kind):
+@pytest.mark.few
+def test_a_layer_is_two_collectives_each_way_and_never_waits(way, layout, kind):
     """Those of a head exchange, or a halo and a scan."""
+    layer, scheme = way
     for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout, scheme=scheme), kind=kind):
         assert counted == (2, 2, {})
 

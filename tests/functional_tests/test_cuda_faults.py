@@ -91,7 +91,7 @@ def waits_in_another_stream(wait, works):
         wait(works)
 
 
-def splits_wrongly(start, group, received, sent, received_splits, sent_splits):
+def splits_wrongly(start, group, received, sent, received_splits, sent_splits, *_):
     if group.rank == 1 and sent_splits[0]:
         sent_splits = [sent_splits[0] - 1, sent_splits[1] + 1, *sent_splits[2:]]
     return start(group, received, sent, received_splits, sent_splits)

@@ -17,14 +17,13 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.linear.kernels import choose_conv, choose_rule
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls
 from megatron_cp.softmax.on_rank import attention_call
 from tests.functional_tests.test_cuda import seconds_of_ranks
 from tests.refusals import rejects
-from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
+from tests.slots_problem import CAPACITY, CONTIGUOUS, KINDS, MASKED, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,8 +37,9 @@ PACKS = packs_drawn(20)
 class HybridStep:
     """A training step of an attention and a Gated DeltaNet layer, one after the other, on one rank of several."""
 
-    def __init__(self, group: Any, slots: cp.GraphTables, scheme: str = "a2a") -> None:
-        self.group, self.slots, self.kinds = group, slots, [KINDS[scheme], KINDS["gdn"]]
+    def __init__(self, group: Any, slots: cp.GraphTables, scheme: str = "a2a", mode: str = "headwise") -> None:
+        gdn = KINDS["gdn"] if mode == "headwise" else CONTIGUOUS["gdn chunkwise"]
+        self.group, self.slots, self.kinds = group, slots, [KINDS[scheme], gdn]
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -65,7 +65,7 @@ class HybridStep:
         x = x + cp.attention(*heads, batch.plan(self.kinds[0]), self.group, kernel="varlen").flatten(1)
         qkv, beta, alpha = (x @ self.to_gdn).split([160, 6, 6], 1)
         out = cp.gated_delta_net(
-            qkv, beta, alpha, batch.plan(KINDS["gdn"]), self.group,
+            qkv, beta, alpha, batch.plan(self.kinds[1]), self.group,
             conv=self.conv, A_log=self.decay, dt_bias=self.bias, kernel="chunked",
         )  # fmt: skip
         x = x + out.flatten(1)
@@ -94,11 +94,16 @@ def counted(name: str) -> int:
     return int(getattr(ctypes.CDLL(None), f"nullgpu_{name}")()) if IS_EMULATED else 0
 
 
-@pytest.mark.parametrize(("scheme", "size"), [("a2a", 1), ("a2a", 2), ("p2p", 3)])
-def test_a_captured_step_serves_twenty_packs(scheme, size):
+@pytest.mark.parametrize(
+    ("scheme", "size", "mode"),
+    [*(("a2a", 1, mode) for mode in ("headwise", "chunkwise")), ("a2a", 2, "headwise"), ("a2a", 3, "chunkwise"),
+     ("p2p", 3, "headwise"), ("all_gather", 2, "headwise"), ("exact", 3, "headwise")],
+)  # fmt: skip
+def test_a_captured_step_serves_twenty_packs(scheme, size, mode):
     """Its tables are in the graph's memory; on a GPU loss and gradients of one rank are those of an eager step."""
     group = ThreadGroup.create(1)[0] if size == 1 else StillGroup(size // 2, size)
-    step = HybridStep(group, cp.GraphTables(CAPACITY, 6, size, align_documents=2 * size), scheme)
+    layout = "zigzag" if mode == "headwise" else "contiguous"
+    step = HybridStep(group, cp.GraphTables(CAPACITY, 6, size, align_documents=2 * size, layout=layout), scheme, mode)
     graph, kernels = captured(step, step.shard(PACKS[0])), set()
     for lengths in PACKS:
         batch = step.shard(lengths)
@@ -136,9 +141,10 @@ def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
 
 
 @pytest.mark.skipif(not IS_EMULATED, reason="counts of the emulated device")
-@pytest.mark.parametrize("scheme", ["a2a", "p2p"])
-def test_a_capture_copies_nothing_from_the_host_and_allocates_nothing_there(scheme):
-    step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4), scheme)
+@pytest.mark.parametrize("way", ["a2a", "p2p", "all_gather", "exact", "chunkwise"])
+def test_a_capture_copies_nothing_from_the_host_and_allocates_nothing_there(way):
+    layout, choice = ("contiguous", ("a2a", way)) if way == "chunkwise" else ("zigzag", (way,))
+    step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4, layout=layout), *choice)
     batch = step.shard(PACKS[0])
     captured(step, batch)  # which also runs it eagerly
     names = ("host_copies", "pinned_allocations")
@@ -163,17 +169,19 @@ def test_a_pack_is_loaded_by_one_copy_into_the_same_memory():
         assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_padded_tables_give_one_ranks_numbers(size):
+@pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (3, "zigzag"), (3, "contiguous")])
+def test_padded_tables_give_one_ranks_numbers(size, layout):
     """Eagerly, with the tables that a graph reads, on ragged packs."""
-    packs = PACKS[:3]
-    ranks = run_ranks(run_on_rank, size, packs, DEVICE, torch.bfloat16, kind=RANKS, timeout=seconds_of_ranks())
+    packs, given = PACKS[:3], (DEVICE, torch.bfloat16, layout)
+    ranks = run_ranks(run_on_rank, size, packs, *given, kind=RANKS, timeout=seconds_of_ranks())
     for number, lengths in enumerate(packs):
-        errors = errors_of(ranks[0][number], lengths, size, torch.bfloat16)
+        errors = errors_of(ranks[0][number], lengths, size, *given[1:])
         assert all(error <= 2e-2 for error in errors.values()), (lengths, errors)
+        if layout == "contiguous":
+            continue
         filled = sum(-(-length // (2 * size)) * 2 * size for length in lengths)
-        of_attention = [x for name, x in ranks[0][number].items() if name.split()[0] in ("a2a", "window", "p2p")]
-        assert len(of_attention) == 3 * 4
+        of_attention = [x for name, x in ranks[0][number].items() if name.split()[0] in MASKED]
+        assert len(of_attention) == len(MASKED) * 4
         assert not any(x[filled:].count_nonzero() for x in of_attention)  # not even NaN of memory that nobody wrote
 
 
@@ -181,9 +189,9 @@ def test_auto_takes_kernels_that_serve_graphs():
     slots = cp.GraphTables(CAPACITY, 6, 1, align_documents=2)
     step = HybridStep(ThreadGroup.create(1)[0], slots)
     plans = step.shard(PACKS[0]).plans
-    linear = LinearOnRank(plans.plan(KINDS["gdn"]), step.group, "auto", "qkv", step.to_gdn)
-    assert choose_rule("auto", linear.call).serves_graphs
-    assert choose_conv("auto", linear.call).serves_graphs
+    ((_, _, conv, rule),) = LinearOnRank(plans.plan(KINDS["gdn"]), step.group, "auto", "qkv", step.to_gdn).kernels
+    assert rule.serves_graphs
+    assert conv.serves_graphs
     call = attention_call(plans.plan(KINDS["a2a"]), torch.bfloat16, DEVICE)
     assert choose_kernel(KERNELS, "auto", call).serves_graphs
 
@@ -235,7 +243,7 @@ def test_rejects_captures():
 
     for ran, says, call in (
         (False, "Run the step once, eagerly", functools.partial(new, of_new)),
-        (False, "Run the step once, eagerly", functools.partial(on_device, np.arange(5), DEVICE)),
+        (False, "Run the step once eagerly", functools.partial(on_device, np.arange(5), DEVICE)),
         (True, "GraphTables", attends(of_one_pack, "varlen")),
         (True, "kernel: got 'reference'.*serves every pack", attends(batch.plan(KINDS["a2a"]), "reference")),
         (True, "Leave this call out", functools.partial(cp.gather, rows, layout, None)),

@@ -35,7 +35,7 @@ def waits(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_tables_of_others(monkeypatch):
     gc.collect()
-    monkeypatch.setattr(device_module, "_tables", device_module._Tables())
+    monkeypatch.setattr(device_module, "_live_tables", device_module._LiveTables())
 
 
 def attention_step(layout="random"):
@@ -76,7 +76,7 @@ def test_tables_that_nobody_has_any_more_are_forgotten(waits):
             on_device(np.arange(5), DEVICE)
     order_tables(DEVICE)
     assert waits == []
-    assert not any(device_module._tables._made[DEVICE].values())
+    assert not any(device_module._live_tables._made[DEVICE].values())
 
 
 def test_layers_wait_for_tables_that_were_prepared_in_a_stream_ahead(waits):
@@ -164,3 +164,16 @@ def test_gradients_of_a_halo_are_the_same_bits_in_every_run():
     for row, value in zip(rows, values, strict=True):
         target[row] += value
     assert torch.equal(found.cpu(), target)
+
+
+def test_a_stream_that_waits_for_one_that_captures_joins_the_capture():
+    side, source, target = torch.cuda.Stream(), torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            target.copy_(source)
+        torch.cuda.current_stream().wait_stream(side)
+    target.zero_()
+    graph.replay()
+    assert target.all()

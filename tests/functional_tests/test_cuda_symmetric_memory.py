@@ -13,9 +13,10 @@ import torch
 
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import Message, symmetric_memory
-from megatron_cp.executor.groups.symmetric_memory import Window, _Queued
+from megatron_cp.executor.groups import Message
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.executor.transports import symmetric_memory
+from megatron_cp.executor.transports.symmetric_memory import DeviceWindow, _Queued
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.transport import Transport
 from tests.functional_tests.test_cuda import ATTENTION, GDN, SMALL, assert_close, layer_on_device
@@ -66,7 +67,7 @@ def test_layers_equal_float64(name):
 def talk(group, turns, sync_debug=False):
     """A ring, all-to-alls of uneven pieces and all-gathers, of what this stream writes, and this stream reads."""
     comm, rank, size = Communicator(group, BY), group.rank, group.size
-    device = comm._over_group.window.device
+    device = comm.wire.window.device
     counts = SplitCounts(torch.arange(1, 1 + size * size).view(size, size).mul(37).numpy())
     before, after = (rank - 1) % size, (rank + 1) % size
 
@@ -150,7 +151,7 @@ def a_wait_forgotten(queued):
 
 def in_the_callers_stream(patch, method):
     """The copies of a method are in the caller's stream, and its signals in the window's."""
-    queue, plain = Window.queue, getattr(Window, method)
+    queue, plain = DeviceWindow.queue, getattr(DeviceWindow, method)
 
     def remembers(self, work, tensors):
         self.callers = torch.cuda.current_stream()
@@ -162,8 +163,8 @@ def in_the_callers_stream(patch, method):
                 inner.setattr(self._handle, name, beside(self._stream, getattr(self._handle, name)), raising=False)
             plain(self, piece, *rest)
 
-    patch.setattr(Window, "queue", remembers)
-    patch.setattr(Window, method, copies_there)
+    patch.setattr(DeviceWindow, "queue", remembers)
+    patch.setattr(DeviceWindow, method, copies_there)
 
 
 def beside(stream, call):
@@ -177,15 +178,16 @@ def beside(stream, call):
 IN_NO_ORDER = "copy_.* reads what .*copy_.* writes in another stream|copy_.* writes what .* reads"
 WRITTEN_EARLY = "copy_.* writes what .*copy_.* reads in another stream|copy_.* reads"
 FAULTS = [
-    (Window, "_read", a_signal_not_waited_for, IN_NO_ORDER),
-    (Window, "_await_readers", a_slot_written_before_its_reader_is_done, WRITTEN_EARLY),
-    (Window, "_stage", a_signal_sent_before_the_copy, IN_NO_ORDER),
-    (Window, "_read", a_signal_back_before_the_read, WRITTEN_EARLY),
-    (Window, "_stage", None, "in another stream, in no order"),
-    (Window, "_read", None, "in another stream, in no order"),
-    (Window, "queue", a_start_before_what_is_sent_is_written, "copy_.* reads what .*fill_.* writes in another stream"),
+    (DeviceWindow, "_read", a_signal_not_waited_for, IN_NO_ORDER),
+    (DeviceWindow, "_await_readers", a_slot_written_before_its_reader_is_done, WRITTEN_EARLY),
+    (DeviceWindow, "_stage", a_signal_sent_before_the_copy, IN_NO_ORDER),
+    (DeviceWindow, "_read", a_signal_back_before_the_read, WRITTEN_EARLY),
+    (DeviceWindow, "_stage", None, "in another stream, in no order"),
+    (DeviceWindow, "_read", None, "in another stream, in no order"),
+    (DeviceWindow, "queue", a_start_before_what_is_sent_is_written,
+     "copy_.* reads what .*fill_.* writes in another stream"),
     (_Queued, "wait", a_wait_forgotten, "(sum|fill_).* (reads|writes) what .*copy_.* (writes|reads) in another stream"),
-]
+]  # fmt: skip
 
 
 @emulated
@@ -202,7 +204,7 @@ def test_a_fault_of_order_is_seen(owner, name, fault, seen, monkeypatch):
 
 def captured(group):
     comm = Communicator(group, BY)
-    sent = torch.ones(4, device=comm._over_group.window.device)
+    sent = torch.ones(4, device=comm.wire.window.device)
     received = sent.new_empty(4 * group.size)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
@@ -217,7 +219,7 @@ def one_after_another():
     """The emulated device captures one stream at a time."""
     from tools.nullgpu.symmetric import Handle, Memory
 
-    window = Window(Handle(Memory(1), 0, torch.empty(64, dtype=torch.uint8, device=DEVICE)), DEVICE)
+    window = DeviceWindow(Handle(Memory(1), 0, torch.empty(64, dtype=torch.uint8, device=DEVICE)), DEVICE)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
         rejects("allowed: operations that no CUDA graph captures", window.queue, list, [])

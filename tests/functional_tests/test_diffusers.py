@@ -17,8 +17,8 @@ import megatron_cp.diffusers.attend as attend_module
 from megatron_cp import CallMismatchError
 from megatron_cp.diffusers import enable_context_parallel
 from megatron_cp.executor.launch import RankError, run_ranks
-from tests.diffusers_cases import DRAWS, JOINT, MODELS, problem, run
-from tests.entries_diffusers import Case, distance, outcome
+from tests.covering import covering
+from tests.diffusers_cases import DRAWS, JOINT, MODELS, distance, over_ranks, problem, run
 from tests.limits import limit
 from tests.refusals import rejects
 
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*ranks get no head:UserWarning"
 
 
 def assert_is_one_rank(name, ranks, within=1e-12, **options):
-    found = outcome(Case(name, ranks, **options))
-    assert found.errors["output"] <= within
+    errors, _ = over_ranks(name, ranks, **options)
+    assert errors["output"] <= within
     # Normalisations that cast to fp32 round what each rank's rows leave of a gradient.
-    assert found.worst <= 1e-6
+    assert max(errors.values()) <= 1e-6
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -43,9 +43,7 @@ def test_text_that_every_rank_holds(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("text", ["split", "held"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "text", "ranks"), covering(tuple(MODELS), ("split", "held"), (2, 5)))
 def test_a_model_equals_one_rank_on_any_number(name, text, ranks):
     assert_is_one_rank(name, ranks, text=text)
 
@@ -57,7 +55,7 @@ def test_text_that_a_single_rank_holds_and_that_messages_bring_to_several():
 
 @pytest.mark.parametrize("text", ["split", "held"])
 def test_heads_that_travel_in_fp8(text):
-    assert 1e-6 < outcome(Case("flux", codec="fp8", text=text)).errors["output"] < 0.2
+    assert 1e-6 < over_ranks("flux", 2, codec="fp8", text=text)[0]["output"] < 0.2
 
 
 OF_FEW_ROWS = [("hunyuan", "split"), ("qwen", "held"), ("ltx", "split")]
@@ -256,7 +254,7 @@ def test_rejects_models():
     for model, message in (
         (diffusers.UNet2DModel(**sizes), "model: got 'UNet2DModel'; allowed: a model of diffusers: Flux"),
         (torch.nn.Linear(1, 1), "model: got 'Linear'"),
-        (enabled()[0], "one that runs over a group already"),
+        (enabled()[0], "a model that already runs over a group"),
         (MODELS["hunyuan"](image_condition_type="token_replace")[0], "image_condition_type: got 'token_replace'"),
     ):
         rejects(message, enable_context_parallel, model, None)

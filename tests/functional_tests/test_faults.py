@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +12,14 @@ if not sys.platform.startswith("linux"):
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import SCHEMES
-from tests.limits import limit
+from tests.commands import run_python
 from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, classify, names_cause, names_rank, said
 from tools.faults.job import Job
 from tools.faults.report import line, summary, table
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 NUMBERS = [[1.0, 2.0], [3.0, 4.0]]
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:29"
 
@@ -267,12 +263,7 @@ print(problem())
 
 @pytest.mark.thorough
 def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SAVED, str(tmp_path)],
-        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    nothing, fine, older, damaged = done.stdout.splitlines()
+    nothing, fine, older, damaged = run_python("-c", SAVED, tmp_path, **ON_CPU).stdout.splitlines()
     assert (nothing, fine, older) == ("", "", "step 2 was saved, and step 1 is there")
     assert damaged.startswith("step 2 was saved, and loading ends in ")
 
@@ -301,24 +292,14 @@ for what in ("well", "orphan", "hang"):
 
 
 def test_sees_what_hangs_and_what_is_left(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, str(tmp_path)],
-        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["well [] 0", "orphan [] 1", "hang [-1] 0"]
+    printed = run_python("-c", WATCHED, tmp_path, **ON_CPU).stdout
+    assert printed.splitlines() == ["well [] 0", "orphan [] 1", "hang [-1] 0"]
 
 
 @pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for
 @pytest.mark.thorough
 def test_some_faults_come_to_a_good_end(tmp_path):
     # Stopped ranks, a kill within a save, and twice the process that started the ranks is killed, once `train`.
-    command = [sys.executable, "-m", "tools.faults", "--seed", "280", "--count", "16", "--timeout", "12"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "faults.json")],
-        capture_output=True, text=True, timeout=550, cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert (tmp_path / "faults.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
-    numbers = json.loads((tmp_path / "faults.json").read_text())["summary"]
-    assert numbers["cases"] == 16
-    assert done.returncode == 0, done.stdout
+    command = ["-m", "tools.faults", "--seed", "280", "--count", "16", "--timeout", "12"]
+    run_python(*command, "--json", tmp_path / "faults.json", seconds=550, **ON_CPU)
+    assert json.loads((tmp_path / "faults.json").read_text())["summary"]["cases"] == 16

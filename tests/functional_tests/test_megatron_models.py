@@ -239,7 +239,8 @@ def steps(request, tmp_path_factory):
     """Returns, by place and case, the steps that the selected tests use, and those on one rank."""
     needed = {place: {} for place in PLACES}  # in place of sets, whose order ranks would not share
     for chosen in selected(request, test_equals_one_rank):
-        needed[chosen["place"]][chosen["case"]] = None
+        if tiny.is_there(chosen["case"].kind):
+            needed[chosen["place"]][chosen["case"]] = None
     alone = dict.fromkeys(case.on_one_rank for cases in needed.values() for case in cases)
 
     def run():
@@ -268,6 +269,8 @@ def features(place, case):
 @pytest.mark.few(of=features)
 @pytest.mark.parametrize(("place", "case"), EQUAL, ids=str)
 def test_equals_one_rank(place, case, steps):
+    if not tiny.is_there(case.kind):
+        pytest.skip("this Megatron's HybridModel has no latent attention")
     step, expected = steps[place, case], steps["alone", case.on_one_rank]
     assert step.tokens == expected.tokens
     assert abs(step.loss - expected.loss) <= 1e-5

@@ -8,13 +8,13 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, draw, relative_error
 from tests import stock_layers
 
-common = pytest.importorskip("megatron.core.ssm.gated_delta_net.common")
+megatron = pytest.importorskip("megatron.core.ssm.gated_delta_net")
 
 RAGGED = (7, 1, 130, 0, 64, 2)
 
 
 def megatron_rule(q, k, v, g, beta):
-    return common.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
+    return megatron.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]
 
 
 def gradients(function, tensors, output_gradient):

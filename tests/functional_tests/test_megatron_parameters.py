@@ -57,7 +57,7 @@ CASES = {
 
 def count_parameters(group, cases):
     tiny.start()
-    return {name: tally(kind, changes) for name, (kind, changes, _) in cases.items()}
+    return {name: tally(kind, changes) for name, (kind, changes, _) in cases.items() if tiny.is_there(kind)}
 
 
 def tally(kind, changes):
@@ -72,4 +72,6 @@ def counts():
 
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_those_of_megatrons_model(name, counts):
+    if not tiny.is_there(CASES[name][0]):
+        pytest.skip("this Megatron's HybridModel has no latent attention")
     assert read_model(CASES[name][2]).parameters == counts[name]

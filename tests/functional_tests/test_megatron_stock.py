@@ -53,6 +53,7 @@ MODELS = {
     "mla with yarn": Model({}, YARN_OF_LATENTS),
     # The second of three layers takes the choice of the first.
     "dsa_mla": Model({}, {"cp_comm_type": "all_gather", "dsa_indexer_topk_freq": 2}),
+    "dsa_mla with a sparse loss": Model({}, {"cp_comm_type": "all_gather", "dsa_indexer_use_sparse_loss": True}),
     "hybrid_both": Model(),
     "hybrid_both with biases, three taps, and D for each feature": Model(
         gdn={"bias": True, "conv_bias": True}, mamba={"d_conv": 3, "D_has_hdim": True}
@@ -210,11 +211,13 @@ def stock_layer_spec(qk_norm=False, latent=False):
 def stock_sparse_attention():
     """Megatron's own layer, of local parts."""
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     from megatron_cp.megatron.specs import hybrid_stack_spec
 
     spec = copy.deepcopy(hybrid_stack_spec.submodules.dsa_layer.submodules.self_attention)
     spec.module, spec.submodules.core_attention.module = absorbed_mla.AbsorbedMLASelfAttention, dsa.DSAttention
+    spec.submodules.q_layernorm = spec.submodules.kv_layernorm = WrappedTorchNorm  # which dev does not choose itself
     return spec
 
 
@@ -405,4 +408,4 @@ def test_states_and_distributed_checkpoints_are_megatrons(ranks, kind):
 
 def test_mambas_inference_is_megatrons_on_one_rank_and_refused_on_others(ranks):
     for found in ranks:
-        assert found["inference"] == [True, "Mamba has inference at --context-parallel-size 1 alone"]
+        assert found["inference"] == [True, "Mamba has inference only at --context-parallel-size 1"]

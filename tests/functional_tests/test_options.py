@@ -10,6 +10,7 @@ import pytest
 
 from megatron_cp.plan.latent import LATENT_MODES
 from megatron_cp.plan.schemes import MODES, SCHEMES
+from tests.covering import covering
 from tests.fuzz_cases import Call, Case
 from tests.fuzz_check import check
 from tests.limits import limit
@@ -98,19 +99,20 @@ def test_sparse_attention(scheme, option):
     assert_exact(4, Call("sparse_attention", scheme=scheme, **SIZES | option))
 
 
-@pytest.mark.parametrize("use", USES, ids=str)
-@pytest.mark.parametrize(("operation", "options"), LINEAR)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.few(of=lambda mode, operation, options, use: (mode, (operation, options), str(use)))
-def test_linear_operations(mode, operation, options, use):
+@pytest.mark.parametrize(("mode", "operation", "use"), covering(tuple(MODES), LINEAR, USES), ids=str)
+@pytest.mark.few(of=lambda mode, operation, use: (mode, operation, str(use)))
+def test_linear_operations(mode, operation, use):
+    operation, options = operation
     if "frozen" in use:
         use = use | {"frozen": FROZEN.get(operation, ("conv",))}
     assert_exact(3, Call(operation, scheme=mode, options=options, **SIZES | use))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("batch", range(3))
-@pytest.mark.parametrize(("operation", "scheme"), [("relayout", ""), ("gather", "same_loss"), ("gather", "own_loss")])
-@pytest.mark.few
-def test_rows_that_only_move(operation, scheme, batch, dtype):
+MOVES = ("relayout", ""), ("gather", "same_loss"), ("gather", "own_loss")
+
+
+@pytest.mark.parametrize(("move", "batch", "dtype"), covering(MOVES, range(3), ("float64", "bfloat16")))
+@pytest.mark.few(of=lambda move, batch, dtype: (move, batch, dtype))
+def test_rows_that_only_move(move, batch, dtype):
+    operation, scheme = move
     assert_exact(5, Call(operation, scheme=scheme, kv_layout="balanced", batch=batch, dtype=dtype, whole=True, **SIZES))

@@ -14,7 +14,7 @@ import torch
 
 from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
 from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
-from tests.forked_commands import run_module
+from tests.commands import run_module
 from tests.linear_oracle import conv_errors, rule_errors
 
 RAGGED = [7, 1, 70, 0, 13]  # fla's chunks have 64 tokens, mamba_ssm's here 16
@@ -41,6 +41,12 @@ CASES = {
             ([7, 66, 0], [0], 16, 8, None, 1, True),
             (ACROSS, [0], 16, 8, "contiguous", 2),
             ([3, 40, 1, 9], [0], 16, 8, "contiguous", 3),
+            ([13, 1, 5], [0, 0, 1], 16, 16, "zigzag", 2),
+            ([30, 5, 9], [0], 16, 8, "contiguous", 1, False, [-1, 0, 0]),
+        ],
+        "gdn2": [
+            ([3, 30, 1, 9], [0], 16, 8, "contiguous", 3),
+            ([1, 66, 0], [0], 16, 8),
             ([13, 1, 5], [0, 0, 1], 16, 16, "zigzag", 2),
             ([30, 5, 9], [0], 16, 8, "contiguous", 1, False, [-1, 0, 0]),
         ],

@@ -37,17 +37,17 @@ def test_layer_equals_one_rank(layer, cp, layout):
     assert_parity(layer, cp, layout=layout)
 
 
-@pytest.mark.parametrize("lengths", [(6, 10), (2, 6)], ids=str)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_lengths_that_break_megatrons_permutation_are_exact(layer, lengths):
-    assert assert_parity(layer, 2, lengths).bitwise_backward
+OF_OWN_HEADS = [
+    {"lengths": (6, 10)}, {"lengths": (2, 6)},  # which break Megatron's permutation
+    *({"heads": 8, "groups": groups, "value_head_dim": 24} for groups in (2, 4)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("shape", OF_OWN_HEADS, ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.few
-def test_backward_is_bitwise_where_no_head_is_shared(layer, groups):
-    assert assert_parity(layer, 2, heads=8, groups=groups, value_head_dim=24).bitwise_backward
+def test_backward_is_bitwise_where_no_head_is_shared(layer, shape):
+    assert assert_parity(layer, 2, **shape).bitwise_backward
 
 
 SHAPES = [
@@ -113,10 +113,8 @@ SEGMENTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "random"])
-@pytest.mark.parametrize("shape", SEGMENTS, ids=str)
-@pytest.mark.parametrize("layer", LINEAR)
-@pytest.mark.few
+@pytest.mark.parametrize(("layer", "shape", "layout"), covering(LINEAR, SEGMENTS, ("contiguous", "random")), ids=str)
+@pytest.mark.few(of=lambda layer, shape, layout: (layer, str(shape), layout))
 def test_any_shape_of_segments_equals_one_rank(layer, shape, layout):
     assert_parity(layer, 5, layout=layout, scheme="chunkwise", **shape)
 

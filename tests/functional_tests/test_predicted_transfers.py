@@ -9,9 +9,11 @@ import torch
 
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.planner.predict.hardware import Rates
 from megatron_cp.planner.predict.machine_files import machine
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict.walk import workload_of
 from megatron_cp.testing.parity import Case, run_layer
+from tests.counting_group import CountingGroup
 from tests.random_tiles import assign_at_random
 
 Log = list[tuple[dict[int, int], dict[int, int]]]
@@ -72,57 +74,53 @@ def _by_peer(peers: Any, nbytes: Any) -> dict[int, int]:
     return found
 
 
-def logged(group: RankGroup, case: Case) -> Log:
-    """Returns the operations that this rank starts, forward and backward: the bytes to and from each other rank."""
-    log: Log = []
-    size, rank = group.size, group.rank
-    all_to_all, all_gather, messages = group.start_all_to_all, group.start_all_gather, group.start_messages
-    of_host = group.host_all_gather
+class Logging(CountingGroup):
+    """Notes the bytes to and from each other rank of every operation that is started."""
 
-    def host_all_gather(received: Any, sent: Any) -> None:  # ranks compare plans, outside the step
-        before = len(log)
-        of_host(received, sent)
-        del log[before:]
+    def __init__(self, inner: RankGroup) -> None:
+        super().__init__(inner)
+        self.log: Log = []
 
-    def kept(sent: dict[int, int], received: dict[int, int]) -> None:
-        log.append(
-            tuple({peer: n for peer, n in sorted(way.items()) if n and peer != rank} for way in (sent, received))
-        )
+    def note(self, sent: dict[int, int], received: dict[int, int]) -> None:
+        ways = ({peer: n for peer, n in sorted(way.items()) if n and peer != self.rank} for way in (sent, received))
+        self.log.append(tuple(ways))
 
-    def start_all_to_all(received: Any, sent: Any, received_splits: list[int], sent_splits: list[int]) -> Any:
-        item = received.element_size(), sent.element_size()
-        kept(
-            {r: n * item[1] for r, n in enumerate(sent_splits)}, {r: n * item[0] for r, n in enumerate(received_splits)}
-        )
-        return all_to_all(received, sent, received_splits, sent_splits)
+    def start_all_to_all(
+        self, received: Any, sent: Any, received_splits: list[int], sent_splits: list[int], *_: Any
+    ) -> Any:
+        pairs = ((sent, sent_splits), (received, received_splits))
+        self.note(*({peer: n * x.element_size() for peer, n in enumerate(splits)} for x, splits in pairs))
+        return super().start_all_to_all(received, sent, received_splits, sent_splits)
 
-    def start_all_gather(received: Any, sent: Any) -> Any:
-        kept(dict.fromkeys(range(size), sent.nbytes), dict.fromkeys(range(size), sent.nbytes))
-        before = len(log)
-        pending = all_gather(received, sent)
-        del log[before:]  # what a group makes it of
-        return pending
+    def start_all_gather(self, received: Any, sent: Any) -> Any:
+        self.note(*[dict.fromkeys(range(self.size), sent.nbytes)] * 2)
+        return super().start_all_gather(received, sent)
 
-    def start_messages(sends: Any, receives: Any) -> Any:
-        ways = ({}, {})
+    def start_messages(self, sends: Any, receives: Any) -> Any:
+        ways: tuple[dict[int, int], dict[int, int]] = ({}, {})
         for way, given in zip(ways, (sends, receives), strict=True):
             for message in given:
                 way[message.peer] = way.get(message.peer, 0) + message.tensor.nbytes
-        kept(*ways)
-        return messages(sends, receives)
+        self.note(*ways)
+        return super().start_messages(sends, receives)
 
-    group.start_all_to_all, group.start_all_gather = start_all_to_all, start_all_gather
-    group.start_messages, group.host_all_gather = start_messages, host_all_gather
-    run_layer(group, case)
-    return log
+    def host_all_gather(self, received: Any, sent: Any) -> None:  # ranks compare plans, outside of the step
+        self.inner.host_all_gather(received, sent)
+
+
+def logged(group: RankGroup, case: Case) -> Log:
+    """Returns the operations that this rank starts, forward and backward: the bytes to and from each other rank."""
+    logging = Logging(group)
+    run_layer(logging, case)
+    return logging.log
 
 
 def predicted(case: Case, rank: int) -> Log:
     plan, hardware = case.plan(), machine().hardware
     log: Log = []
     for forward in (True, False):
-        program = program_of(plan, hardware, case.dtype.itemsize, forward=forward)
-        log += [tuple(dict(sorted(way.items())) for way in ways) for _, *ways in transfers_of(program, rank)]
+        workload = workload_of(plan, Rates(hardware, case.dtype.itemsize, forward))
+        log += [tuple(dict(sorted(way.items())) for way in ways) for _, *ways in transfers_of(workload, rank)]
     return log
 
 

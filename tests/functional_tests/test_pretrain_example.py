@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ pytest.importorskip("megatron.training")
 from tests.unit_tests.megatron.indexed_files import write_indexed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = EXAMPLES.parent / "docs/moving-a-megatron-job.md"
 COMMON = """
     --position-embedding-type rope
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -76,6 +79,11 @@ def trained(num_ranks, *flags, main=pretrain_on_cpu.main):
     own = OF_THE_EXAMPLE if main is pretrain_on_cpu.main else ""
     arguments = [*COMMON.split(), *own.split(), *map(str, flags)]
     printed = "".join(run_ranks(printed_by, num_ranks, arguments, main, kind="processes", timeout=limit(240)))
+    return found_in(printed)
+
+
+def found_in(printed):
+    """Returns the loss and gradient norm of each step, and the losses of all evaluations, of what Megatron prints."""
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
     evaluations = re.findall(r"validation loss at .*? lm loss value: (\S+) ", printed)
     return {int(step): (float(loss), float(norm)) for step, loss, norm in found}, [float(loss) for loss in evaluations]
@@ -115,16 +123,18 @@ def one_rank(documents, checkpoint):
     ("num_ranks", "flags"),
     [
         (2, "--context-parallel-size 2 --cp-layout contiguous"),
+        (2, "--context-parallel-size 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 200"),
         *(
             pytest.param(4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
             for more in (
                 "--tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto",
                 "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-",
                 "--cp-even-packs",
+                "--dynamic-context-parallel --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-",
             )
         ),
     ],
-    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
+    ids=["cp2", "dynamic-cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs", "dynamic-pp2-cp2"],
 )
 def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents, checkpoint, one_rank):
     steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split())
@@ -180,19 +190,68 @@ def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
 
 @pytest.mark.timeout(600)
 @pytest.mark.thorough
-def test_step_of_the_page_trains_packed_documents_the_same_over_ranks(documents, others, tmp_path):
-    """The page's diff of Megatron's pretrain_gpt.py: its data set says where documents of a sample begin."""
+def test_step_of_the_patch_trains_packed_documents_the_same_over_ranks(documents, others, tmp_path):
+    """Its data set says where documents of a sample begin."""
     flags = ["--spec", "megatron_cp.megatron.specs", "gpt_layer_spec", "--num-layers", 2, "--num-workers", 0,
              "--dataloader-inter-document-masking", "--calculate-per-token-loss", "--train-iters", 3,
              "--data-path", 0.3, documents, 0.7, others]  # fmt: skip
 
-    def step_of_the_page(ranks, *more):
+    def step_of_the_patch(ranks, *more):
         places = ["--context-parallel-size", ranks, "--data-cache-path", tmp_path / str(ranks)]
-        return trained(ranks, *flags, *places, *more, main=pretrain_on_cpu.main_of_the_page)
+        return trained(ranks, *flags, *places, *more, main=pretrain_on_cpu.main_of_the_patch)
 
     start = tmp_path / "start"  # on other numbers of ranks Megatron draws other weights
-    step_of_the_page(1, "--save", start, "--save-interval", 1, "--exit-interval", 1)
-    alone, spread = (step_of_the_page(ranks, "--load", start) for ranks in (1, 2))
+    step_of_the_patch(1, "--save", start, "--save-interval", 1, "--exit-interval", 1)
+    alone, spread = (step_of_the_patch(ranks, "--load", start) for ranks in (1, 2))
+    assert (alone[0].keys(), len(alone[1])) == ({2, 3}, 1)
+    assert_same_training(spread, alone)
+
+
+def test_the_page_shows_the_patch():
+    assert f"\n```diff\n{pretrain_on_cpu.PATCH.read_text()}```\n" in PAGE.read_text()
+
+
+@pytest.fixture
+def patched(request, tmp_path):
+    """The folder of Megatron's own pretrain_gpt.py, of the checkout that `--megatron` names, with the patch applied."""
+    checkout = request.config.getoption("--megatron", default=None)
+    if checkout is None or not Path(checkout, "pretrain_gpt.py").is_file():
+        pytest.skip("needs --megatron=PATH, a checkout of Megatron-LM with its pretrain_gpt.py")
+    folder = tmp_path / "Megatron-LM"
+    folder.mkdir()
+    for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
+        shutil.copy(Path(checkout, name), folder)
+    shutil.copytree(Path(checkout, "megatron"), folder / "megatron")
+    if not any((folder / "megatron/core/datasets").glob("helpers_cpp*.so")):  # those of the wheel are compiled
+        (helpers,) = Path(distribution("megatron-core").locate_file("megatron/core/datasets")).glob("helpers_cpp*.so")
+        shutil.copy(helpers, folder / "megatron/core/datasets")
+    subprocess.run(["git", "apply", pretrain_on_cpu.PATCH], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.thorough
+def test_megatrons_patched_script_trains_the_same_over_ranks(patched, documents, tmp_path):
+    """As the page says: under torchrun, by examples/megatron_on_cpu.py."""
+
+    def losses(ranks, *more):
+        flags = [*COMMON.split(), "--num-layers", 2, "--num-workers", 0, "--train-iters", 3, "--data-path", documents,
+                 "--spec", "megatron_cp.megatron.specs", "gpt_layer_spec", "--dataloader-inter-document-masking",
+                 "--calculate-per-token-loss", "--context-parallel-size", ranks,
+                 "--data-cache-path", tmp_path / str(ranks), *more]  # fmt: skip
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        words = [sys.executable, *launch, EXAMPLES / "megatron_on_cpu.py", "pretrain_gpt.py", *flags]
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment["PYTHONPATH"] = str(EXAMPLES.parent)
+        done = subprocess.run(
+            list(map(str, words)), cwd=patched, env=environment, capture_output=True, text=True, timeout=limit(480)
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return found_in(done.stdout)
+
+    start = tmp_path / "start"
+    losses(1, "--save", start, "--save-interval", 1, "--exit-interval", 1)
+    alone, spread = (losses(ranks, "--load", start) for ranks in (1, 2))
     assert (alone[0].keys(), len(alone[1])) == ({2, 3}, 1)
     assert_same_training(spread, alone)
 

@@ -6,18 +6,16 @@ and are told that there is one; no kernel of any package runs, though flash-attn
 
 import inspect
 import json
-import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.extras import installed_version
-from tests.commands import command
+from tests.commands import command, run_module, run_python
 from tests.flash_attn_4_calls import CALLS
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
@@ -25,8 +23,6 @@ from tests.shared import selected
 from tools.nullgpu import flash_attn_4
 
 pytest.importorskip("megatron.core")
-
-ROOT = Path(__file__).parents[2]
 
 with_transformer_engine = pytest.mark.skipif(
     installed_version("transformer-engine") is None, reason="Transformer Engine is not installed"
@@ -183,18 +179,8 @@ def test_transformer_engines_layers_train_on_the_emulated_device(tmp_path, layer
     """At CP=2 as at CP=1. Its operators are torch's there; without them the process ends by a signal."""
     sizes = "--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 1 --seq-length 64"
     options = f"{sizes} {layers} --train-iters 2 --context-parallel-size 2 --compare --device cuda"
-    train = [
-        sys.executable,
-        "-m",
-        "megatron_cp.cli.main",
-        "train",
-        *options.split(),
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    emulated = [sys.executable, "-m", "tools.nullgpu", *train]
-    done = subprocess.run(emulated, capture_output=True, text=True, timeout=limit(300), check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+    train = [sys.executable, "-m", "megatron_cp", "train", *options.split(), "--run-dir", tmp_path / "run"]
+    done = run_python("-m", "tools.nullgpu", *train, seconds=300)
     assert "2 steps, loss" in done.stdout + done.stderr
 
 
@@ -230,9 +216,6 @@ def test_the_emulated_flash_attn_4_has_the_packages_arguments(name):
 @pytest.mark.parametrize("device", CALLS)
 def test_flash_attn_4_compiles_our_calls(device):
     """Without a GPU, as its own tests do: tensors have shapes and no values."""
-    command = [sys.executable, "-m", "tests.flash_attn_4_calls", device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(300), check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [
+    assert json.loads(run_module("tests.flash_attn_4_calls", device).splitlines()[-1]) == [
         [[100, 4, value], [4, 100], [100, 4, key], [90, 2, key], [90, 2, value]] for key, value, *_ in CALLS[device]
     ]

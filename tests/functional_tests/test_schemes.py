@@ -1,5 +1,7 @@
 """Tests of every attention scheme besides exactness: bytes, bits, and the log-sum-exp with its gradient."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw, run_layer
 from tests import mask_oracle, softmax_oracle
 from tests.counting_group import bytes_of_layer
+from tests.covering import covering
 from tests.limits import limit
 from tests.random_tiles import TILED, assign_at_random
 from tests.scheme_cases import SCHEMES
@@ -23,9 +26,11 @@ def case_of(scheme, **changes):
     )
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "layout", "dtype"),
+    covering(SCHEMES, ("contiguous", "zigzag", "random", "balanced"), (torch.float64, torch.bfloat16)),
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 @pytest.mark.few
 def test_bytes_sent_are_those_that_the_plan_says(scheme, layout, dtype):
@@ -61,14 +66,12 @@ def rank_results(group, cases):
     return [run_layer(group, case) for case in cases]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_ranks_in_processes_give_the_bits_of_threads(first):
-    """A scheme is run in one of two layouts and masks, or in the other."""
+def test_ranks_in_processes_give_the_bits_of_threads():
+    """Every second scheme is run in the other of two layouts and masks."""
     ways = (("zigzag", "causal"), ("random", "window:5,0"))
     cases = [
         Case("attention", 4, (7, 1, 130, 64, 2, 11), layout, mask=mask, scheme=scheme, learned_sink=True)
-        for number, scheme in enumerate(SCHEMES)
-        for layout, mask in (ways[(first + number) % 2],)
+        for scheme, (layout, mask) in zip(SCHEMES, itertools.cycle(ways), strict=False)
     ]
     processes = run_ranks(rank_results, 4, cases, kind="processes")
     threads = run_ranks(rank_results, 4, cases)

@@ -13,8 +13,8 @@ import pytest
 from megatron_cp.executor.launch import run_ranks
 from tests.forked_ranks import as_launched
 from tests.limits import limit
+from tests.transformers_cases import HYBRID
 
-HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 MODELS = {"Llama": ("llama", {}), "Qwen3Next": ("qwen3_next", HYBRID)}
 
 pytestmark = [
@@ -92,6 +92,34 @@ def test_training_equals_that_of_one_rank(name, tmp_path):
             for found, expected in zip(of_rank, alone, strict=True):
                 numbers = {key: value for key, value in expected.items() if key in NUMBERS}
                 assert {key: found.get(key) for key in numbers} == pytest.approx(numbers, abs=1e-4)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "pack"), [("Qwen2_5_VL", "both"), ("Qwen3VL", "both"), ("Qwen3VL", "text"), ("Qwen3_5", "images")]
+)
+def test_images_pass_swifts_forwards_and_hooks(name, pack, is_wrapped):
+    from swift.model.models import qwen
+    from swift.sequence_parallel import SequenceParallel
+    from swift.template.base import Template
+
+    from tests.unit_tests import test_trainer_images as images
+
+    class Sequence(images.Sequence, SequenceParallel):
+        rp_group = rp_rank = None  # properties in ms-swift's class
+
+        def __init__(self, ranks):
+            SequenceParallel.__init__(self)
+            self.ranks = ranks
+
+    def load(model):
+        if name == "Qwen3VL":
+            qwen._compat_qwen3_vl_mixed_data(model.model, None)
+
+    images.case(name, pack)  # before ms-swift replaces a forward for good
+    if name == "Qwen3_5":
+        qwen._patch_qwen3_5_linear_attention_sequence_parallel()
+    images.compare_swift(name, pack, is_wrapped, Sequence, Template, load)
 
 
 @pytest.mark.parametrize("name", ["prepare", "prepare_inputs", "pad", "split", "gather", "_init_device_mesh"])

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from tests.covering import covering
 from tests.fuzz_cases import Call, Case
 from tests.fuzz_check import check
 
@@ -20,7 +21,7 @@ ON_TWO = tuple(
     for order in itertools.permutations(range(4))
     for cut in range(5)
 )
-each_quarter = pytest.mark.parametrize("first", range(4))
+QUARTERS = tuple(range(4))  # a case has a quarter of these; each scheme, mask, operation and mode meets them all
 
 
 def check_all(*calls):
@@ -28,18 +29,14 @@ def check_all(*calls):
     check(Case(2, calls, tuple(number for call in range(len(calls)) for number in (call, call))))
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask[0])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.few
-@each_quarter
+@pytest.mark.parametrize(("scheme", "mask", "first"), covering(SCHEMES, MASKS, QUARTERS))
+@pytest.mark.few(of=lambda scheme, mask, first: (scheme, mask, first))
 def test_attention(scheme, mask, first):
     check_all(*(Call("attention", (4,), layout=held, scheme=scheme, mask=mask, **SIZES) for held in ON_TWO[first::4]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("operation", LINEAR)
-@pytest.mark.few
-@each_quarter
+@pytest.mark.parametrize(("operation", "mode", "first"), covering(LINEAR, MODES, QUARTERS))
+@pytest.mark.few(of=lambda operation, mode, first: (operation, mode, first))
 def test_linear_layers(operation, mode, first):
     check_all(*(Call(operation, (4,), layout=held, scheme=mode, width=3, **SIZES) for held in ON_TWO[first::4]))
 

@@ -1,6 +1,6 @@
 """`megatron-cp train` as a user runs it: what it prints and writes, resuming, Ctrl-C and kills, refusals, torchrun.
 
-Some commands are new processes, whose ranks import Megatron; the others are forks, which have it and differ in no more.
+Some commands are new processes, whose ranks import Megatron; the others run in this process, and their ranks are forks.
 """
 
 import contextlib
@@ -24,9 +24,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.apps.train import command as train
 from megatron_cp.cli.main import main
 from tests.commands import reported
-from tests.forked_commands import forked, run_forked
 from tests.functional_tests.train_runs import (
-    AS_COMMAND,
     BATCH,
     COMMAND,
     ENVIRONMENT,
@@ -42,6 +40,7 @@ from tests.functional_tests.train_runs import (
     losses_of,
     metrics_of,
     report_of,
+    run_command,
     run_without_a_break,
     tokenized,
     write_documents,
@@ -64,7 +63,7 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     folder = tmp_path / "run"
     first = [*HYBRID, *STEPS, *BATCH, "--cp-layout", "contiguous", "--train-iters", "4", "--save-interval", "3"]
     first += ["--data-path", str(data), "--run-dir", str(folder), "--context-parallel-size", "2"]
-    done = run_forked(["train", *first, "--compare", "--json"], tmp_path, timeout=LIMIT, **AS_COMMAND)
+    done = run_command(*first, "--compare", "--json")
     assert done.returncode == 0, done.stderr
     report = report_of(done.stdout)
     assert set(report) == KEYS
@@ -137,10 +136,7 @@ def test_replicas_are_one_rank_with_the_same_batch(data, uninterrupted, tmp_path
 def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     arguments = [*HYBRID, *STEPS, *BATCH, "--train-iters", "4", "--context-parallel-size", "2", "--compare", "--json"]
-    done = subprocess.run(
-        [*TORCHRUN, *arguments, "--data-path", str(data), "--run-dir", str(folder)],
-        capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
+    done = run_command(*arguments, "--data-path", str(data), "--run-dir", str(folder), command=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"run_dir"') == 1
     report = report_of(done.stdout)
@@ -153,10 +149,7 @@ def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
 def test_rejects_under_torchrun_without_waiting_for_ever(data, uninterrupted):
     # Only the first rank sees it.
     arguments = [*HYBRID, *STEPS, "--context-parallel-size", "2", "--data-path", str(data)]
-    done = subprocess.run(
-        [*TORCHRUN, *arguments, "--run-dir", str(uninterrupted)],
-        capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
+    done = run_command(*arguments, "--run-dir", str(uninterrupted), command=TORCHRUN)
     assert done.returncode != 0
     assert f"megatron-cp train: --run-dir: got '{uninterrupted}'" in done.stderr
     assert len(metrics_of(uninterrupted)) == 8
@@ -322,11 +315,10 @@ def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
         os.truncate(half / "__0_0.distcp", 1000)
 
     log.unlink()
-    with forked(["train", *resumed], log, log, **AS_COMMAND) as run:
+    with started(resumed, log) as run:
         wait_for(lambda: steps_in(folder) >= last + 4, "four more steps")  # one more checkpoint, where the half one was
         ranks_of(run)[1].kill()
-        run.join(LIMIT)
-        assert run.exitcode == 1
+        assert run.wait(LIMIT) == 1
         wait_for(lambda: nothing_left(run.pid), "the end of every rank")
     assert "megatron-cp train: rank 1 of 2 was killed" in log.read_text().splitlines()[-1]
     assert "Traceback" not in log.read_text()

@@ -15,13 +15,11 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest,
 from megatron_cp.apps.train import command as train
 from megatron_cp.apps.train.run_folder import latest_checkpoint, locked
 from megatron_cp.cli.main import main
-from tests.forked_commands import run_forked
 from tests.functional_tests.train_runs import (
-    AS_COMMAND,
     HYBRID,
-    LIMIT,
     STEPS,
     metrics_of,
+    run_command,
     run_without_a_break,
     tokenized,
     write_documents,
@@ -81,7 +79,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
         (["--device", "tpu"], "--device: got 'tpu'; allowed: auto or cpu or cuda."),
-        (["--tensor-model-parallel-size", "4"], "no such option. A Megatron job of your own has it, such as examples/"),
+        (["--tensor-model-parallel-size", "4"], "no such option. Use it in a Megatron job of your own, such as"),
         (["--context-parallel-size", "0"], "--context-parallel-size: got 0; allowed: at least 1"),
         (["--context-parallel-size", "two"], "--context-parallel-size: got 'two'; allowed: integers"),
         (["--context-parallel-size", "65"], "--context-parallel-size: got 65; allowed: at most 64 local ranks"),
@@ -125,8 +123,8 @@ def test_rejects_data_without_permission(refused, tmp_path):
 
 
 def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
-    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The steps of a run are there; "
-    taken += "to go on with it: --resume"
+    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The folder has the steps of a run; "
+    taken += "to continue it: --resume"
     assert refused("--run-dir", str(uninterrupted)) == f"{taken} {uninterrupted}"
     copied = tmp_path / "copied"
     shutil.copytree(uninterrupted, copied, ignore=shutil.ignore_patterns("metrics.jsonl"))
@@ -154,8 +152,8 @@ def test_rejects_resuming_without_a_run_or_a_checkpoint(refused, resumed, copied
     assert "names iter_0000008, which is not there" in resumed()
     shutil.rmtree(copied / "checkpoints")
     assert resumed() == (
-        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. It has saved none: a run saves one "
-        "every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
+        f"--resume: got '{copied}'; allowed: a run that has saved a checkpoint. The run saved no checkpoint: a run "
+        "saves one every --save-interval steps, and one at its end. Start again without --resume, in another --run-dir."
     )
 
 
@@ -187,7 +185,7 @@ def test_rejects_resuming_from_a_damaged_checkpoint(name, damage, says, resumed,
 
 def test_rejects_a_run_dir_with_a_checkpoint_or_a_run_under_way(refused, resumed, copied):
     # Though its metrics are gone: the run would write where the tracker points.
-    assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
+    assert "The folder has the steps of a run; to continue it: --resume" in refused("--run-dir", str(copied))
     with locked(copied, "run_dir"):
         assert resumed().startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run")
         assert "A run is under way there" in refused("--run-dir", str(copied))
@@ -202,7 +200,7 @@ def test_rejects_resuming_another_model_or_what_is_done(refused, resumed, copied
     assert "--vocab-size was 257, is 6" in resumed(*tokenized(tmp_path))
     found = resumed("--adam-beta2", "0.5", "--adam-beta1", "0.8")
     assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
-    says = "allowed: more than the 8 steps that the checkpoint holds."
+    says = "allowed: more than the 8 steps of the checkpoint."
     assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"
     assert refused("--resume", str(copied), "--train-iters", "5", also=()) == f"--train-iters: got 5; {says}"
 
@@ -212,10 +210,10 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
 
-def test_rejects_a_disk_that_is_full(copied, tmp_path):
+def test_rejects_a_disk_that_is_full(copied):
     """The refusal is one line; an earlier checkpoint stays, and a partial one does not."""
-    arguments = ["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
-    done = run_forked(arguments, tmp_path, timeout=LIMIT, before=limit_files, **AS_COMMAND)
+    arguments = ["--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
+    done = run_command(*arguments, preexec_fn=limit_files)
     assert done.returncode == 2, done.stderr
     folder = copied / "checkpoints"
     said = done.stderr.splitlines()[-1]

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from tests.limits import limit
+from tests.transformers_cases import TRAINED
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = dict(
@@ -35,8 +36,6 @@ SECTIONS = dict(
 )
 # Each process imports a host anew, which is nearly all of the time; so a model runs on one number of ranks, and alone.
 RANKS = {"Llama": 2, "Qwen3Next": 3}
-HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
-MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 LENGTHS = (13, 21, 5, 17)  # all in one pack, so that a step has them all, packed or one by one
 SHARED = {"learning_rate": 0.01, "max_steps": 3, "max_grad_norm": 1.0, "eval_strategy": "steps",
           "eval_steps": 3, "logging_steps": 1, "save_strategy": "no",
@@ -124,7 +123,7 @@ def llamafactory(folder, ranks):
     return json.loads((folder / "out/trainer_state.json").read_text())["log_history"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("trained", [host(axolotl, "axolotl"), host(llamafactory, "llamafactory")])
 def test_packed_ranks_log_what_the_stock_host_logs_of_each_document_alone(trained, name, tmp_path):
     from tests.transformers_cases import build, tokenizer
@@ -132,7 +131,7 @@ def test_packed_ranks_log_what_the_stock_host_logs_of_each_document_alone(traine
     found = {}
     for ranks in (1, RANKS[name]):
         folder = tmp_path / str(ranks)
-        build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder / "model")
+        build(name, dtype=torch.float32, **TRAINED[name]).save_pretrained(folder / "model")
         tokenizer().save_pretrained(folder / "model")
         logs = trained(folder, ranks)
         found[ranks] = [log[key] for log in logs for key in ("loss", "grad_norm", "eval_loss") if key in log]

@@ -20,12 +20,9 @@ from torch._dynamo.utils import counters
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel
 from tests.limits import limit
-from tests.transformers_cases import build, gradients_of
+from tests.transformers_cases import HYBRID, build, gradients_of
 
 PACKS = ((37, 1, 60, 22), (5, 90, 9, 40), (64, 33))
-SMALL = {
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1],
-}  # fmt: skip
 TOLERANCE = 1e-9
 SAID = "Skip inlining `torch.compiler.disable()`d function"
 
@@ -75,7 +72,7 @@ def compared(group, name, changed, compiling):
 @pytest.mark.parametrize(
     ("name", "changed", "more"),
     [
-        ("Qwen3Next", SMALL, []),
+        ("Qwen3Next", HYBRID, []),
         pytest.param("StableLm", {}, ["Failed to trace builtin operator"], marks=pytest.mark.thorough),
     ],
 )

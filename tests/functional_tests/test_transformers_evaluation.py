@@ -171,6 +171,9 @@ def found(request, tmp_path_factory):
     return once(tmp_path_factory, "trainers", run)
 
 
+# Two replicas of the kinds in which they have unlike numbers of tokens to learn, of documents, or of both.
+OF_TWO = ("SFTTrainer", "SFTTrainer, packing", "Trainer, a model that takes no number of labels")
+CASES = [(name, replicas) for replicas, names in ((1, KINDS), (2, OF_TWO)) for name in names]
 # One replica of the kinds that lay out a batch in ways of their own, and two of TRL's defaults; the page's script has a
 # flattened batch.
 FIRST = {("Trainer", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
@@ -178,11 +181,7 @@ FIRST = {("Trainer", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [
-        pytest.param(name, replicas, marks=() if (name, replicas) in FIRST else pytest.mark.thorough)
-        for replicas in (1, 2)
-        for name in KINDS
-    ],
+    [pytest.param(*case, marks=() if case in FIRST else pytest.mark.thorough) for case in CASES],
 )
 def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     ours, stock = found[2 * replicas]["ours", name], found[replicas]["stock", name]

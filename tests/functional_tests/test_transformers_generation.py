@@ -18,13 +18,13 @@ from tests.functional_tests.test_transformers_launch import (
 )
 from tests.limits import limit
 from tests.shared import once
+from tests.transformers_cases import HYBRID
 
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets", "peft", "transformers", "trl")):
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(600)
 
-HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 # The trainer, the model, an adapter (whose base is the reference), and other arguments.
 KINDS = {
     "GRPO": ("GRPO", "Llama", False, {"gradient_accumulation_steps": 2, "scheme": "auto"}),

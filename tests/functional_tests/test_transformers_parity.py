@@ -56,7 +56,7 @@ def log_probs_of(logits, tokens):
 
 
 WITHOUT_LINEAR = (
-    "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Llama4", "DeepseekV3", "Nemotron", "StableLm",
+    "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Llama4", "DeepseekV3", "MiMoV2Flash", "Nemotron", "StableLm",
 )  # fmt: skip
 CASES = covering(
     list(MODELS), SIZES, LAYOUTS, SCHEMES, MODES,
@@ -87,7 +87,12 @@ def test_latents_travel_and_nothing_else_changes(name, size, scheme):
     assert_is_the_stock_class(name, THREE, size, scheme=scheme, latents=True)
 
 
-@pytest.mark.parametrize("name", CHOOSING)
+ALSO_CHOOSING = ("AXK2", "Dots3Note")  # have nothing that the others have not
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough if name in ALSO_CHOOSING else ()) for name in CHOOSING]
+)
 @pytest.mark.parametrize(("size", "scheme"), [(3, "exact"), (2, "all_gather")])
 @pytest.mark.few
 def test_queries_choose_as_on_each_document_alone(name, size, scheme):

@@ -33,7 +33,6 @@ def sequences():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in MODELS]
 )
-@pytest.mark.few
 def test_each_sequence_as_if_it_were_alone(name):
     model, given = build(name), sequences()
     alone, packing = Packing([len(each) for each in given]), Packing.from_sequences(given, min_shared=2)

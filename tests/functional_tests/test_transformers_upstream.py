@@ -89,7 +89,6 @@ def on_rank(world, folder):
     return found
 
 
-@pytest.mark.any_cpu
 @pytest.mark.thorough
 def test_stock_trainers_train_with_the_patch(site, tmp_path):
     found = run_ranks_after(partial(use, site), partial(on_rank, folder=tmp_path), 2, timeout=limit(200))[0]

@@ -9,13 +9,16 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 from megatron_cp.executor.launch import run_ranks
 from tests.limits import limit
+from tests.transformers_cases import TRAINED
 
-HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
-MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
 LENGTHS, TEMPERATURES = (13, 1, 20, 7), (1.0, 0.7, 1.3, 2.0)
+WITH_IMAGES = ("Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+# Text, images and videos of each document.
+IMAGES = ((5, [(1, 4, 4)], []), (9, [], []), (3, [(1, 8, 4), (1, 12, 8)], []), (6, [(1, 4, 4)], [(2, 8, 4)]))
 
 is_installed = all(importlib.util.find_spec(name) for name in ("verl", "tensordict", "ray"))
 pytestmark = [
@@ -27,7 +30,6 @@ pytestmark = [
 
 def verl_on_cpus():
     """Gives verl a platform of CPUs, which it lacks, and hides a TRL that is newer than it knows."""
-    import torch
     import verl.models.transformers.monkey_patch as patches
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
@@ -45,76 +47,111 @@ def verl_on_cpus():
     patches.is_trl_available = lambda: False
 
 
+def made(name):
+    """Makes a model, documents `[tokens]`, their positions, and what else each has."""
+    from tests import image_cases
+    from tests.transformers_cases import build
+
+    if name in WITH_IMAGES:
+        model = image_cases.build(name, dtype=torch.float32)
+        documents = [image_cases.document(model, *each, seed=number) for number, each in enumerate(IMAGES)]
+        ids, others = [each.pop("input_ids") for each in documents], documents
+        axes = [model.model.get_rope_index(each, **other)[0][:, 0] for each, other in zip(ids, others, strict=True)]
+        for other in others:
+            del other["mm_token_type_ids"]  # as verl does
+            if "image_grid_thw" in other:
+                other["images_seqlens"] = other["image_grid_thw"].prod(1)
+            other |= {key: value.float() for key, value in other.items() if "pixel" in key}
+        texts = [torch.arange(each.shape[1])[None] for each in ids]
+        return model, [each[0] for each in ids], list(map(torch.cat, zip(texts, axes, strict=True))), others
+    random = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 97, (length,), generator=random) for length in LENGTHS]
+    model = build(name, dtype=torch.float32, **TRAINED[name])
+    return model, ids, [torch.arange(length) for length in LENGTHS], None
+
+
+def stock(name):
+    """Log-probabilities by the stock class, on each document alone."""
+    model, documents, positions, others = made(name)
+    found = []
+    for number, (ids, temperature) in enumerate(zip(documents, TEMPERATURES, strict=True)):
+        given = {key: value for key, value in others[number].items() if key != "images_seqlens"} if others else {}
+        with torch.no_grad():
+            rows = model(ids[None], position_ids=positions[number].reshape(-1, 1, len(ids)).squeeze(0), **given).logits
+        scores = (rows[0, :-1] / temperature).log_softmax(-1)
+        found.append(scores.gather(-1, ids[1:, None])[:, 0])
+    return torch.cat(found)
+
+
 def trained(world, name, folder):
     """Returns losses, gradient norms, log-probabilities and entropies of two steps of verl's engine."""
-    import torch
     import torch.distributed as dist
 
     # verl's meshes find their ranks in the environment.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
     verl_on_cpus()
-    from tensordict import TensorDict
     from verl.trainer.config import CheckpointConfig
-    from verl.utils.tensordict_utils import assign_non_tensor
+    from verl.utils.tensordict_utils import assign_non_tensor, get_tensordict, nested_tensor_from_tensor_list
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.base import EngineRegistry
 
     from megatron_cp.integrations.verl import register
-    from tests.transformers_cases import build, tokenizer
+    from tests.transformers_cases import tokenizer
 
+    model, documents, positions, others = made(name)
     if world.rank == 0:
-        build(name, dtype=torch.float32, **MODELS[name]).save_pretrained(folder)
+        model.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     dist.barrier()
     engine = register()
     assert set(EngineRegistry._engines["language_model"]["fsdp2"].values()) == {engine}
-    made = engine(
+    own = engine(
         HFModelConfig(path=str(folder), use_remove_padding=True, override_config={"attn_implementation": "eager"},
                       enable_gradient_checkpointing=False),
         FSDPEngineConfig(strategy="fsdp2", ulysses_sequence_parallel_size=world.size, use_torch_compile=False,
                          model_dtype="fp32", mixed_precision=dict.fromkeys(
                              ("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")),
-        FSDPOptimizerConfig(lr=1e-2, clip_grad=1.0, total_training_steps=10),
+        FSDPOptimizerConfig(lr=1e-3 if name in WITH_IMAGES else 1e-2, clip_grad=1.0, total_training_steps=10),
         CheckpointConfig(),
     )  # fmt: skip
-    made.initialize()
-
-    def nested(rows):
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+    own.initialize()
 
     def loss(model_output, data, dp_group):
         log_probs, entropy = (model_output[key].values() for key in ("log_probs", "entropy"))
         return (log_probs * torch.linspace(-1, 1, len(log_probs))).sum() / 10 + entropy.mean(), {}
 
-    random, found = torch.Generator().manual_seed(1), []
-    documents = [torch.randint(3, 97, (length,), generator=random) for length in LENGTHS]
+    found = []
     for _ in range(2):
-        batch = TensorDict(
+        rows = {
+            "input_ids": documents, "position_ids": positions,
+            "loss_mask": [torch.ones(len(each)) for each in documents],
+        }  # fmt: skip
+        batch = get_tensordict(
             {
-                "input_ids": nested(documents),
-                "position_ids": nested([torch.arange(length) for length in LENGTHS]),
-                "loss_mask": nested([torch.ones(length) for length in LENGTHS]),
-                "temperature": torch.tensor(TEMPERATURES),
+                **{key: nested_tensor_from_tensor_list(value) for key, value in rows.items()},
+                "temperature": torch.tensor(TEMPERATURES), **({"multi_modal_inputs": others} if others else {}),
             },
-            batch_size=[len(LENGTHS)],
-        )
+        )  # fmt: skip
         assign_non_tensor(
             batch, use_dynamic_bsz=False, micro_batch_size_per_gpu=4, calculate_entropy=True, global_batch_size=4,
             return_model_output=True,
         )  # fmt: skip
-        with made.train_mode():
-            result = made.forward_backward_batch(batch, loss)
-            norm = made.optimizer_step()
+        with own.train_mode():
+            result = own.forward_backward_batch(batch, loss)
+            norm = own.optimizer_step()
         outputs = [result["model_output"][key].values().clone() for key in ("log_probs", "entropy")]
         found.append((torch.tensor(result["loss"]), torch.tensor(norm), *outputs))
     return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_step_equals_that_of_one_rank(name, ranks, tmp_path):
+@pytest.mark.parametrize("name", [*TRAINED, *WITH_IMAGES])
+def test_a_step_equals_that_of_one_rank_and_of_the_stock_class(name, ranks, tmp_path):
     alone = run_ranks(trained, 1, name, tmp_path / "one", kind="processes", timeout=limit(200))[0]
+    of_documents = alone[0][2].split([len(ids) for ids in made(name)[1]])
+    assert (torch.cat([each[:-1] for each in of_documents]) - stock(name)).abs().max() <= 1e-4
     for of_rank in run_ranks(trained, ranks, name, tmp_path / "several", kind="processes", timeout=limit(200)):
         for step, expected in zip(of_rank, alone, strict=True):
             for found, value in zip(step, expected, strict=True):
-                assert (found - value).abs().max() <= 1e-4
+                size = value.abs().max().clamp(min=1) if name in WITH_IMAGES else 1  # their gradients' norms are 40
+                assert (found - value).abs().max() <= 1e-4 * size

@@ -1,6 +1,5 @@
 """Transports and head chunks under every layer: the same bits, and buffers that are used again."""
 
-import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
 from tests.counting_group import CountingGroup, Diary, bytes_of_layer
+from tests.covering import covering
 from tests.refusals import rejects
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
@@ -91,21 +91,18 @@ def features(case):
     return case.layer, case.scheme, case.num_hosts, case.learned_sink, case.codec
 
 
-@pytest.mark.parametrize("product", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["each", "product"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("group_by_group")
-@pytest.mark.few(of=lambda case, product: features(case))
-def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(case, product):
-    """A transport has one of the counts, another with each case; or all of them."""
+@pytest.mark.few(of=features)
+def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(case):
+    """A transport has one of the counts, another with each case."""
     expected = bits(case)
     most = case.plan().partition.most_groups
     assert most > 1
     counts = sorted({1, 2, min(3, most)})
     first = CASES.index(case)
-    each = [(transport, counts[(first + number) % len(counts)]) for number, transport in enumerate(TRANSPORTS)]
-    for transport, chunks in itertools.product(TRANSPORTS, counts) if product else each:
-        if (transport, chunks) != ("collective", 1):
-            assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
+    for number, transport in enumerate(TRANSPORTS):
+        assert_same(bits(case, transport=transport, head_chunks=counts[(first + number) % len(counts)]), expected)
 
 
 SCHEMES = (
@@ -141,9 +138,9 @@ def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks()
             assert_same(bits(one, head_chunks=chunks), bits(one))
 
 
-@pytest.mark.parametrize("layer", ["attention", "gdn", "mamba"])
-@pytest.mark.parametrize("codec", ["none", "fp8"])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("layer", "codec", "chunks"), covering(("attention", "gdn", "mamba"), ("none", "fp8"), (1, 2, 3))
+)
 @pytest.mark.few
 def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     case = Case(

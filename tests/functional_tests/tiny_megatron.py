@@ -74,6 +74,13 @@ PATTERNS = {
 }
 
 
+def is_there(kind):
+    """Returns True if this Megatron builds a model of this kind: dev's HybridModel has no latent attention."""
+    from megatron_cp.megatron import compat
+
+    return "+" not in PATTERNS.get(kind, "") or bool(compat.layers_taken({"mla_layer": None}))
+
+
 def start(tp=1, cp=1, pp=1, vpp=None, ep=1, etp=None):
     """Megatron's process groups over all ranks, anew: what tp * cp * pp leaves over is data parallelism."""
     # Megatron says much in every rank that a machine without CUDA makes it say.
@@ -118,7 +125,8 @@ def configure(kind, **changes):
     # Our options are not Megatron's, and most models are to do without them.
     own = {name: settings[name] for name in vars(OurConfig)["__annotations__"] if name in settings}
     if not kind.endswith("mla"):
-        return (OurConfig if own else TransformerConfig)(**settings)
+        # dev's own configuration takes only all_gather for local layers.
+        return (OurConfig if own or settings.get("transformer_impl") == "local" else TransformerConfig)(**settings)
     config = MLATransformerConfig(**{name: value for name, value in settings.items() if name not in own})
     return with_options(config, argparse.Namespace(**own)) if own else config
 
@@ -388,7 +396,6 @@ class Step:
 
 def train(chunks, config, batches, *, optimizes=False):
     """Runs a step over Megatron's data parallelism, its schedule and its end of a step, with an update or without."""
-    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -406,8 +413,6 @@ def train(chunks, config, batches, *, optimizes=False):
         data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
     )  # fmt: skip
     loss, tokens = loss_of(reduced)
-    if getattr(batches[0].packed_seq_params, "plans", None) is not None:  # then every rank logs all tokens
-        tokens //= parallel_state.get_context_parallel_world_size()
     if optimizer is None:
         return Step(loss, tokens, *gathered(chunks, config, "main_grad"))
     optimizer.step()
@@ -425,7 +430,7 @@ def loss_of(reduced):
         sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (float(sums[0] / sums[1]), int(sums[1])) if reduced else None)
+    dist.all_gather_object(everyone, (float(sums[0] / sums[1]), round(float(sums[1]))) if reduced else None)
     return next(found for found in everyone if found is not None)
 
 

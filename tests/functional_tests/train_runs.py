@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +21,6 @@ TORCHRUN = [
 ]  # fmt: skip
 # On the CPU wherever this runs, and on one thread.
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-AS_COMMAND = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "folder": ROOT}
 LIMIT = 200
 KEYS = {
     "steps", "first_loss", "final_loss", "max_loss_diff", "first_step_grad_diff", "tokens_per_second", "pad_tokens",
@@ -48,6 +48,14 @@ def write_documents(folder):
     (folder / "empty.txt").write_bytes(b"")
     (folder / "latin1.txt").write_bytes(b"caf\xe9")
     return folder
+
+
+def run_command(*arguments, command=COMMAND, **how):
+    """Runs the command in a process of its own and returns the result; `how` is of `subprocess.run`."""
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
+        **how,
+    )  # fmt: skip
 
 
 def run_without_a_break(data, folder):

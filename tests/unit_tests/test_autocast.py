@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (7, 1, 70)
 ROWS, HEADS, GROUPS, DIM = sum(LENGTHS), 4, 2, 8
 CHANNELS = {"conv1d": HEADS * DIM, "mixer": (2 * GROUPS + HEADS) * DIM, "kda": 3 * HEADS * DIM}
+CHANNELS["steps"] = (3 * GROUPS + 2 * HEADS) * DIM
 ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -27,6 +28,8 @@ def plan_for(kind, cp_size=1):
         "conv1d": {"channels": HEADS * DIM},
         "gdn": {"heads": HEADS, "key_heads": GROUPS, "head_dim": DIM},
         "kda": {"heads": HEADS, "head_dim": DIM},
+        "gdn2": {"heads": HEADS, "key_heads": GROUPS, "head_dim": DIM},
+        "gdp": {"heads": HEADS, "key_heads": GROUPS, "head_dim": DIM, "num_householder": 2},
         "mamba": {"heads": HEADS, "groups": GROUPS, "head_dim": DIM, "state": DIM},
     }[kind]
     return cp.plan_linear(packing, layout, kind=kind, conv_width=4, **sizes)
@@ -68,6 +71,17 @@ LOWERED = {
         {"qkv": drawn(ROWS, CHANNELS["kda"]), "g": drawn(ROWS, HEADS * DIM), "beta": drawn(ROWS, HEADS),
          "conv": drawn(CHANNELS["kda"], 4), **DECAY, "dt_bias": drawn(HEADS * DIM)}, ["qkv"],
     ),
+    "gdn2_mixer": (
+        cp.gdn2_mixer, "gdn2",
+        {"qkv": drawn(ROWS, CHANNELS["mixer"]), "g": drawn(ROWS, GROUPS * DIM), "b": drawn(ROWS, GROUPS * DIM),
+         "w": drawn(ROWS, HEADS * DIM), "conv": drawn(CHANNELS["mixer"], 4), "A_log": drawn(GROUPS),
+         "dt_bias": drawn(GROUPS * DIM)}, ["qkv"],
+    ),
+    "gated_delta_product_mixer": (
+        cp.gated_delta_product_mixer, "gdp",
+        {"vkq": drawn(ROWS, CHANNELS["steps"]), "beta": drawn(ROWS, 2 * HEADS), "alpha": drawn(ROWS, HEADS),
+         "conv": drawn(CHANNELS["steps"], 4), **DECAY}, ["vkq"],
+    ),
     "mamba2_mixer": (
         cp.mamba2_mixer, "mamba",
         {"xBC": drawn(ROWS, CHANNELS["mixer"]), "dt": drawn(ROWS, HEADS), "conv": drawn(CHANNELS["mixer"], 4),
@@ -79,6 +93,16 @@ WIDENED = {
     "kda": (
         cp.kda, "kda",
         {**{name: drawn(ROWS, HEADS, DIM) for name in "qkv"}, **GATES, "g": drawn(ROWS, HEADS, DIM, low=-1)}, "qkv",
+    ),
+    "gdn2": (
+        cp.gdn2, "gdn2",
+        {**RULE, "g": drawn(ROWS, GROUPS, DIM, low=-1), "b": drawn(ROWS, GROUPS, DIM, low=1),
+         "w": drawn(ROWS, HEADS, DIM, low=1)}, "qkv",
+    ),
+    "gated_delta_product": (
+        cp.gated_delta_product, "gdp",
+        {"q": RULE["q"], "k": drawn(2 * ROWS, GROUPS, DIM), "v": drawn(2 * ROWS, HEADS, DIM),
+         "g": drawn(ROWS, HEADS, low=-1), "beta": drawn(2 * ROWS, HEADS, low=1)}, "qkv",
     ),
     "mamba2": (
         cp.mamba2, "mamba",

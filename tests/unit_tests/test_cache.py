@@ -217,15 +217,6 @@ def mixer_error(kind, ranks, lengths, modes, **more):
     return (in_steps(ranks, steps, given, call) - exact).abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:.*ranks get no")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.few(together=2)
-def test_mixers_in_chunks_equal_mixers_at_once(ranks, kind, mode):
-    assert mixer_error(kind, ranks, chunks_of(LENGTHS, 4, random.Random(ranks)), [mode] * 4) < 1e-12
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_across_ranks_are_continued_token_by_token_on_each_ranks_heads(kind):
     lengths = [np.array([70, 2, 1]), np.array([3, 0, 9]), *[np.array([1, 1, 1])] * 6]

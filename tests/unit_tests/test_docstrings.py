@@ -1,4 +1,4 @@
-"""Examples in docstrings are true, in every module that has some."""
+"""Examples in docstrings are true, in every module that has some, and other blocks are text on the site."""
 
 import doctest
 import importlib
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megatron_cp
+from tools.site.docstrings import with_literal_blocks
 
 ROOT = Path(megatron_cp.__file__).parents[1]
 EXAMPLES = {
@@ -25,3 +26,21 @@ def test_examples_are_true(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one writes a page
     found = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, **PUBLIC})
     assert found == doctest.TestResults(failed=0, attempted=EXAMPLES[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "Makes it.\n\n    a  u = 1\n    b\n\nMore.",
+            "Makes it.\n\n.. code-block:: text\n\n    a  u = 1\n    b\n\nMore.",
+        ),
+        ("Makes it.\n\nArgs:\n    a: one.\n\n        inner", None),
+        ("Makes it.\n\n    >>> 1\n    1", None),
+        ("Makes it.\n\n    a\n\n    b", "Makes it.\n\n.. code-block:: text\n\n    a\n\n    b"),
+    ],
+    ids=["block", "section", "example", "two paragraphs"],
+)
+def test_indented_blocks_are_text(text, expected):
+    found = list(with_literal_blocks(text.splitlines()))
+    assert found == (expected or text).splitlines()

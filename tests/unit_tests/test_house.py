@@ -120,7 +120,7 @@ def test_no_modules_import_each_other():
 
 
 # Where names of schemes, modes and kinds may be compared: where they are defined, and where users' words are read.
-NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/options.py"}
+NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/case_options.py"}
 
 
 def names_compared(source, names):

@@ -11,7 +11,7 @@ import pytest
 
 import megatron_cp
 from megatron_cp import extras, lazy
-from tests.forked_commands import run_code
+from tests.commands import run_code
 from tests.limits import limit
 
 HOUSE = Path(megatron_cp.__file__).parent
@@ -57,7 +57,10 @@ def test_tab_completion_knows_them_and_modules_are_imported_without_a_hint(monke
     [
         ("megatron_cp", "ShardBatch", ". Did you mean shard_batch?"),
         ("megatron_cp", "loss", ". Did you mean token_loss?"),
-        ("megatron_cp", "gated", ". Did you mean gated_delta_net or gated_delta_rule?"),
+        (
+            "megatron_cp", "gated",
+            ". Did you mean gated_delta_net or gated_delta_product or gated_delta_product_mixer or gated_delta_rule?",
+        ),
         ("megatron_cp", "net", ""), ("megatron_cp", "frobnicate", ""), ("megatron_cp", "__wrapped__", ""),
         (
             "megatron_cp", "enable_context_parallel",

@@ -50,6 +50,8 @@ ELSEWHERE = [
     ("docs/trainers.md", "LongSFTTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/trainers.md", "LongDPOTrainer", "functional_tests/test_transformers_launch.py"),
     ("docs/trainers.md", "LongGRPOTrainer", "functional_tests/test_transformers_launch.py"),
+    ("docs/images.md", "cp.relayout", "functional_tests/test_transformers_images.py"),
+    ("docs/images.md", "def collate", "unit_tests/transformers/test_images.py"),
     ("docs/cache.md", "", "unit_tests/test_cache.py"),
     ("docs/trees.md", "are_labels=True", "functional_tests/test_examples.py"),
     ("docs/transformers-upstream.md", "CP_BACKENDS", "functional_tests/test_transformers_upstream.py"),
@@ -62,6 +64,11 @@ NOT_RUN = [
         "torch.cuda.graph",
         "needs CUDA; tests/functional_tests/test_cuda_graphs.py captures such steps",
     ),
+    (
+        "docs/images.md",
+        "enable_context_parallel",
+        "three lines around collate, as test_transformers_images.py calls them",
+    ),
     ("docs/hosts.md", "integrations.verl", "needs verl"),
     ("docs/hosts.md", "torchtitan.models", "needs torchtitan"),
     ("docs/hosts.md", "integrations.swift", "needs ms-swift"),
@@ -72,6 +79,7 @@ NOT_RUN = [
         "a part of Megatron's main; examples/pretrain_hybrid.py has it",
     ),
     ("docs/packs.md", "group_batches", "needs Megatron's groups; test_megatron_batch.py has such groups"),
+    ("docs/packs.md", "grouped_packs", "needs Megatron's groups; test_megatron_matrix.py reads such packs"),
     (
         "docs/training-in-plain-pytorch.md",
         "fully_shard",

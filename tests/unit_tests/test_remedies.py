@@ -108,7 +108,7 @@ ROWS = [
         "packing = cp.Packing.tree([4, 2, 3], [-1, 0, 0]); layout = cp.Layout.contiguous(packing, 2)",
     ),
     Row(
-        "A token may have several next ones: shard_batch has a label for each.", "shard_batch",
+        "In a tree a token may have several next tokens: shard_batch has a label for each.", "shard_batch",
         "layout.labels(tokens, rank)", "assert len(cp.shard_batch(tokens, layout, group).targets.labels) >= 3",
         "packing = cp.Packing.tree([4, 2, 3], [-1, 0, 0]); layout = cp.Layout.contiguous(packing, 2);"
         " tokens = np.arange(9)",
@@ -173,8 +173,8 @@ ROWS = [
         " chosen=torch.zeros(rows, 3, dtype=torch.int64), **more)",
     ),
     Row(
-        "Pass the number of the step, mixed with the layer's, as in seed=step * num_layers + layer: with one seed "
-        "every call drops the same weights.", "seed=step * num_layers + layer",
+        "Combine the numbers of step and layer, as in seed=step * num_layers + layer: with one seed every call would "
+        "drop the same weights.", "seed=step * num_layers + layer",
         "cp.attention(q, k, v, plan, group, dropout=0.5)",
         "step, num_layers, layer = 3, 2, 1; cp.attention(q, k, v, plan, group, dropout=0.5,"
         " seed=step * num_layers + layer)",
@@ -220,14 +220,14 @@ ROWS = [
         )
     ),
     Row(
-        "Embedding(sparse=False)", "sparse=False",
+        "Use Embedding(sparse=False).", "sparse=False",
         "reduce(Embedding(sparse=True))", "reduce(Embedding(sparse=False))",
         "from functools import partial\n"
         "def reduce(module): module(torch.tensor([1])).sum().backward(); cp.reduce_gradients(module, group)\n"
         "weight = torch.arange(6.0).view(3, 2); Embedding = partial(torch.nn.Embedding, 3, 2, _weight=weight)",
     ),
     Row(
-        "Make it by the layout(lengths) of these GraphTables.", "layout(lengths)",
+        "Make the layout by layout(lengths) of these GraphTables.", "layout(lengths)",
         "cp.shard_batch(np.arange(23), layout, group, slots=slots, into=tables)",
         "lengths = packing.lengths; cp.shard_batch(np.arange(23), tables.layout(lengths), group, slots=slots,"
         " into=tables)",
@@ -235,7 +235,8 @@ ROWS = [
         " slots = [cp.AttentionSpec(2, 2, 4, scheme='a2a')]",
     ),
     Row(
-        "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own.",
+        "Shard the batch with into=slots right before its step. Batches that exist at the same time need separate "
+        "slots.",
         "into=slots", "plans = shard(slots).plans; shard(slots); slots.check_loaded(plans)",
         "plans = cp.shard_batch(np.arange(23), slots.layout(packing.lengths), group, slots=kinds, into=slots).plans;"
         " slots.check_loaded(plans)",
@@ -273,8 +274,8 @@ OF_MEGATRON = [
         "def config(**more): transformer_config(TrainingOptions(**more), torch.device('cpu'))",
     ),
     Row(
-        "Parameters in shards have not run here over context-parallel ranks. Use --use-distributed-optimizer.",
-        "use_distributed_optimizer", "given(use_megatron_fsdp=True)", "given(use_distributed_optimizer=True)",
+        "We have not run torch's FSDP2 in Megatron over context-parallel ranks. Use --use-megatron-fsdp.",
+        "use_megatron_fsdp", "given(use_torch_fsdp2=True)", "given(use_megatron_fsdp=True)",
         "from types import SimpleNamespace; from megatron_cp.megatron.config import TransformerConfig, with_options\n"
         "def given(**more): with_options(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2,"
         " context_parallel_size=2), SimpleNamespace(**more))",
@@ -288,7 +289,8 @@ JOB = [
 FLAGS = [
     (
         "latent attention has its own positions; use --no-rope-fusion.", "--no-rope-fusion",
-        ["--multi-latent-attention"], ["--multi-latent-attention", "--no-rope-fusion"],
+        ["--multi-latent-attention", "--position-embedding-type", "rope"],
+        ["--multi-latent-attention", "--position-embedding-type", "rope", "--no-rope-fusion"],
     ),
     (
         "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and "
@@ -298,7 +300,7 @@ FLAGS = [
          "--moe-router-load-balancing-type", "none"],
     ),
     (
-        "masks that are tensors are not read; use --dataloader-inter-document-masking, or shard_batch.",
+        "attention does not read masks that are tensors; use --dataloader-inter-document-masking, or shard_batch.",
         "--dataloader-inter-document-masking", ["--reset-attention-mask"],
         ["--dataloader-inter-document-masking"],
     ),

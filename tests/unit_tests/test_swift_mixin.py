@@ -134,5 +134,5 @@ def test_rejects_passes_that_are_not_the_trainers_and_other_documents(llama):
 
 def test_rejects_padded_batches():
     given = {"model": None, "tokenizer": None, "padding_free": False}
-    rejects(r"padding_free: got False; allowed: True. Say --packing true", Sequence(None).prepare, 2, **given)
+    rejects(r"padding_free: got False; allowed: True. Pass --packing true", Sequence(None).prepare, 2, **given)
     rejects(r"inputs: got .*input_ids and position_ids of one", Sequence(None).prepare_inputs, {"input_ids": TOKENS})

@@ -1,6 +1,6 @@
-"""The adapters for axolotl and LlamaFactory beside fakes with these hosts' signatures.
+"""The adapters for axolotl, LlamaFactory and verl beside fakes with these hosts' signatures.
 
-The functional tests of the same name run the hosts themselves.
+`test_trainer_hosts.py` and `test_verl_engine.py` of the functional tests run the hosts themselves.
 """
 
 import importlib
@@ -15,8 +15,9 @@ pytest.importorskip("transformers")
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from megatron_cp.integrations.verl import ContextParallelEngineMixin
 from megatron_cp.transformers import ContextParallelMixin
-from megatron_cp.transformers.rows import join_documents
+from megatron_cp.transformers.padding import join_documents
 from tests.refusals import rejects
 from tests.stand_ins import stand_in
 from tests.transformers_cases import build
@@ -93,9 +94,9 @@ def test_the_plugin_disables_axolotls_own_and_names_its_keys(axolotl):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: got 5.0.*number of rows"),
         ({"deepspeed": "zero3.json"}, "deepspeed: got 'zero3.json'.*fsdp_config"),
         ({"rl": "dpo"}, "rl: got 'dpo'.*ContextParallelPreferenceMixin"),
-        ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*another loss"),
+        ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*not the model's own"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2"),
-        ({"xformers_attention": True}, "xformers_attention: got True.*a rank's own tokens alone"),
+        ({"xformers_attention": True}, "xformers_attention: got True.*only a rank's own tokens"),
         ({"processor_type": "AutoProcessor"}, "processor_type: got 'AutoProcessor'"),
         ({"attn_implementation": "xformers"}, "attn_implementation: got 'xformers'; allowed: sdpa, "),
         ({"megatron_cp": {"layouts": "zigzag"}}, "megatron_cp.layouts: got 'zigzag'; allowed: layout, scheme"),
@@ -112,7 +113,7 @@ def test_rejects_keys_of_axolotl_that_it_does_not_compute(axolotl, config, messa
         ({"context_parallel_size": 3}, r"^context_parallel_size: got 3; allowed: a divisor of the 4 processes.*node 3"),
         ({"sequence_parallel_degree": 3}, "^sequence_parallel_degree: got 3; allowed: a divisor of the 4"),
         ({"context_parallel_size": "two"}, "^context_parallel_size: got 'two'; allowed: an integer"),
-        ({"context_parallel_size": 2}, "^dp_shard_size: got 1; allowed: 2, over .*There are 2 groups of 2 of the 4"),
+        ({"context_parallel_size": 2}, "^dp_shard_size: got 1; allowed: 2, over .*4 processes are 2 groups of 2"),
         ({"context_parallel_size": 4, "dp_shard_size": 2}, "^dp_shard_size: got 2; allowed: 1, over"),
     ],
 )
@@ -153,7 +154,7 @@ def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
     assert isinstance(trainer, AxolotlTrainer)
     plugin.post_trainer_create(cfg, trainer)
     another = object.__new__(AxolotlTrainer)
-    says = r"plugins: got 'AxolotlTrainer'.*Leave out the plugin that brings it"
+    says = r"plugins: got 'AxolotlTrainer'.*Remove the plugin that sets it"
     rejects(says, plugin.post_trainer_create, cfg, another)
     assert (trainer.context_parallel.planner.layout, trainer.context_parallel.planner.align) == ("contiguous", 3)
     trainer.train()
@@ -217,8 +218,8 @@ def test_registering_gives_both_stages_the_mixin(llamafactory, monkeypatch):
     assert (sizes.cp_size, sizes.dp_shard_size, sizes.total_size) == (3, 2, 6)
     finetuning = llamafactory["llamafactory.train.sft.workflow"].CustomSeq2SeqTrainer
     pretraining = llamafactory["llamafactory.train.pt.workflow"].CustomTrainer
-    assert finetuning.__mro__[1:3] == (ContextParallelMixin, CustomSeq2SeqTrainer)
-    assert pretraining.__mro__[1:3] == (ContextParallelMixin, CustomTrainer)
+    assert finetuning.__bases__ == (ContextParallelMixin, CustomSeq2SeqTrainer)
+    assert pretraining.__bases__ == (ContextParallelMixin, CustomTrainer)
     finetuning(data_collator=types.SimpleNamespace(neat_packing=True))
     assert given == {"layout": "zigzag", "data_collator": adapter.collate_packed}
     stock = types.SimpleNamespace(neat_packing=False)
@@ -275,6 +276,43 @@ def test_refused_arguments_are_llamafactorys():
 
     fields = {name for kind in (ModelArguments, FinetuningArguments, Training) for name in kind.__dataclass_fields__}
     assert set(_REFUSED) <= fields
+
+
+# -- verl -------------------------------------------------------------------------------------------------------------
+
+
+class EngineOfVerl:
+    """Answers as verl's engine does without sequence parallelism."""
+
+    ulysses_sequence_parallel_size, use_ulysses_sp, ulysses_parallel_group = 2, True, None
+
+    def __init__(self, inputs, results):
+        self.answer = {"input_ids": torch.zeros(1, 3), **inputs}, results
+
+    def prepare_model_inputs(self, micro_batch):
+        assert (self.ulysses_sequence_parallel_size, self.use_ulysses_sp) == (1, False)
+        return self.answer
+
+
+class Engine(ContextParallelEngineMixin, EngineOfVerl):
+    pass
+
+
+PACKED = {"input_ids_rmpad_rolled": torch.zeros(3), "temperature_rmpad": torch.ones(3), "pad_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "results", "message"),
+    [
+        ({}, {"temperature": 1}, "use_remove_padding: got False; allowed: True"),
+        ({}, PACKED | {"pad_size": 5}, "engine.pad_to_length: got True; allowed: False"),
+        ({"shift_labels": torch.zeros(1, 3)}, PACKED, "model.use_fused_kernels: got True; allowed: False"),
+    ],
+)
+def test_rejects_batches_of_verl_that_it_does_not_compute(inputs, results, message):
+    engine = Engine(inputs, results)
+    rejects(message, engine.prepare_model_inputs, {})
+    assert (engine.ulysses_sequence_parallel_size, engine.use_ulysses_sp) == (2, True)
 
 
 # -- rows of documents ------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import pack_heads, unpack_heads
+from megatron_cp.exchange.messages import pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.kernels import copy_seconds
+from megatron_cp.planner.predict.kernel_times import copy_seconds
 from tools.gpu_check.device_time import times
 
 RANKS = 4

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.launch import start_torchrun_rank
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.kernels import copy_seconds
+from megatron_cp.planner.predict.kernel_times import copy_seconds
 from tools.gpu_check.device_time import times
 
 MEGABYTES = (4, 256)

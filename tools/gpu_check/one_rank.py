@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_cp.apps.estimate import MODELS
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.run import prepare
 from megatron_cp.extras import installed_version
@@ -44,8 +45,9 @@ class StillGroup(RankGroup):
         self.rank, self.size = rank, size
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         return _Done()
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:

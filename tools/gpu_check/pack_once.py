@@ -9,10 +9,9 @@ import torch
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import unpack_heads
 from megatron_cp.exchange.kernels import copies
+from megatron_cp.exchange.messages import pack_tokens, unpack_heads
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.exchange.token_side import pack_tokens
 from megatron_cp.layout import Layout, Packing
 
 

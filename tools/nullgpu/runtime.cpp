@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <mutex>
 #include <vector>
 
@@ -70,13 +71,13 @@ struct Graph {
   long kernels = 0;
 };
 Graph* capture = nullptr;  // one at a time
-cudaStream_t capture_stream = nullptr;
+std::set<cudaStream_t> capture_streams;  // where it began, and those that have waited for one of these since
 cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 unsigned long long captures = 0;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
-bool captures_on(cudaStream_t stream) { return capture && stream == capture_stream; }
+bool captures_on(cudaStream_t stream) { return capture && capture_streams.count(stream); }
 
 // What could wait for the device, or take memory, is forbidden while a stream captures, unless the thread is relaxed.
 bool is_forbidden() {
@@ -275,6 +276,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait(captures_on
 unsigned long long& capture_of(cudaEvent_t event) { return *reinterpret_cast<unsigned long long*>(event); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (captures_on(stream) && capture_of(event) != captures) return last_error = cudaErrorStreamCaptureIsolation;
+  if (capture && capture_of(event) == captures) capture_streams.insert(stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data, unsigned) {
@@ -367,7 +369,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   if (capture) return refuse();
   capture = new Graph;
-  capture_stream = stream;
+  capture_streams = {stream};
   capture_mode = mode;
   ++captures;
   return cudaSuccess;

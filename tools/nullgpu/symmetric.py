@@ -16,7 +16,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.groups import RankGroup, symmetric_memory
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.transports import symmetric_memory
 from tools.nullgpu import ordering
 from tools.nullgpu.clocks import Clocks
 from tools.nullgpu.nccl import run_ranks_over_nccl

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_cp.apps.estimate.memory import MARGIN
+from megatron_cp.apps.estimate.job_memory import MARGIN
 from megatron_cp.apps.estimate.model_layers import FULL
 from megatron_cp.apps.estimate.model_plan import ModelPlan
 from megatron_cp.apps.estimate.models import ModelSpec
@@ -93,8 +93,8 @@ def answer_lines(
     degrees = {"tp": job.tp, "pp": job.pp, "ep": job.ep, "dp": job.replicas}
     given = "".join(f"{name} {value}, " for name, value in degrees.items() if value > 1)
     return [
-        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
-        f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
+        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which "
+        f"{model.active_parameters / 1e9:.2f}e9 are multiplied with each token; {model.source}",
         f"a pack: {counted(sum(lengths), 'token')} in "
         f"{counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
         f"predicted for {on.describe()}; a context-parallel group is on "

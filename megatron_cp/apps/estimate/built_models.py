@@ -37,7 +37,9 @@ def read_built(values: Mapping[str, Any], name: str, source: str) -> ModelSpec:
     config: Any = model.config
     if not layers or len(layers) != config.num_hidden_layers:
         allowed = "a model whose every layer has softmax attention"
-        raise ArgumentError("model_type", values["model_type"], allowed, "Or describe it by Megatron's flags.")
+        raise ArgumentError(
+            "model_type", values["model_type"], allowed, "You can describe the model by Megatron's flags instead."
+        )
     blocks = tuple(_block(layer, spec, attention, config.hidden_size) for layer, spec, attention in layers)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return ModelSpec(name, config.hidden_size, config.vocab_size, tied, blocks, source)
@@ -52,7 +54,7 @@ def _block(layer: Any, spec: AttentionSpec, attention: Any, hidden_size: int) ->
     counted = sum(block.parameters(hidden_size))
     if built != counted:
         given = f"{type(layer).__name__} with {built} parameters, of which {counted} are understood"
-        remedy = "It has products or weights of other kinds. Or describe it by Megatron's flags."
+        remedy = "The model has products or weights of other kinds. You can describe it by Megatron's flags instead."
         raise ArgumentError("model_type", given, "layers of attention and an MLP or a mixture of experts", remedy)
     return block
 

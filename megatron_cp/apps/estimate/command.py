@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_cp.apps.estimate.answer import answer_lines, verdict_lines
 from megatron_cp.apps.estimate.job import GRADIENTS, SHARDINGS, Job
-from megatron_cp.apps.estimate.memory import MARGIN, RUNTIME_BYTES
+from megatron_cp.apps.estimate.job_memory import MARGIN, RUNTIME_BYTES
 from megatron_cp.apps.estimate.mixers import LinearMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION
@@ -28,7 +28,7 @@ from megatron_cp.planner import CHOICES, Machine, described, layout_by_name, mac
 
 _MOST_TRIES, _ROUNDED = 5, 1024  # tries to find a length that fits; it is a multiple of so many tokens
 _SIZES = {
-    "replicas": "data-parallel size, over which weights and optimizer are sharded too",
+    "replicas": "data-parallel size; weights and optimizer are sharded over these ranks too",
     "tp": "tensor-parallel size, with sequence parallelism",
     "pp": "pipeline stages",
     "ep": "expert-parallel size",
@@ -38,13 +38,13 @@ _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout", "latent_mode",
 )  # fmt: skip
-_NO_STEPS = "Steps are no longer predicted, only layers under context parallelism, and memory"
+_NO_STEPS = "plan no longer predicts steps, only layers under context parallelism and memory"
 # Flags of `plan` that left, and what to take instead.
 LEFT = {
-    "--gpus": "Jobs are no longer searched: give --cp 8,16,32 and the job's --tp --pp --ep --replicas.",
+    "--gpus": "plan no longer searches jobs: give --cp 8,16,32 and the job's --tp --pp --ep --replicas.",
     "--global-batch": f"{_NO_STEPS}.",
-    "--microbatches": f"{_NO_STEPS}, which is that of as many microbatches as stages can hold.",
-    "--interleave": f"{_NO_STEPS}, which is that of stages in one piece.",
+    "--microbatches": f"{_NO_STEPS}: that of as many microbatches as stages can hold.",
+    "--interleave": f"{_NO_STEPS}: that of stages in one piece.",
     "--packs": "Give the lengths of all documents of a microbatch to --lengths.",
     "--precision": f"{_NO_STEPS}; weights in FP8 take the bytes of bf16.",
     "--tp-comm-overlap": f"{_NO_STEPS}.",
@@ -60,8 +60,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--fit",
         type=memory_size,
         metavar="SIZE",
-        help="with --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's), of which a tenth must stay free; the exit status is 3 if nothing fits",
+        help="with --whole: memory of a rank, such as 70GiB, 70GB or 70e9 for bytes (default: --gpu's). A tenth must "
+        "stay free. The exit status is 3 if nothing fits",
     )
     group.add_argument(
         "--sharding", choices=SHARDINGS, help="with --whole: sharding of weights and optimizer (default: zero1)"
@@ -69,7 +69,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     for name, words in _SIZES.items():
         group.add_argument(f"--{name}", type=positive, metavar="N", help=f"with --whole: {words} (default: 1)")
     group.add_argument(
-        "--gradients", choices=GRADIENTS, help="with --whole: sums of gradients, bf16 as --grad-reduce-in-bf16 "
+        "--gradients", choices=GRADIENTS, help="with --whole: type of gradient sums; bf16 is --grad-reduce-in-bf16 "
         "(default: fp32)",
     )  # fmt: skip
     group.add_argument(

@@ -27,7 +27,9 @@ Blocks = tuple[Block, ...]
 # The defaults of transformers for num_key_value_heads, which a saved configuration leaves out; of other types, and
 # where it is null, all heads.
 _KEY_HEADS = dict.fromkeys(("mistral", "mixtral", "gpt_oss", "nemotron_h", "bamba"), 8)
-_KEY_HEADS |= dict.fromkeys(("qwen3_moe", "gemma2", "gemma3_text"), 4) | {"qwen3_next": 2}
+_KEY_HEADS |= dict.fromkeys(("qwen3_moe", "gemma2", "gemma3_text", "qwen3_5_text"), 4)
+_KEY_HEADS |= dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), 8) | {"qwen3_vl_moe_text": 16}
+_KEY_HEADS |= dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), 2)
 
 
 def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = False) -> AttentionMixer:
@@ -128,6 +130,16 @@ def _qwen3_moe(config: Fields) -> Blocks:
 
 
 def _qwen3_next(config: Fields) -> Blocks:
+    mixers = _qwen3_next_mixers(config)
+    experts = _qwen_experts(config, shared_size=config.size("shared_expert_intermediate_size", 0, least=0))
+    return tuple(replace(block, mlp=_qwen_mixture(config, n, experts)) for n, block in enumerate(mixers))
+
+
+def _qwen3_5(config: Fields) -> Blocks:
+    return tuple(replace(block, mlp=_mlp(config)) for block in _qwen3_next_mixers(config))
+
+
+def _qwen3_next_mixers(config: Fields) -> Blocks:
     linear = gated_delta_net(
         config.size("linear_num_value_heads"),
         config.size("linear_num_key_heads"),
@@ -139,11 +151,8 @@ def _qwen3_next(config: Fields) -> Blocks:
     layers = config.layers("num_hidden_layers")
     interval = config.size("full_attention_interval", 4)
     types = [LINEAR if number % interval else FULL for number in range(1, layers + 1)]
-    mixers = chosen_blocks(
-        "layer_types", config.get("layer_types", types), {LINEAR: Block(linear), FULL: Block(full)}, layers
-    )
-    experts = _qwen_experts(config, shared_size=config.size("shared_expert_intermediate_size", 0, least=0))
-    return tuple(replace(block, mlp=_qwen_mixture(config, n, experts)) for n, block in enumerate(mixers))
+    blocks = {LINEAR: Block(linear), FULL: Block(full)}
+    return chosen_blocks("layer_types", config.get("layer_types", types), blocks, layers)
 
 
 def _gemma(config: Fields, mixer: AttentionMixer, interval: int, softcap: float | None = None) -> Blocks:
@@ -328,6 +337,9 @@ MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
     "qwen3_moe": _qwen3_moe, "qwen3_next": _qwen3_next, "gemma2": _gemma2, "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss, "nemotron_h": _nemotron_h, "kimi_linear": _kimi_linear, "mamba2": _mamba2, "bamba": _bamba,
     "granitemoehybrid": _granite_hybrid, "deepseek_v3": _deepseek_v3,
+    # The text models of vision-language models.
+    "qwen2_vl_text": _qwen2, "qwen2_5_vl_text": _qwen2, "qwen3_vl_text": _qwen3, "qwen3_vl_moe_text": _qwen3_moe,
+    "qwen3_5_text": _qwen3_5, "qwen3_5_moe_text": _qwen3_next,
 }  # fmt: skip
 
 # Fields that add other layers, which the model's own code in `transformers` does not build either.

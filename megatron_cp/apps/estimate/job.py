@@ -81,7 +81,9 @@ class Job:
         if self.tp == 1:
             return on.topology(self.cp, hosts)
         if hosts is not None:
-            raise ArgumentError("hosts", hosts, "None with tp above 1", "Ranks then fill hosts.")
+            raise ArgumentError(
+                "hosts", hosts, "None with tp above 1", "With tensor parallelism, ranks fill whole hosts."
+            )
         return on.topology(self.cp, [rank * self.tp // on.ranks_per_host for rank in range(self.cp)])
 
     def check(self, model: ModelSpec, on: Machine) -> None:
@@ -96,7 +98,7 @@ class Job:
         for name in ("replicas", "tp", "pp", "ep"):
             checked_integer(name, getattr(self, name), 1)
         if self.recompute == OPS and self.sharding != "zero3":
-            remedy = "ops are PyTorch's checkpoints, beside its sharding."
+            remedy = "ops is PyTorch's selective checkpointing, which goes with its sharding."
             raise ArgumentError("recompute", OPS, "none or selective or full without sharding zero3", remedy)
         if self.tp > 1 and on.ranks_per_host % self.tp:
             raise ArgumentError("tp", self.tp, f"a divisor of the {on.ranks_per_host} ranks of a host")
@@ -108,7 +110,10 @@ class Job:
             raise ArgumentError("pp", self.pp, f"stages that divide {layers} layers, or leave some for the last")
         if self.sharding == "zero3" and self.pp > 1:
             raise ArgumentError(
-                "sharding", "zero3", "zero1 with pp above 1", "Every microbatch would gather all again."
+                "sharding",
+                "zero3",
+                "zero1 with pp above 1",
+                "With zero3, every microbatch would gather all weights again.",
             )
         mlps = [model.blocks[kind].mlp for kind in dict.fromkeys(model.kinds)]
         experts = [mlp.experts for mlp in mlps if mlp is not None and mlp.experts]

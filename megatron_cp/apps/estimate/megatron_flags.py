@@ -62,10 +62,12 @@ def read_flags(text: str) -> ModelSpec:
     given, others = _parsed(text)
     for flag in (*_REFUSED, *(["--mtp-num-layers"] if given.get("--mtp-num-layers") else [])):
         if flag in given or flag in others:
-            raise ArgumentError(flag, "the flag", "models without it", f"Leave {flag} out, with what it adds.")
+            raise ArgumentError(
+                flag, "the flag", "models without it", f"Leave out {flag}, and what it adds to the model."
+            )
     patterns = [flag for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern") if flag in given]
     if len(patterns) > 1:
-        raise ArgumentError(patterns[1], given.get(patterns[1]), f"nothing beside {patterns[0]}")
+        raise ArgumentError(patterns[1], given.get(patterns[1]), f"nothing together with {patterns[0]}")
     blocks = _hybrid(given, patterns[0]) if patterns else _transformer(given)
     source = "Megatron's flags" + (f"; not read: {' '.join(others)}" if others else "")
     tied = not given.flag("--untie-embeddings-and-output-weights")
@@ -159,7 +161,7 @@ def _hybrid(given: Fields, flag: str) -> tuple[Block, ...]:
     """Returns the layers of HybridModel: a mixer or an MLP alone."""
     pattern = str(given.get(flag)).replace("|", "")  # the ends of pipeline stages
     if "/" in pattern:
-        raise ArgumentError(flag, pattern, "a pattern without /", "Leave layers of multi-token prediction out.")
+        raise ArgumentError(flag, pattern, "a pattern without /", "Leave out layers of multi-token prediction.")
     types = {
         "M": lambda: Block(_mamba(given)),
         "G": lambda: Block(_gated_delta_net(given)),

@@ -93,7 +93,7 @@ class Fields:
         """Refuses fields that change a model's shape in a way that is not known here."""
         for name in names:
             if self._values.get(name):
-                raise ArgumentError(name, self._values[name], "nothing, 0 or false", "Such models cannot be read.")
+                raise ArgumentError(name, self._values[name], "nothing, 0 or false", "plan cannot read such models.")
 
 
 def chosen_blocks(name: str, words: object, types: Mapping[str, Block], layers: int) -> tuple[Block, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_cp.apps.estimate.megatron_flags import read_flags
 from megatron_cp.apps.estimate.model_fields import Fields
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.apps.estimate.towers import read_tower, text_values
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import did_you_mean
 
@@ -47,7 +49,7 @@ def read_model(text: str) -> ModelSpec:
         return PRESETS[text]
     if re.fullmatch(r"[\w-]+/[\w.-]+", text) and not text.endswith(".json") and not _exists(text):
         near = did_you_mean(text.rpartition("/")[2], PRESETS, alike=0.6)
-        remedy = f"Nothing is downloaded: pass its config.json, or a preset. {near}".rstrip()
+        remedy = f"plan downloads nothing: pass the model's config.json, or a preset. {near}".rstrip()
         raise ArgumentError("model", text, _allowed(), remedy)
     if not (text.endswith(".json") or os.sep in text or _exists(text)):
         raise ArgumentError("model", text, _allowed(), did_you_mean(text, PRESETS))
@@ -70,20 +72,24 @@ def _read_config(text: str) -> ModelSpec:
     flags = _COMMENTS.sub(" ", content).strip()
     if flags.startswith("--"):
         return read_flags(flags)
-    values = _values(text, content)
-    model_type = values.get("model_type")
-    name = path.absolute().parent.name or str(model_type)
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        return _built(text, values, model_type, name)
-    config = Fields(values)
+    given = _values(text, content)
     try:
+        values = text_values(given)
+        model_type = values.get("model_type")
+        name = path.absolute().parent.name or str(model_type)
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+            model = _built(text, values, model_type, name)
+            return replace(model, tower=read_tower(given, model.hidden_size))
+        config = Fields(values)
         sizes = config.size("hidden_size"), config.size("vocab_size")
         tied = config.flag("tie_word_embeddings", model_type in TIED)
         left_out = [
             f"{words} ({config.get(name)})" for name, words in LEFT_OUT.get(model_type, {}).items() if config.get(name)
         ]
+        left_out += ["the vision tower"] * bool(given.get("vision_config"))
         source = ", without ".join([f"{text}, model type {model_type}", *left_out])
-        return ModelSpec(name, *sizes, tied, MODEL_TYPES[model_type](config), source)
+        blocks = MODEL_TYPES[model_type](config)
+        return ModelSpec(name, *sizes, tied, blocks, source, read_tower(given, sizes[0]))
     except ArgumentError as error:
         raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None
 
@@ -91,7 +97,7 @@ def _read_config(text: str) -> ModelSpec:
 def _built(text: str, values: dict[str, Any], model_type: object, name: str) -> ModelSpec:
     """Returns a model of a type whose fields are not known here, by building it where transformers is installed."""
     near = did_you_mean(model_type, MODEL_TYPES, alike=0.85)
-    remedy = near or "Or describe it by Megatron's flags."
+    remedy = near or "You can describe the model by Megatron's flags instead."
     try:
         if isinstance(model_type, str) and not near and can_build():
             source = f"{text}, built by transformers without memory"
@@ -100,9 +106,9 @@ def _built(text: str, values: dict[str, Any], model_type: object, name: str) -> 
             return read_built(values, name, source)
     except ArgumentError as error:
         if error.given != model_type:
-            raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None
+            raise
     allowed = f"the model types {', '.join(MODEL_TYPES)}, or another that the installed transformers builds"
-    raise ArgumentError(f"{text}: model_type", model_type, allowed, remedy)
+    raise ArgumentError("model_type", model_type, allowed, remedy)
 
 
 def _content(text: str) -> tuple[Path, str]:

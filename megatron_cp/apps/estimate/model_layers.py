@@ -119,7 +119,7 @@ class Block:
         """Returns the bytes that one token's forward saves in bf16, without those that the mixing operations save.
 
         An attention's output and log-sum-exp, and what a linear layer's convolution and recurrence save with its
-        output, depend on the plan: see `memory.py`. Their inputs are counted here. In features of two bytes, with
+        output, depend on the plan: see `job_memory.py`. Their inputs are counted here. In features of two bytes, with
         `h` hidden size, `q k v` features of all query, key and value heads, `o` those of the output (heads times
         value_head_dim), `i` intermediate size, `s` that of the shared experts, `e` experts per token:
 
@@ -165,7 +165,9 @@ class Block:
         is_dense = mlp is not None and mlp.gated and not mlp.experts
         is_plain = isinstance(mixer, AttentionMixer) and not (mixer.kv_rank or mixer.query_rank or mixer.output_gate)
         if not (is_dense and is_plain):
-            remedy = "ops is known for attention without latents or an output gate, and a gated dense MLP."
+            remedy = (
+                "ops is known only for attention without latents and without an output gate, and for gated dense MLPs."
+            )
             raise ArgumentError("recompute", OPS, "none or selective or full with these layers", remedy)
         assert isinstance(mixer, AttentionMixer)
         assert mlp is not None

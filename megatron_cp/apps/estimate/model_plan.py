@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_cp.apps.estimate.job import Job
-from megatron_cp.apps.estimate.memory import Memory, memory_of
+from megatron_cp.apps.estimate.job_memory import RankMemory, memory_of
 from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_layers import FULL
 from megatron_cp.apps.estimate.models import ModelSpec
@@ -24,7 +24,7 @@ from megatron_cp.plan import DEFAULT, SCHEMES, Plan, Transport
 from megatron_cp.planner import AttentionSpec, LinearSpec, Machine, Slot, Topology, priced, timelines
 
 
-class _Together(NamedTuple):
+class _FlaggedPlans(NamedTuple):
     """Plans for which one set of flags asks.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Together(NamedTuple):
     head_chunks: int | None
 
 
-def _plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: Topology) -> _Together:
+def _plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: Topology) -> _FlaggedPlans:
     """Returns the cheapest plan of each kind of layer, or the cheapest with a common degree and number of chunks.
 
     The second holds if no single set of flags asks for all of the first.
@@ -56,7 +56,7 @@ def _plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: 
     attention = [plan for plan in best.values() if plan.attend is not None]
     degrees = sorted({plan.ulysses_degree for plan in attention if SCHEMES[plan.scheme].is_product})
     chunks = sorted({plan.num_chunks for plan in attention if SCHEMES[plan.scheme].takes_chunks})
-    found, refused = list[tuple[float, _Together]](), None
+    found, refused = list[tuple[float, _FlaggedPlans]](), None
     parts_of_all: Sequence[int | None] = [None, *chunks] if asked is None else [asked]
     degree_of_all: Sequence[int | None] = degrees or [None]
     for degree, parts in itertools.product(degree_of_all, parts_of_all):
@@ -66,9 +66,9 @@ def _plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: 
             refused = error
             continue
         if all(_is_alike(plans[slot], best[slot]) for slot in slots):
-            return _Together(_counted(best, slots), parts)
+            return _FlaggedPlans(_counted(best, slots), parts)
         total = sum(count * priced(plans[slot], on, topology).total for slot, count in slots.items())
-        found.append((total, _Together(_counted(plans, slots), parts)))
+        found.append((total, _FlaggedPlans(_counted(plans, slots), parts)))
     if not found:
         assert refused is not None
         raise refused
@@ -126,7 +126,7 @@ class ModelPlan:
 
     job: Job
     parts: Mapping[str, float]
-    memory: Memory
+    memory: RankMemory
     plans: tuple[tuple[Plan, int], ...]
     schemes: tuple[str, ...] = ()
     head_chunks: int | None = None

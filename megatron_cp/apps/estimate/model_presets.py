@@ -22,7 +22,7 @@ from megatron_cp.apps.estimate.mixers import (
 from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.cli import LayerShape
-from megatron_cp.plan import CONV1D
+from megatron_cp.plan import CONV1D, GDN2, GDP
 
 
 def _llama3(name: str, hidden_size: int, layers: int, heads: int, intermediate_size: int) -> ModelSpec:
@@ -118,9 +118,13 @@ def _shape(mixer: Mixer) -> LayerShape:
 
 
 # Shapes of single layers of the known models. Of mamba the groups are those of B and C, and the second number is the
-# size of the state. A convolution alone is a layer of no model: Qwen3-Next's is the one within Gated DeltaNet.
-_CONVOLUTIONS = {"qwen3-next": LayerShape(64, 64, 128, 128), "tiny": LayerShape(6, 2, 16, 16)}
-MODELS = {
-    name: layer_shapes(model) | ({CONV1D.name: {_CONVOLUTIONS[name]: 1}} if name in _CONVOLUTIONS else {})
-    for name, model in PRESETS.items()
+# size of the state. Some kinds are layers of no known model; the convolution alone of Qwen3-Next is that within its
+# Gated DeltaNet.
+_OF_NO_MODEL = {
+    "qwen3-next": {CONV1D.name: {LayerShape(64, 64, 128, 128): 1}},
+    "tiny": {
+        **{kind.name: {LayerShape(6, 2, 16, 16): 1} for kind in (CONV1D, GDN2)},
+        GDP.name: {LayerShape(6, 2, 16, 16, num_householder=3): 1},
+    },
 }
+MODELS = {name: layer_shapes(model) | _OF_NO_MODEL.get(name, {}) for name, model in PRESETS.items()}

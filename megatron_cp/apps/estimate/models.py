@@ -16,7 +16,7 @@ from megatron_cp.apps.estimate.mixers import BF16, FP32, AttentionMixer, LinearM
 from megatron_cp.apps.estimate.model_layers import NONE, Block
 from megatron_cp.errors import checked_integer
 from megatron_cp.plan import COLLECTIVE, Transport
-from megatron_cp.planner import Slot, checked_search
+from megatron_cp.planner import Slot, Tower, checked_search
 
 MAX_LAYERS = 10_000  # a mistyped number must not take all memory
 
@@ -32,6 +32,7 @@ class ModelSpec:
         tied_embeddings: True if the output head has the embedding's weights.
         blocks: the layers, in order.
         source: the source of the numbers, and the parts of it that were not read.
+        tower: the vision tower, which no number of the model counts; None without one.
 
     Raises:
         ArgumentError: no word, no block, or too many.
@@ -51,6 +52,7 @@ class ModelSpec:
     tied_embeddings: bool
     blocks: tuple[Block, ...]
     source: str = ""
+    tower: Tower | None = None
 
     def __post_init__(self) -> None:
         checked_integer("vocab_size", self.vocab_size, 1)

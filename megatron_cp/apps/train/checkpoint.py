@@ -95,7 +95,7 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
             "resume", str(checkpoint), "a checkpoint of the same model and optimizer", f"{'; '.join(differences)}."
         )
     if iteration >= options.train_iters:
-        allowed = f"more than the {iteration} steps that the checkpoint holds"
+        allowed = f"more than the {iteration} steps of the checkpoint"
         raise ArgumentError("train_iters", options.train_iters, allowed)
     return iteration
 

@@ -58,15 +58,15 @@ COMMON = (
     "context_parallel_size", "cp_comm_type", "linear_cp_mode", "cp_layout", "data_path", "seq_length", "train_iters",
     "lr", "bf16", "run_dir", "resume", "compare", "report",
 )  # fmt: skip
-_METRICS = "Each step's metrics are a line of metrics.jsonl in the run's folder."
-_OF_MEGATRON = "A Megatron job of your own has it, such as examples/pretrain_hybrid.py."
+_METRICS = "metrics.jsonl in the run's folder has a line of metrics for each step."
+_OF_MEGATRON = "Use it in a Megatron job of your own, such as examples/pretrain_hybrid.py."
 # Flags that left or are not there, and what to take instead.
 LEFT = {
-    "--cp-search-cache": "Each rank finds the same tiles by itself: take --cp-search alone.",
+    "--cp-search-cache": "Every rank finds the same tiles without a cache: pass only --cp-search.",
     "--micro-batch-size": "A microbatch is one pack of --seq-length tokens.",
     "--tensorboard": _METRICS, "--wandb": _METRICS,
     "--sample-tokens": "Load the checkpoint with Megatron's inference.",
-    "--validation": "A Megatron job of your own validates by --eval-iters, such as examples/pretrain_hybrid.py.",
+    "--validation": "Use --eval-iters in a Megatron job of your own, such as examples/pretrain_hybrid.py.",
     **dict.fromkeys(
         ("--cp-even-packs", "--eval-interval", "--eval-iters", "--tensor-model-parallel-size", "--sequence-parallel",
          "--use-distributed-optimizer", "--vocab-size", "--min-lr", "--lr-decay-style", "--lr-decay-iters",
@@ -105,17 +105,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
         groups[group].add_argument(*flags(entry.name.replace("_", "-")), **details)
     run = parser.add_argument_group("run")
-    run.add_argument("--run-dir", metavar="DIR", help="folder to write to (default: runs/ and the time)")
+    run.add_argument("--run-dir", metavar="DIR", help="folder of the run's files (default: runs/ and the time)")
     run.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on from the last checkpoint of the run in DIR, which must be yours: docs/trust.md says why",
+        help="continue from the last checkpoint of the run in DIR; use only runs of your own, see docs/trust.md",
     )
     run.add_argument(
         "--compare",
         action="store_true",
-        help="train at --context-parallel-size 1 too; fails in fp32 if gradients of the first step differ by more than "
-        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}; with --cp-codec gradients by more than "
+        help="train at --context-parallel-size 1 too. In fp32, fail if gradients of the first step differ by more than "
+        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}; with --cp-codec, gradients by more than "
         f"{', '.join(f'{limit:g} ({codec})' for codec, limit in CODEC_TOLERANCES.items())} or losses by more than "
         f"{CODED_LOSS_TOLERANCE:g}",
     )
@@ -233,7 +233,7 @@ def _run(
         return Report("", quiet=True) if record is None else _finished(args, run, summary, record, device)
     except KeyboardInterrupt as error:
         if record is None:
-            raise KeyboardInterrupt("interrupted; the first rank says how far the run came") from None
+            raise KeyboardInterrupt("interrupted; the first rank prints how far the run came") from None
         if (folder / METRICS).exists():
             print(file=sys.stderr)  # the progress bar's line has no end
         raise KeyboardInterrupt(record_interruption(run, record, error)) from None
@@ -380,7 +380,7 @@ def _check_comparison(options: TrainingOptions) -> None:
     given = [f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != getattr(TrainingOptions, n)]
     if options.context_parallel_size == 1 and given:
         allowed = f"2 or more with --compare and {' and '.join(given)}"
-        remedy = "One rank sends nothing, so that there is nothing to compare."
+        remedy = "One rank sends nothing, so there is nothing to compare."
         raise ArgumentError("context_parallel_size", 1, allowed, remedy)
 
 

@@ -99,7 +99,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
             dist.all_reduce(total, group=everyone)
             loss = (total[0] / total[1].clamp(min=1)).item()  # waits for the device
-            learnt = round(total[1].item()) // options.context_parallel_size  # every rank of a batch logs all of them
+            learnt = round(total[1].item())
             tokens, pad_tokens = batches.take_counts()
             entry = {"step": step, "loss": loss, "grad_norm": float(grad_norm), "lr": lr, "tokens": tokens,
                      "loss_tokens": learnt, "pad_tokens": pad_tokens}  # fmt: skip

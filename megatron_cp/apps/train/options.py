@@ -57,36 +57,36 @@ class TrainingOptions:
     mamba_state_dim: int = _model(16, "features of Mamba-2's state")
     mamba_num_groups: int = _model(2, "groups of Mamba-2's heads that share B and C")
     window_size: tuple[int, ...] | None = _model(
-        None, "number of tokens before and after a query that attention sees", nargs=2, type=int
+        None, "numbers of tokens before and after a query that the query sees", nargs=2, type=int
     )
     softmax_type: str = _model(
         "vanilla",
         "off-by-one and learnable add a sink to each head's softmax",
         choices=("vanilla", "off-by-one", "learnable"),
     )
-    rotary_base: int = _model(10000, "period of the slowest rotary phase")
+    rotary_base: int = _model(10000, "base of the periods of rotary phases")
     # Parallelism.
     context_parallel_size: int = _parallel(1, "ranks that share the tokens of a pack")
-    data_parallel_size: int = _parallel(1, "replicas on local ranks; torchrun's job decides its own")
-    cp_comm_type: tuple[str, ...] = _parallel(("auto",), "attention's scheme, one or one for each layer", nargs="+")
-    linear_cp_mode: str = _parallel("auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto")
+    data_parallel_size: int = _parallel(1, "number of replicas on local ranks; under torchrun the job decides it")
+    cp_comm_type: tuple[str, ...] = _parallel(("auto",), "attention's scheme, one value or one a layer", nargs="+")
+    linear_cp_mode: str = _parallel("auto", "linear layers' mode: headwise, chunkwise, redistribute or auto")
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _parallel(
-        None, "for a2a+...: ranks of one head exchange, and number of such groups", nargs=2, type=int
+        None, "for a2a+...: number of ranks that exchange heads, and number of such groups", nargs=2, type=int
     )
-    cp_head_chunks: int | None = _parallel(None, "chunks in which heads are exchanged, or keys are gathered")
+    cp_head_chunks: int | None = _parallel(None, "number of chunks in which to exchange heads, or to gather keys")
     cp_transport: str = _parallel(
         "collective", "how messages are sent: collective, pairwise, hierarchical, shared_memory or symmetric_memory"
     )
-    cp_codec: str = _parallel("none", "coding of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8")
+    cp_codec: str = _parallel("none", "quantisation of heads, keys and values in messages: none, fp8, fp8_e5m2 or int8")
     cp_hardware: str | None = _parallel(None, "machine for which auto predicts: a preset such as h100, or a file")
     cp_search: float = _parallel(
         0.0,
-        "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0, auto "
-        "considers tiled too",
+        "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0, auto "
+        "also considers tiled",
         metavar="SECONDS",
     )
     cp_layout: str = _parallel(
-        "balanced", "layout of tokens over ranks: balanced, contiguous, zigzag, or auto, the fastest for each pack"
+        "balanced", "layout of tokens over ranks: balanced, contiguous, zigzag, or auto (the fastest for each pack)"
     )
     distributed_timeout_minutes: float = _parallel(
         0.75, "longest wait for another rank; ten minutes in the first step and while saving"
@@ -98,18 +98,18 @@ class TrainingOptions:
         "Python's standard library)",
     )
     tokenizer_model: str | None = _data(None, "a Hugging Face tokenizer.json (default: bytes)")
-    seq_length: int = _data(4096, "most tokens of a pack, which is a microbatch over all context-parallel ranks")
-    global_batch_size: int = _data(1, "packs of a step")
+    seq_length: int = _data(4096, "maximum tokens of a pack, which is one microbatch of all context-parallel ranks")
+    global_batch_size: int = _data(1, "number of packs in a step")
     # Optimisation.
     train_iters: int = _optimised(100, "training steps")
     # Fields with `kept` are part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by
     # them, or loads them with the groups.
     lr: float = _optimised(1e-3, "learning rate", kept=True)
-    lr_warmup_iters: int = _optimised(20, "steps of warm-up; a fifth of the run if that is less")
+    lr_warmup_iters: int = _optimised(20, "steps of warm-up; if not given, at most a fifth of the run")
     weight_decay: float = _optimised(0.01, "AdamW's weight decay", kept=True)
     adam_beta1: float = _optimised(0.9, "AdamW's beta1", kept=True)
     adam_beta2: float = _optimised(0.95, "AdamW's beta2", kept=True)
-    clip_grad: float = _optimised(1.0, "largest gradient norm; 0 for no clipping")
+    clip_grad: float = _optimised(1.0, "maximum gradient norm; 0 for no clipping")
     seed: int = _optimised(1234, "seed of weights and of the order of documents")
     bf16: bool = _optimised(False, "bf16 weights with fp32 master weights")
     recompute_granularity: str | None = _optimised(None, "recompute activations", choices=("full", "selective"))
@@ -126,7 +126,7 @@ class TrainingOptions:
     def check(self) -> None:
         """Refuses options that are wrong, before anything starts; Megatron's and ours, and layers, refuse the rest."""
         if self.spec not in SPECS:
-            remedy = "Layers of your own train in a Megatron job of your own."
+            remedy = "To train other layers, use a Megatron job of your own."
             raise ArgumentError("spec", " ".join(self.spec), " or ".join(map(" ".join, SPECS)), remedy)
         machine(self.cp_hardware, argument="cp_hardware")
         for scheme in self.cp_comm_type:
@@ -169,7 +169,9 @@ class TrainingOptions:
             allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
             raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
         if self.kv_channels % 2:
-            raise ArgumentError("kv_channels", self.kv_channels, "an even number, of which rotary phases are pairs")
+            raise ArgumentError(
+                "kv_channels", self.kv_channels, "an even number, since rotary positions rotate pairs of features"
+            )
         if self.lr_warmup_iters and self.lr_warmup_iters >= self.train_iters:
             raise ArgumentError("lr_warmup_iters", self.lr_warmup_iters, f"less than the {self.train_iters} steps")
         for name, heads, kind in (

@@ -39,7 +39,7 @@ def latest_checkpoint(folder: Path) -> Path:
     tracker = folder / TRACKER
     allowed = "a run that has saved a checkpoint"
     if not tracker.exists():
-        remedy = f"It has saved none: {SAVES}. Start again without --resume, in another --run-dir."
+        remedy = f"The run saved no checkpoint: {SAVES}. Start again without --resume, in another --run-dir."
         raise ArgumentError("resume", str(folder.parent), allowed, remedy)
     try:
         iteration = int(tracker.read_text())
@@ -76,9 +76,9 @@ def claimed(run_dir: str | None, resume: str | None, held: contextlib.ExitStack)
     metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
     has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
     if has_steps and not goes_on:  # not one that ended before a step
-        remedy = f"The steps of a run are there; to go on with it: --resume {folder}"
+        remedy = f"The folder has the steps of a run; to continue it: --resume {folder}"
         if not tracker.exists():
-            remedy = f"The steps of a run are there, but no checkpoint: {SAVES}."
+            remedy = f"The folder has the steps of a run, but no checkpoint: {SAVES}."
         raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
     return folder
 

@@ -93,7 +93,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
     if getattr(options, unread) != getattr(TrainingOptions, unread):
         raise ArgumentError(unread, getattr(options, unread), f"only with {reader}", "--spec chooses the other model.")
     if options.bf16 and device.type != "cuda":
-        raise ArgumentError("bf16", True, f"off on {device.type}", "Megatron's optimizer for it needs CUDA.")
+        raise ArgumentError("bf16", True, f"off on {device.type}", "Megatron's optimizer for bf16 needs CUDA.")
     own = {name: getattr(options, name) for name in _SAME}
     if options.recompute_granularity == "full":
         own |= {"recompute_method": "uniform", "recompute_num_layers": 1}

@@ -1,6 +1,6 @@
 """The four copies of a head exchange as tables of pieces, each one launch, for CUDA.
 
-The functions take the arguments of those of `token_side` and `head_side`, and memory to write to. They return False if
+The functions take the arguments of those of `messages.py`, and memory to write to. They return False if
 they did nothing: more tensors than a launch takes, rows that are not dense and a few other rarities are left to torch.
 """
 
@@ -114,14 +114,14 @@ def _unpacks_tokens(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: G
 
 
 def _packs_heads(sections: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch | None:
-    if at.copies > 1 and any(at.coded):
+    if at.rows_per_token > 1 and at.is_coded:
         return None
     pieces = _head_pieces(at, alignment_of(sections, messages), to_tensors=False)
     return _launch(sections, messages, at.layout.packing.total, pieces, at, index=at.order)
 
 
 def _unpacks_heads(sections: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> Launch | None:
-    if at.copies > 1:
+    if at.rows_per_token > 1:
         return None
     pieces = _head_pieces(at, alignment_of(sections, messages), to_tensors=True)
     return _launch(sections, messages, at.layout.packing.total, pieces, at, index=at.inverse_order)
@@ -201,7 +201,8 @@ def _piece(
 
 def _head_pieces(at: Geometry, alignment: tuple[int, ...], *, to_tensors: bool) -> Pieces:
     return _head_table(
-        at.blocks, at.format, at.rank, at.dtypes, at.coded, at.copies, alignment, at.device, to_tensors=to_tensors,
+        at.blocks, at.format, at.rank, at.dtypes, at.coded, at.rows_per_token, alignment, at.device,
+        to_tensors=to_tensors,
     )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def _row_table(row: int, alignment: tuple[int, ...], device: torch.device) -> Pi
 def _fits(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> bool:
     if max(len(tensors), len(messages)) > MOST or not all(map(has_dense_rows, tensors)):
         return False
-    if not any(at.coded):
+    if not at.is_coded:
         return True
     is_new = at.device.type != "cuda" or torch.cuda.get_device_capability(at.device) >= _CODED_FORMATS
     return set(at.dtypes) <= set(TYPES) and (is_new or at.coding == INT8)

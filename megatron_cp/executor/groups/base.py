@@ -1,4 +1,4 @@
-"""`RankGroup`: the ranks of one context-parallel group and their few operations.
+"""`Wire`, what carries messages between ranks, and `RankGroup`, the ranks of one context-parallel group.
 
 Operations that move data are started, and waited for later: `start_all_to_all(...).wait()`. The messages between two
 ranks arrive in the order in which they were started, in any order of waits.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.torch_private import no_modes
 
 
@@ -97,7 +98,7 @@ class Agreed:
         return tuple(line for mark in marks for line in self._lines.get(mark, ()))
 
 
-def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+def unshared_lines(lines: Sequence[Sequence[str]]) -> list[list[str]]:
     """Returns, for each rank, the lines that not all ranks have, or all of its lines if the first lines differ."""
     if len({tuple(of_rank[:1]) for of_rank in lines}) > 1:
         return [list(of_rank) for of_rank in lines]
@@ -105,7 +106,105 @@ def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[line for line in of_rank if line not in shared] for of_rank in lines]
 
 
-class RankGroup(ABC):
+class Wire(ABC):
+    """Carrier of messages between one rank and the others: a group itself, or a transport that is laid over a group.
+
+    All wires deliver the same bytes to the same places. They differ in the messages that an operation consists of, in
+    when these are sent, and in the memory that receives them.
+
+    A caller acquires memory, starts an operation that fills it, waits, reads, and releases:
+
+        received = wire.acquire(size, device)
+        pending = wire.start_all_gather(received, sent)
+        ...                        # computes meanwhile
+        pending.wait()
+        ...                        # reads `received`
+        wire.release(received)
+
+    The contract for callers:
+
+    - Every rank makes the same calls of `acquire` and `start_*` in the same order, and waits in the same order. Sizes
+      differ from rank to rank and may be zero. The order of releases may differ, too.
+    - `received` is memory from `acquire`, all of it or a contiguous part; a group itself fills any memory. `sent` may
+      be any memory. Both are contiguous and flat, and the caller accesses neither between start and wait.
+    - A rank calls from one thread at a time.
+
+    The contract for wires:
+
+    - `start_*` does not wait for other ranks, so that callers compute while messages are sent. `wait` returns when all
+      of `received` is written and `sent` may be used again. On CUDA both hold for work that is queued after it.
+    - Acquired memory is used for nothing else until it is released, or, if `kept`, for as long as a tensor refers to
+      it.
+    - Errors show the group's `activity`, which the caller has set before `start_*`. A transport that starts operations
+      of the group in `wait` sets it again first, since other operations may have been started meanwhile.
+    - Over a group, every rank starts equally many operations of it, in the same order. A rank that is idle in one sends
+      an `empty_message`, since backends number operations, and debugging tools compare the numbers of the ranks.
+
+    A transport whose ranks write into each other's memory overrides `acquire` and `release` too. It may write into
+    another rank's memory once that rank has started the same operation: the rank has acquired the memory by then, and
+    does not read it before its wait. As sizes differ, the n-th buffer of each rank has another offset in its heap,
+    which a rank sends to the others with the signal of its start. `wait` returns when all writers have signalled that
+    they are done, and when this rank's own writes have completed. Memory that is `kept` may outlive the step: it is
+    taken from the heap until no tensor refers to it, or is ordinary memory into which `wait` copies. A transport is
+    made for every call and every part of a group, so a heap belongs to the group, as `buffers` do.
+    `tests/unit_tests/executor/test_one_sided_transport.py` has such a transport over threads.
+    """
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The pool of this rank's send buffers and of receive buffers that are read once."""
+        return Buffers()
+
+    def acquire(self, size: int, device: torch.device, *, kept: bool = False) -> Tensor:
+        """Returns `[size]` uninitialised bytes to receive a message in.
+
+        Args:
+            size: number of bytes.
+            device: device of the message.
+            kept: False if the caller reads the message and then calls `release`. True if the memory must stay valid
+                for as long as a tensor refers to it, for example because autograd saves it for backward.
+        """
+        if kept:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        return self.buffers.acquire(size, device)
+
+    def release(self, *tensors: Tensor) -> None:
+        """Takes back memory from `acquire` or `buffers`, or views of it.
+
+        It ignores other tensors, also those that were acquired as `kept`.
+        """
+        self.buffers.release(*tensors)
+
+    @abstractmethod
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
+        """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
+
+        The rank's piece for itself is copied.
+
+        Args:
+            received, sent: contiguous, flat tensors of the same type.
+            received_splits, sent_splits: the elements of each piece, which may be zero.
+            split_counts: the elements that any rank sends to any other. A transport in which ranks pass on messages of
+                others needs them; the `Communicator` always gives them.
+        """
+
+    @abstractmethod
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
+
+    @abstractmethod
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts all messages together, such as a step of a ring. Messages of one pair of ranks stay in order.
+
+        A rank without messages, while others have some, sends itself an `empty_message` and receives it, because
+        backends that number operations, such as NCCL, need each operation on every rank.
+        """
+
+
+class RankGroup(Wire):
     """The ranks of one group. Every method is collective: all ranks of the group call it in the same order.
 
     A rank must call its methods from one thread at a time.
@@ -128,11 +227,6 @@ class RankGroup(ABC):
     process_group: Any = None
 
     @cached_property
-    def buffers(self) -> Buffers:
-        """The pool of this rank's send buffers and of receive buffers that are read once."""
-        return Buffers()
-
-    @cached_property
     def agreed(self) -> Agreed:
         """The calls and plans that the ranks have compared."""
         return Agreed()
@@ -145,28 +239,6 @@ class RankGroup(ABC):
     def has_failed(self) -> bool:
         """Returns True once this rank knows that another one has failed."""
         return False
-
-    @abstractmethod
-    def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
-        """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
-
-        Both tensors are contiguous and flat; splits count elements and may be zero. If a rank's piece for itself is
-        left out of `sent` but not out of `received`, that piece is not written: see `keep_own`.
-        """
-
-    @abstractmethod
-    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
-
-    @abstractmethod
-    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts all messages together. Messages of one pair of ranks stay in order.
-
-        A rank without messages, while others have some, sends itself an empty one and receives it, because backends
-        that number operations, such as NCCL, need each operation on every rank. The empty tensor sets the device.
-        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -186,7 +258,7 @@ class RankGroup(ABC):
 
     def part(self, ranks: range) -> RankGroup:
         """Returns the group of `ranks`, which include this rank."""
-        return self if len(ranks) == self.size else Part(self, ranks)
+        return self if len(ranks) == self.size else Subgroup(self, ranks)
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Returns every rank's `value`, of equal lengths, in rank order. It synchronises, and is meant for set-up."""
@@ -207,12 +279,12 @@ class RankGroup(ABC):
         self.all_gather(received, sent)
 
 
-class Part(RankGroup):
-    """A subset of a group's ranks. Operations go through the group, and all its other parts start them too.
+class Subgroup(RankGroup):
+    """A part of a group's ranks. Operations go through the group, and all its other parts start them too.
 
     Args:
         parent: the group.
-        ranks: ranks of the parent, with this one; rank n of the part is `ranks[n]`.
+        ranks: ranks of the parent, with this one; rank n of the subgroup is `ranks[n]`.
     """
 
     def __init__(self, parent: RankGroup, ranks: range) -> None:
@@ -229,8 +301,9 @@ class Part(RankGroup):
         return self._parent.has_failed()
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         check_splits(received, received_splits, "received_splits", self.size)
         check_splits(sent, sent_splits, "sent_splits", self.size)
         self._parent.activity = self.activity
@@ -264,10 +337,20 @@ class Part(RankGroup):
 
 
 def keep_own(received: Tensor, sent: Tensor) -> None:
-    """Copies a rank's piece for itself, unless it was left out of `sent`; then the caller writes it to `received`."""
+    """Copies a rank's piece for itself, which is empty where rows or states go to other ranks only."""
     if sent.numel():
         with no_modes():  # counters of copied activations must not count the transfer itself
             received.copy_(sent)
+
+
+def empty_message(like: Tensor, rank: int) -> Message:
+    """Returns the message without elements to itself by which an idle rank takes part in an operation.
+
+    Args:
+        like: a flat tensor of the type and on the device of the other ranks' tensors.
+        rank: this rank.
+    """
+    return Message(like[:0], rank)
 
 
 def check_peers(messages: Sequence[Message], rank: int) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_cp.executor.groups.base import differences
+from megatron_cp.executor.groups.base import unshared_lines
 
 _EXCHANGE_TIME = 2.0  # seconds for the exchange of exit reports by the board, which may be gone
 _READING_TIME = 1.0  # seconds of these for the other ranks to read
@@ -65,7 +65,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Report:
+class StallReport:
     """The report of a rank that waits: its wait, the messages that it has started, and the lines of its call."""
 
     stall: Stall
@@ -73,7 +73,7 @@ class Report:
     lines: tuple[str, ...] = ()
 
 
-def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> str | None:
+def verdict(rank: int, report: StallReport, look: Callable[[int], StallReport | None]) -> str | None:
     """Returns why the wait of `rank` can never end, or None if it may still end.
 
     Args:
@@ -102,13 +102,13 @@ def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> 
         path.append(here.peer)
 
 
-def _explain(path: list[int], reports: Mapping[int, Report]) -> str:
+def _explain(path: list[int], reports: Mapping[int, StallReport]) -> str:
     ranks = sorted(set(path))
     shown: dict[int, Sequence[str]] = {}
     for first in {reports[rank].lines[:1] for rank in ranks}:
         alike = [rank for rank in ranks if reports[rank].lines[:1] == first]
         if len(alike) > 1:
-            shown |= dict(zip(alike, differences([reports[rank].lines for rank in alike]), strict=True))
+            shown |= dict(zip(alike, unshared_lines([reports[rank].lines for rank in alike]), strict=True))
         else:  # there is no other rank to compare its lines with, so that only the details are of use
             shown[alike[0]] = reports[alike[0]].stall.details
     lines_of_ranks = [f"  rank {rank} is {reports[rank].stall.describe(shown[rank])}" for rank in ranks]
@@ -141,10 +141,10 @@ class Board:
     def _count_generation(self) -> None:
         self._generation = self._store.add(f"megatron_cp/generation/{self._rank}", 1)
 
-    def publish(self, report: Report) -> None:
+    def publish(self, report: StallReport) -> None:
         self._set("stall", report)
 
-    def report(self, rank: int) -> Report | None:
+    def report(self, rank: int) -> StallReport | None:
         """Returns the report of another rank that has waited, which may have continued since."""
         return self._get("stall", [rank]).get(rank)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_cp.errors import PeerError
 from megatron_cp.executor.groups.base import Agreed, Message, Pending
 from megatron_cp.executor.groups.gloo_exit import wait_for_gloo_at_exit
-from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, verdict
+from megatron_cp.executor.groups.stalls import Board, ExitReport, Stall, StallReport, Started, verdict
 from megatron_cp.torch_private import store_of
 
 _REMEMBERED = 16  # latest messages of each pair and direction, for the description of a stall
@@ -133,9 +133,9 @@ class TaggedMessages:
             for direction, queues in self._queues.items()
         }
 
-    def report(self, stall: Stall) -> Report:
+    def report(self, stall: Stall) -> StallReport:
         """Returns the report of a wait for the other ranks."""
-        return Report(stall, self.started(), stall.details or self._agreed.lines(stall.message.activity))
+        return StallReport(stall, self.started(), stall.details or self._agreed.lines(stall.message.activity))
 
     def abort_waits(self, peer: int) -> None:
         """Fails all waits of this group: gloo ends all of them when one times out."""

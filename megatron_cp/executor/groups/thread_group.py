@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, PeerError
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups.base import (
     Agreed,
     Message,
@@ -20,8 +21,8 @@ from megatron_cp.executor.groups.base import (
     RankGroup,
     check_peers,
     check_splits,
-    differences,
     keep_own,
+    unshared_lines,
 )
 from megatron_cp.torch_private import no_modes
 
@@ -66,8 +67,9 @@ class ThreadGroup(RankGroup):
                 mailbox.put(None)
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         check_splits(received, received_splits, "received_splits", self.size)
         check_splits(sent, sent_splits, "sent_splits", self.size)
         outgoing, incoming = sent.split(sent_splits), received.split(received_splits)
@@ -121,7 +123,7 @@ class ThreadGroup(RankGroup):
             raise PeerError(f"{here}: stopped, since another rank of its group failed", rank=self.rank, peer=peer)
         found, piece = arrived.tensor, awaited.tensor
         if found.shape != piece.shape or found.dtype != piece.dtype or arrived.activity != awaited.activity:
-            own, theirs = differences([awaited.lines(), arrived.lines()])
+            own, theirs = unshared_lines([awaited.lines(), arrived.lines()])
             raise PeerError(
                 f"{here}: expects {_describe_tensor(piece)} from rank {peer}, which sent {_describe_tensor(found)} in "
                 f"{_describe(arrived.activity)}"

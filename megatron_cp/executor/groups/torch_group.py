@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups.base import (
     Agreed,
     Done,
@@ -107,17 +108,13 @@ class TorchGroup(RankGroup):
         return wait_limit(self.group) if given is None else given
 
     def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
-    ) -> Pending:
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
         check_splits(received, received_splits, "received_splits", self.size)
         check_splits(sent, sent_splits, "sent_splits", self.size)
         if self._tagged is not None and not sent.is_cuda:
             return self._start_pieces(received.split(received_splits), sent.split(sent_splits))
-        if received_splits[self.rank] and not sent_splits[self.rank]:  # the own piece is left out: needs lists
-            incoming, outgoing = list(received.split(received_splits)), list(sent.split(sent_splits))
-            incoming[self.rank] = incoming[self.rank][:0]
-            work = dist.all_to_all(incoming, outgoing, group=self.group, async_op=True)
-            return _Works(work, (received, sent), self)
         work = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=True)
         return _Works(work, (received, sent), self)
 
@@ -174,9 +171,11 @@ class TorchGroup(RankGroup):
         arrived, outgoing = fused(received), fused(sent)
         if len(sent) > 1:
             torch.cat([_bytes_of(message.tensor) for message in sent], out=outgoing)
-        splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
-                  for messages in (received, sent))  # fmt: skip
-        pending = self.start_all_to_all(arrived, outgoing, *splits)
+        received_splits, sent_splits = (
+            [sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
+            for messages in (received, sent)
+        )
+        pending = self.start_all_to_all(arrived, outgoing, received_splits, sent_splits)
         return _Unpacked(pending, arrived, received if len(received) > 1 else [], taken, self.buffers)
 
     def _start_staged_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

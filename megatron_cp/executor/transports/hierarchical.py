@@ -15,25 +15,33 @@ from functools import lru_cache
 from torch import Tensor
 
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.groups import Message, Pending, keep_own
-from megatron_cp.executor.transports.base import GroupTransport
+from megatron_cp.executor.groups import Message, Pending, RankGroup, Wire, empty_message, keep_own
+from megatron_cp.plan.transport import Transport, checked_transport
 
 
-class Hierarchical(GroupTransport):
-    """Sends one message to each other host, where a rank passes its parts on."""
+class Hierarchical(Wire):
+    """Sends one message to each other host, where a rank passes its parts on.
 
-    def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
-        rank = self.group.rank
-        incoming = received.split(split_counts.received_by(rank))
-        outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
-        return _TwoHopAllToAll(self, incoming, outgoing, split_counts, sent)
+    Raises:
+        ArgumentError: the transport has the hosts of another number of ranks.
+    """
+
+    def __init__(self, group: RankGroup, transport: Transport) -> None:
+        self.group, self.buffers = group, group.buffers
+        self.hosts = _host_ranks(group.rank, checked_transport(transport, group.size).hosts)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
+        assert split_counts is not None
+        return _TwoHopAllToAll(self, received.split(received_splits), sent.split(sent_splits), split_counts, sent)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         return _TwoHopAllGather(self, received.split([sent.numel()] * self.group.size), sent)
 
-    @property
-    def hosts(self) -> Hosts:
-        return _hosts_of(self.group.rank, self.transport.hosts)
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self.group.start_messages(sends, receives)
 
     def start_hop(self, sends: list[Message], receives: list[Message], like: Tensor) -> Pending:
         """Starts the messages of a hop, also if this rank has none.
@@ -42,11 +50,11 @@ class Hierarchical(GroupTransport):
         one whose other parts have messages.
         """
         if not sends and not receives:
-            sends, receives = [self.empty_message(like)], [self.empty_message(like)]
+            sends = receives = [empty_message(like, self.group.rank)]
         return self.group.start_messages(sends, receives)
 
 
-class Hosts:
+class HostRanks:
     """The ranks of each host, seen from one rank.
 
     Attributes:
@@ -74,19 +82,19 @@ class Hosts:
         return self._senders[proxy_rank]
 
 
-_hosts_of = lru_cache(maxsize=1024)(Hosts)  # large enough for ranks that are threads, which have an entry each
+_host_ranks = lru_cache(maxsize=1024)(HostRanks)  # large enough for ranks that are threads, which have an entry each
 
 
 class _TwoHopAllToAll(Pending):
     """An all-to-all with one message to each other host, whose parts are passed on there."""
 
     def __init__(
-        self, transport: Hierarchical, incoming: Sequence[Tensor], outgoing: Sequence[Tensor],
+        self, wire: Hierarchical, incoming: Sequence[Tensor], outgoing: Sequence[Tensor],
         split_counts: SplitCounts, sent: Tensor,
     ) -> None:  # fmt: skip
-        self._transport, self._group, self._activity = transport, transport.group, transport.group.activity
+        self._wire, self._group, self._activity = wire, wire.group, wire.group.activity
         self._incoming, self._counts, self._like = incoming, split_counts.counts, sent
-        self._hosts = hosts = transport.hosts
+        self._hosts = hosts = wire.hosts
         self._acquired: list[Tensor] = []
         rank = self._group.rank
         keep_own(incoming[rank], outgoing[rank])
@@ -101,7 +109,7 @@ class _TwoHopAllToAll(Pending):
         self._bundles = self._acquire(sum(sizes)).split(sizes)
         receives = [Message(incoming[peer], peer) for peer in peers]
         receives += [Message(bundle, sender) for bundle, sender in zip(self._bundles, self._senders, strict=True)]
-        self._pending = transport.start_hop(sends, receives, sent)
+        self._pending = wire.start_hop(sends, receives, sent)
 
     def wait(self) -> None:
         self._pending.wait()
@@ -124,7 +132,7 @@ class _TwoHopAllToAll(Pending):
             receives.append(Message(bundle, peer))
             arrived += list(zip(sources, bundle.split(sizes), strict=True))
         self._group.activity = self._activity
-        self._transport.start_hop(sends, receives, self._like).wait()
+        self._wire.start_hop(sends, receives, self._like).wait()
         for source, piece in arrived:
             self._incoming[source].copy_(piece)
         self._group.buffers.release(*self._acquired)
@@ -151,16 +159,16 @@ class _TwoHopAllToAll(Pending):
 class _TwoHopAllGather(Pending):
     """An all-gather that sends each share to each other host once."""
 
-    def __init__(self, transport: Hierarchical, incoming: Sequence[Tensor], sent: Tensor) -> None:
-        self._transport, self._group, self._activity = transport, transport.group, transport.group.activity
+    def __init__(self, wire: Hierarchical, incoming: Sequence[Tensor], sent: Tensor) -> None:
+        self._wire, self._group, self._activity = wire, wire.group, wire.group.activity
         self._incoming, self._like = incoming, sent
-        self._hosts = hosts = transport.hosts
+        self._hosts = hosts = wire.hosts
         rank = self._group.rank
         incoming[rank].copy_(sent)
         self._peers = [peer for peer in hosts.local_ranks if peer != rank]
         targets = [*self._peers, *(hosts.proxy_rank(rank, number) for number in hosts.other_hosts)]
         self._senders = hosts.senders_to(rank)
-        self._pending = transport.start_hop(
+        self._pending = wire.start_hop(
             [Message(sent, target) for target in targets],
             [Message(incoming[source], source) for source in (*self._peers, *self._senders)],
             sent,
@@ -169,7 +177,7 @@ class _TwoHopAllGather(Pending):
     def wait(self) -> None:
         self._pending.wait()
         self._group.activity = self._activity
-        self._transport.start_hop(
+        self._wire.start_hop(
             [Message(self._incoming[source], peer) for peer in self._peers for source in self._senders],
             [Message(self._incoming[source], peer) for peer in self._peers for source in self._hosts.senders_to(peer)],
             self._like,

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.groups import Message, Pending, RankGroup, keep_own
-from megatron_cp.executor.transports.base import GroupTransport
+from megatron_cp.executor.groups import Message, Pending, RankGroup, Wire, empty_message, keep_own
 from megatron_cp.plan.transport import Transport, num_rounds, round_robin_peer
 
 ROUNDS_IN_FLIGHT = 4  # enough that a slow pair does not delay others; more would congest one link again
 
 
-class Pairwise(GroupTransport):
+class Pairwise(Wire):
     """A round robin: in each round a rank exchanges messages with one other rank, and with each rank once.
 
     Args:
@@ -29,17 +28,20 @@ class Pairwise(GroupTransport):
     """
 
     def __init__(self, group: RankGroup, transport: Transport, *, rounds_in_flight: int = ROUNDS_IN_FLIGHT) -> None:
-        super().__init__(group, transport)
+        self.group, self.buffers = group, group.buffers
         self._rounds_in_flight = rounds_in_flight
 
-    def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
-        rank = self.group.rank
-        incoming = received.split(split_counts.received_by(rank))
-        outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
-        return self._start_rounds(incoming, outgoing)
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
+        split_counts: SplitCounts | None = None,
+    ) -> Pending:  # fmt: skip
+        return self._start_rounds(received.split(received_splits), sent.split(sent_splits))
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         return self._start_rounds(received.split([sent.numel()] * self.group.size), [sent] * self.group.size)
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self.group.start_messages(sends, receives)
 
     def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
         rank, size = self.group.rank, self.group.size
@@ -48,7 +50,7 @@ class Pairwise(GroupTransport):
         for number in range(num_rounds(size)):
             peer = round_robin_peer(rank, size, number)
             if peer is None:
-                rounds.append((self.empty_message(outgoing[rank]), self.empty_message(incoming[rank])))
+                rounds.append((empty_message(outgoing[rank], rank), empty_message(incoming[rank], rank)))
             else:
                 rounds.append((Message(outgoing[peer], peer), Message(incoming[peer], peer)))
         return _Rounds(self.group, rounds, self._rounds_in_flight)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.executor.no_compile import no_compile_backward
-from megatron_cp.linear.activations import sigmoid_value, softplus_value
+from megatron_cp.linear.activations import sigmoid, sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, unit_of, whole
 from megatron_cp.linear.reductions import (
     cached_accumulation_dtype,
@@ -46,6 +46,28 @@ def delta_gates(
     return gates
 
 
+def channel_gates(
+    q: Tensor, k: Tensor, v: Tensor, x: Tensor, b: Tensor, w: Tensor, *, heads: slice,
+    A_log: Tensor, dt_bias: Tensor,  # noqa: N803 - the parameter's name everywhere
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes the gates of Gated DeltaNet-2 for this rank's heads, by torch's operators; differentiable once.
+
+    Args:
+        q, k, x, b: `[T, g, d]`; x is what decays are computed from.
+        v, w: `[T, h, dv]`
+        heads: slice of the g key heads among all key heads.
+        A_log: `[all key heads]`
+        dt_bias: `[all key heads * d]`
+
+    Returns:
+        q and k in their types, the values to be written `sigmoid(w) v` in that of v, and the log decays and
+        `sigmoid(b)`, both `[T, g, d]`, in float32 at least.
+    """
+    q, k, g, erase = _Eager.apply(q, k, b, x, A_log, dt_bias, heads, None, True)
+    write = sigmoid(w.to(cached_accumulation_dtype(w.dtype)))
+    return q, k, (write * v).to(v.dtype), g, erase.view(b.shape)  # a single feature is kept as an axis
+
+
 def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Divides q and k, `[T, g, d]` each, by the norms of their rows; differentiable once."""
     both: tuple[Tensor, Tensor] = (_FusedNorms if has_kernels(q, k) else _EagerNorms).apply(q, k)
@@ -78,7 +100,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Eager(torch.autograd.Function):
-    """The gates by torch's operators, in place on tensors that this function made."""
+    """The gates by torch's operators, in place on tensors that this function made. beta may have features too."""
 
     @staticmethod
     def forward(
@@ -102,7 +124,7 @@ class _Eager(torch.autograd.Function):
             g = activated * lower_bound
         ctx.save_for_backward(q, k, q_scale, k_scale, strength, rate, shifted, activated)
         ctx.parameters = (A_log.shape[0], A_log.dtype), (dt_bias.shape[0], dt_bias.dtype)
-        ctx.options = x.shape, x.dtype, beta.dtype, heads, lower_bound
+        ctx.options = x.shape, x.dtype, beta.shape, beta.dtype, heads, lower_bound
         return q_out, k_out, g, strength
 
     @staticmethod
@@ -110,7 +132,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, q_scale, k_scale, strength, rate, shifted, activated = ctx.saved_tensors
         dq_out, dk_out, dg, dstrength = gradients
-        shape, dtype, beta_dtype, heads, lower_bound = ctx.options
+        shape, dtype, beta_shape, beta_dtype, heads, lower_bound = ctx.options
         rates_meta, bias_meta = ctx.parameters
         if lower_bound is None:
             drate = dg * activated
@@ -126,7 +148,7 @@ class _Eager(torch.autograd.Function):
         dA_log = sum_over_tokens(drate).mul_(rate.view(-1))  # noqa: N806
         dbeta = torch.rsub(strength, 1).mul_(strength).mul_(dstrength)
         return (
-            l2_gradient(q, q_scale, dq_out), l2_gradient(k, k_scale, dk_out), dbeta.to(beta_dtype).unsqueeze(-1),
+            l2_gradient(q, q_scale, dq_out), l2_gradient(k, k_scale, dk_out), dbeta.to(beta_dtype).view(beta_shape),
             dshifted.to(dtype).view(shape), whole(dA_log, rates_meta, heads),
             whole(sum_over_tokens(dshifted.flatten(1)), bias_meta, heads, shape[2]), None, None, None,
         )  # fmt: skip

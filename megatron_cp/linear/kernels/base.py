@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout import Packing
+from megatron_cp.layout.packing import lengthened
 from megatron_cp.layout.segments import LocalSegments
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class LinearCall:
     """Arguments of a kernel call other than its tensors.
 
     Attributes:
-        kind: kind of the recurrence: "gdn", "kda" or "mamba"; "conv1d" for a layer without one.
+        kind: kind of the recurrence: "gdn", "kda", "gdn2" or "mamba"; "conv1d" for a layer without one.
         packing: the pieces of documents in this rank's rows, which are whole documents headwise. States start at zero
             in each piece.
         dtype, device: type and device of the values.
@@ -39,6 +40,8 @@ class LinearCall:
         segments: chunkwise, the pieces that continue a document or are continued; None headwise.
         for_graphs: True to exclude kernels that do not support CUDA graphs.
         tables: the tables that kernels read in place of their own; see `CallTables`.
+        streams: True for chunkwise layers in a CUDA graph: the only segment is all of this rank's tokens, as if the
+            stream were one document, and `tables` say where documents begin.
     """
 
     kind: str
@@ -51,6 +54,14 @@ class LinearCall:
     segments: LocalSegments | None = None
     for_graphs: bool = False
     tables: Mapping[str, Any] | None = None
+    streams: bool = False
+
+    def with_steps(self, steps: int) -> LinearCall:
+        """Returns the call of a recurrence in which each token makes so many steps."""
+        if steps == 1:
+            return self
+        segments = self.segments and replace(self.segments, packing=lengthened(self.segments.packing, steps))
+        return replace(self, packing=lengthened(self.packing, steps), segments=segments)
 
     def segments_table(self, key: Any, make: Callable[[], T]) -> T:
         """Returns a table that a kernel derives from the segments, made once for all layers of a batch."""
@@ -62,7 +73,8 @@ class LinearCall:
 class Delta(NamedTuple):
     """The inputs of a gated delta rule: q, k `[T, g, dk]`, v `[T, h, dv]`, beta `[T, h]`, and log decays g, <= 0.
 
-    `g` is `[T, h]` (Gated DeltaNet) or `[T, h, dk]` (KDA).
+    `g` is `[T, h]` (Gated DeltaNet) or `[T, h, dk]` (KDA). In Gated DeltaNet-2 beta is `[T, h, dk]` too: it multiplies
+    the features of the key that reads the state, and values are written as they are.
     """
 
     q: Tensor

@@ -6,7 +6,8 @@ Within a chunk, with G_i the sum of the log decays up to token i and S the state
     o_i = scale (exp(G_i) S^T q_i + sum_{j <= i} exp(G_i - G_j) (q_i.k_j) u_j)
     S_next = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
 
-KDA has a decay for each feature, so that exp(G_i - G_j) is inside the products over features. Mamba-2 has no delta, so
+KDA has a decay for each feature, so that exp(G_i - G_j) is inside the products over features. In Gated DeltaNet-2 beta
+has features too: it multiplies those of k_i and of the K that reads S, and not V. Mamba-2 has no delta, so
 that U = dt X. The terms that do not depend on S are computed for all chunks at once. All three are then one recurrence,
 
     U = updates - reads S       o = queries S + attention U       S_next = carry S + keys U
@@ -31,7 +32,7 @@ from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
-from megatron_cp.linear.kernels.common.chunks import Chunks, Parts, PieceClass
+from megatron_cp.linear.kernels.common.chunks import Parts, PieceClass, TokenChunks
 from megatron_cp.linear.kernels.common.decayed import decayed_products
 from megatron_cp.linear.kernels.common.products import product
 from megatron_cp.linear.reductions import expand_to_tokens
@@ -44,7 +45,7 @@ class ChunkedRule(RuleKernel):
 
     name = "chunked"
     package = "torch"
-    kinds = ("gdn", "kda", "mamba")
+    kinds = ("gdn", "kda", "gdn2", "mamba")
     serves_graphs = True
 
     def refusal(self, call: LinearCall) -> str | None:
@@ -62,6 +63,11 @@ class ChunkedRule(RuleKernel):
         return parts.join(found)[..., :size].to(call.dtype)
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
+        if call.streams:
+            assert call.tables is not None
+            chunks: TokenChunks = call.tables["chunks"]
+            terms = list(_prepared(inputs, groups, scale, chunks))
+            return ScanWork(terms, _ChunkScan(chunks), lambda out: chunks.join(out).to(call.dtype))
         parts = Parts.from_call(call)
         *short, (rest, chunks) = _by_parts(inputs, parts)
         found = [_short_documents(own, groups, scale, of_part) for own, of_part in short]
@@ -69,7 +75,7 @@ class ChunkedRule(RuleKernel):
         return ScanWork(tensors, _ChunkScan(chunks), lambda out: parts.join([*found, chunks.join(out)]).to(call.dtype))
 
 
-def _by_parts(inputs: Inputs, parts: Parts) -> list[tuple[Inputs, Chunks]]:
+def _by_parts(inputs: Inputs, parts: Parts) -> list[tuple[Inputs, TokenChunks]]:
     moved = {name: parts.in_order(x) for name, x in inputs._asdict().items() if name != "A"}
     inputs = inputs._replace(**moved)
     if len(parts.chunks) == 1:
@@ -77,11 +83,11 @@ def _by_parts(inputs: Inputs, parts: Parts) -> list[tuple[Inputs, Chunks]]:
     return [(inputs.piece(*span), chunks) for span, chunks in zip(parts.spans, parts.chunks, strict=True)]
 
 
-def _whole_documents(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> Tensor:
+def _whole_documents(inputs: Inputs, groups: list[int], scale: float, chunks: TokenChunks) -> Tensor:
     return chunks.join(_WholeDocuments.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
 
 
-def _short_documents(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> Tensor:
+def _short_documents(inputs: Inputs, groups: list[int], scale: float, chunks: TokenChunks) -> Tensor:
     """Computes documents of one chunk each: the state before it is zero, and nobody needs the one after it."""
     inputs, size = _padded(inputs)
     terms = _prepared(_with_whole_keys(inputs), groups, scale, chunks)
@@ -95,8 +101,8 @@ def _with_whole_keys(inputs: Inputs) -> Inputs:
         return inputs
     if isinstance(inputs, StateSpace):
         return inputs._replace(B=F.pad(inputs.B, (0, spare)), C=F.pad(inputs.C, (0, spare)))
-    g = F.pad(inputs.g, (0, spare)) if inputs.g.ndim == 3 else inputs.g
-    return inputs._replace(q=F.pad(inputs.q, (0, spare)), k=F.pad(inputs.k, (0, spare)), g=g)
+    g, beta = (F.pad(x, (0, spare)) if x.ndim == 3 else x for x in (inputs.g, inputs.beta))
+    return inputs._replace(q=F.pad(inputs.q, (0, spare)), k=F.pad(inputs.k, (0, spare)), g=g, beta=beta)
 
 
 def _padded(inputs: Inputs) -> tuple[Inputs, int]:
@@ -113,10 +119,16 @@ def _padded(inputs: Inputs) -> tuple[Inputs, int]:
 
 
 class _Prepared(NamedTuple):
-    """The terms of the recurrence that do not depend on the state. `reads` has no columns in a rule without a delta.
+    """The terms of the recurrence that do not depend on the state, for n chunks of C tokens.
 
-    Shapes: updates `[n, h, C, dv]`, reads and queries `[n, h, C, dk]`, attention `[n, h, C, C]`, keys `[n, h, dk, C]`,
-    carry `[n, h, 1 or dk, 1]`.
+        updates      (I + A)^-1 (beta V)                `[n, h, C, dv]`
+        reads        (I + A)^-1 (beta exp(G) K)         `[n, h, C, dk]`, without columns in a rule without a delta
+        attention    scale exp(G_i - G_j) (Q K^T)       `[n, h, C, C]`
+        queries      scale exp(G) Q                     `[n, h, C, dk]`
+        keys         exp(G_C - G) K, transposed         `[n, h, dk, C]`
+        carry        exp(G_C)                           `[n, h, 1 or dk, 1]`
+
+    In `_prepared`, `overlap` and `weights` are exp(G_i - G_j) times K K^T and Q K^T, and `grown` is exp(G).
     """
 
     updates: Tensor
@@ -131,23 +143,29 @@ class _Prepared(NamedTuple):
         return self.reads.shape[-1] > 0
 
 
-def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
+def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: TokenChunks) -> _Prepared:
     acc_dtype = accumulation_dtype(inputs.values.dtype)
     if isinstance(inputs, StateSpace):
         return _state_space(inputs, groups, scale, chunks, acc_dtype)
-    q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
+    has_erase = inputs.beta.ndim == 3
+    beta = inputs.beta if has_erase else inputs.beta[..., None]
+    q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, beta))
     q, k = (_expand_groups(x, groups) for x in (q, k))
     per_feature = inputs.g.ndim == 3
     each = chunks.split(inputs.g.to(acc_dtype) if per_feature else inputs.g.to(acc_dtype)[..., None])
     g = each.cumsum(2)  # G
+    erase = beta * k if has_erase else None
     if per_feature:
-        overlap, weights = decayed_products(q, k, g)
+        overlap, weights = decayed_products(q, k, g, erase)
     else:
         decay = _decay(g)
         overlap, weights = (decay * product(x, k.transpose(2, 3)) for x in (k, q))
     grown = g.exp()
-    right = torch.cat([beta * v, beta * grown * k], -1)
-    updates, reads = _Solved.apply((beta * overlap).tril(-1), right).split([v.shape[-1], k.shape[-1]], -1)
+    if erase is None:
+        right, lower = [beta * v, beta * grown * k], beta * overlap
+    else:
+        right, lower = [v, grown * erase], overlap
+    updates, reads = _Solved.apply(lower.tril(-1), torch.cat(right, -1)).split([v.shape[-1], k.shape[-1]], -1)
     return _Prepared(
         updates=updates,
         reads=reads,
@@ -159,7 +177,7 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
 
 
 def _state_space(
-    inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, acc_dtype: torch.dtype
+    inputs: StateSpace, groups: list[int], scale: float, chunks: TokenChunks, acc_dtype: torch.dtype
 ) -> _Prepared:
     dt = inputs.dt.to(acc_dtype)
     each = chunks.split((dt * expand_to_tokens(inputs.A.to(acc_dtype), len(dt)))[..., None])
@@ -252,7 +270,7 @@ class _StateGradients(NamedTuple):
 class _ChunkScan(LocalScan):
     """The recurrences of the states, of the segments' maps, and of the states' gradients."""
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: TokenChunks) -> None:
         self.chunks = chunks
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -307,6 +325,7 @@ class _ChunkScan(LocalScan):
         if not terms.has_delta:
             kept = terms.carry.new_ones(len(pieces.pieces), *terms.carry.shape[1:])
             for start, active in pieces.steps:
+                self._begin(start, kept[:active])
                 kept[:active] *= terms.carry[start : start + active]
             return self._walk(terms, pieces, None, None, terms.updates), kept
         # One recurrence computes both E, from a state of zero, and M, from the unit matrix without updates.
@@ -314,6 +333,7 @@ class _ChunkScan(LocalScan):
         padded[..., dv:] = torch.eye(dk, dtype=padded.dtype, device=padded.device)
         for start, active in pieces.steps:
             now, here = slice(start, start + active), padded[:active]
+            self._begin(start, here)
             update = terms.reads[now] @ here
             update.neg_()[..., :dv] += terms.updates[now]
             torch.add(terms.carry[now] * here, terms.keys[now] @ update, out=here)
@@ -387,7 +407,7 @@ class _ChunkScan(LocalScan):
         return state
 
     def _begin(self, chunk: int, state: Tensor) -> None:
-        """Resets the state, or its gradient, at the first chunk of a piece where pieces follow each other."""
+        """Resets the state, its map or its gradient at the first chunk of a piece where pieces follow each other."""
         if self.chunks.begins is not None:
             state.masked_fill_(self.chunks.begins[chunk], 0)
 

@@ -54,13 +54,19 @@ def add_history(y: Tensor, history: Tensor, weight: Tensor, call: LinearCall) ->
     """
     assert call.segments is not None
     reach = weight.shape[1] - 1
+    if call.streams:
+        assert call.tables is not None
+        history = history.masked_fill(call.tables["history"]["before"][:, None], 0)
     rows, places = call.segments_table(("history rows", reach), lambda: _history_rows(call, reach))
     terms = []
     for row in range(reach):  # at a segment's row, taps s > row multiply history[reach + row - s]
         taps = weight[:, : reach - row]  # the last is s = row + 1, the first s = reach
         terms.append((history[:, row:] * taps.t()).sum(1))
-    added = torch.stack(terms, 1).flatten(0, 1) if terms else history.flatten(0, 1)
-    return y.index_add_(0, rows, added.index_select(0, places))
+    added = (torch.stack(terms, 1).flatten(0, 1) if terms else history.flatten(0, 1)).index_select(0, places)
+    if call.streams:
+        assert call.tables is not None
+        added = added.masked_fill(call.tables["history"]["beyond"][:, None], 0)
+    return y.index_add_(0, rows, added)
 
 
 def _history_rows(call: LinearCall, reach: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +120,23 @@ def fixed_heads(packing: Packing, width: int) -> dict[str, NDArray]:
     """Returns the heads of pieces as tables whose shapes depend on the number of tokens only, for CUDA graphs."""
     positions = packing.positions()
     return {f"heads {back}": positions < back for back in range(width)}
+
+
+def fixed_history(packing: Packing, start: int, num_rows: int, width: int) -> dict[str, NDArray]:
+    """Returns which inputs before a rank's rows are of other documents, and which rows take none of them.
+
+    Args:
+        start: the place of the first row in the stream.
+        num_rows: the number of rows.
+
+    Returns:
+        `before`, `[width - 1]` bools, True for tokens before the document of the first row; and `beyond`, True for
+        those of the first `width - 1` rows that are in later documents, `[0]` on the first rank.
+    """
+    reach = width - 1
+    first, last = packing.cu_seqlens[packing.documents_of(np.array([start]))[0] :][:2]
+    rows = np.arange(min(reach, num_rows) if start else 0)
+    return {"before": start - first < reach - np.arange(reach), "beyond": start + rows >= last}
 
 
 def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:

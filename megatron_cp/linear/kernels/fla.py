@@ -17,16 +17,16 @@ from torch import Tensor
 
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
-from megatron_cp.linear.kernels.common.fla_scan import CHUNK, GdnScan, KdaScan, conv_states, documents
+from megatron_cp.linear.kernels.common.fla_scan import CHUNK, Gdn2Scan, GdnScan, KdaScan, conv_states, documents
 from megatron_cp.linear.kernels.common.installed import package_refusal
-from megatron_cp.plan.kinds import GDN
+from megatron_cp.plan.kinds import GDN, GDN2
 
 SERIES = (0, 6)  # other versions may have other internal functions
 MAX_HEAD_DIM = 256
 
 
 class FlaRule(RuleKernel):
-    """`chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and for segments their internal functions.
+    """`chunk_gated_delta_rule`, `chunk_kda` and `chunk_gdn2` of fla, and for segments their internal functions.
 
     Tensors may be strided. On CUDA, float32 is multiplied as TF32. With heads of 128 features, a rank whose segments
     all receive and pass on a state computes a third more multiplications than a rank with whole documents.
@@ -35,7 +35,7 @@ class FlaRule(RuleKernel):
     name = "fla"
     package = "fla-core"
     devices = ("cuda",)
-    kinds = ("gdn", "kda")
+    kinds = ("gdn", "kda", "gdn2")
     serves_graphs = True
 
     def refusal(self, call: LinearCall) -> str | None:
@@ -44,6 +44,10 @@ class FlaRule(RuleKernel):
             return reason
         if call.head_dim > MAX_HEAD_DIM:
             return f"has key heads of at most {MAX_HEAD_DIM}, not {call.head_dim}; use chunked or reference"
+        if call.kind == GDN2.name and call.for_graphs:
+            return "counts the chunks of gdn2 on the host, which a CUDA graph cannot; use chunked"
+        if call.streams:
+            return "starts a state for each document on the host, which a CUDA graph of chunkwise cannot; use chunked"
         # It is refused without gradients too, so that evaluation runs the kernel of training. KDA has a backward of its
         # own without the fault.
         if call.kind == GDN.name and _gradients_are_wrong():
@@ -58,6 +62,8 @@ class FlaRule(RuleKernel):
         from fla.ops.kda import chunk_kda
 
         assert isinstance(inputs, Delta)
+        if call.kind == GDN2.name:
+            return _gdn2(inputs, groups, scale, call)
         operation = chunk_gated_delta_rule if inputs.g.ndim == 2 else chunk_kda
         q, k, v, g, beta = (x[None] for x in _evenly_grouped(inputs, groups))
         given = documents(call) if call.tables is None else _fixed(call, call.tables["documents"])
@@ -67,9 +73,20 @@ class FlaRule(RuleKernel):
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
         assert isinstance(inputs, Delta)
         # The internal functions, unlike the operations, require contiguous tensors.
-        tensors = [x.contiguous() for x in _evenly_grouped(inputs, groups)]
-        local = GdnScan(scale, call) if inputs.g.ndim == 2 else KdaScan(scale, call)
+        grouped = _expanded(inputs, groups) if call.kind == GDN2.name else _evenly_grouped(inputs, groups)
+        tensors = [x.contiguous() for x in grouped]
+        scans: dict[str, type[GdnScan | KdaScan]] = {"gdn": GdnScan, "kda": KdaScan, "gdn2": Gdn2Scan}
+        local = scans[call.kind](scale, call)
         return ScanWork(tensors, local, lambda out: out)
+
+
+def _gdn2(inputs: Delta, groups: list[int], scale: float, call: LinearCall) -> Tensor:
+    from fla.ops.gdn2 import chunk_gdn2
+
+    q, k, v, g, beta = (x[None] for x in _expanded(inputs, groups))
+    # fla multiplies values by a write gate, which has been done.
+    out, _ = chunk_gdn2(q, k, v, g, beta, torch.ones_like(v), scale=scale, **documents(call))
+    return out.squeeze(0)
 
 
 class FlaConv(ConvKernel):
@@ -125,7 +142,7 @@ def _fixed(call: LinearCall, tables: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _unusable(call: LinearCall) -> str | None:
-    modules = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda"
+    modules = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda", "fla.ops.gdn2"
     return package_refusal(call, FlaRule.package, "fla", SERIES, *modules, only=True)
 
 
@@ -133,6 +150,13 @@ def _evenly_grouped(inputs: Delta, groups: list[int]) -> Delta:
     """Expands the key heads unless each is shared by equally many consecutive heads, as fla requires."""
     heads_per_group, rest = divmod(inputs.v.shape[1], inputs.q.shape[1])
     if not rest and groups == [head // heads_per_group for head in range(inputs.v.shape[1])]:
+        return inputs
+    return _expanded(inputs, groups)
+
+
+def _expanded(inputs: Delta, groups: list[int]) -> Delta:
+    """Expands the key heads to the heads that share them."""
+    if groups == list(range(inputs.q.shape[1])):
         return inputs
     # The gradient of indexing would be a zero-filled copy of all heads for each index; that of unbind is not.
     q, k = (torch.stack([heads[group] for group in groups], 1) for heads in (inputs.q.unbind(1), inputs.k.unbind(1)))

@@ -2,6 +2,7 @@
 
     gdn    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T   (Gated DeltaNet, arXiv 2412.06464, eq. 10)
     kda    the same with a decay for each feature of the key, Diag(exp(g_t))     (Kimi Linear, arXiv 2510.26692, eq. 1)
+    gdn2   S_t = (I - k_t (beta_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t v_t^T   (Gated DeltaNet-2, arXiv 2605.22791)
     mamba  S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T                            (Mamba-2, arXiv 2405.21060, eq. 1)
 
 with the state S `[dk, dv]` zero where a document starts and the output `o_t = scale S_t^T q_t` (C for q in mamba).
@@ -28,7 +29,7 @@ class ReferenceRule(RuleKernel):
 
     name = "reference"
     package = "torch"
-    kinds = ("gdn", "kda", "mamba")
+    kinds = ("gdn", "kda", "gdn2", "mamba")
 
     def refusal(self, call: LinearCall) -> str | None:
         return None
@@ -67,8 +68,12 @@ def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -
         state = decay[t] * state
         update = v[t, :, None, :]
         if isinstance(inputs, Delta):
-            read = product(k[t, :, None, :], state)  # S^T k, as rows
-            update = inputs.beta.to(acc_dtype)[t, :, None, None] * (update - read)
+            beta = inputs.beta.to(acc_dtype)[t]
+            if beta.ndim == 2:  # a number a feature
+                update = update - product((beta * k[t])[:, None, :], state)
+            else:
+                read = product(k[t, :, None, :], state)  # S^T k, as rows
+                update = beta[:, None, None] * (update - read)
         state = state + k[t, :, :, None] * update
         outputs.append(product(scale * q[t, :, None, :], state).squeeze(1))
     return torch.stack(outputs), state

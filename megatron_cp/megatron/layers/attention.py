@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,26 +16,15 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_cp.executor.trace import layer_operation
-from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.config import scheme_name, schemes_of
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import (
-    feature_error,
-    named_by_flags,
-    refuse,
-    refuse_other_means,
-    refuse_unsupported,
-    unsupported_attention,
-    uses_transformer_engine,
-)
+from megatron_cp.megatron.layers.refusals import refuse_other_means, refuse_unsupported, uses_transformer_engine
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
-from megatron_cp.plan.schemes import AUTO, may_assign_tiles, scheme_named
-from megatron_cp.planner.batch import AttentionSpec
-from megatron_cp.planner.capabilities import require
+from megatron_cp.megatron.rules import feature_error, refuse, unsupported_attention
+from megatron_cp.megatron.slots import attention_slot, comm_scheme
 from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.latent import latent_attention
+from megatron_cp.softmax.latent_attention import latent_attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
 
@@ -79,23 +66,15 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self.attn_mask_type = attn_mask_type
         dropout = others.get("attention_dropout")
         self.dropout = config.attention_dropout if dropout is None else dropout
-        tp_size = pg_collection.tp.size()
-        scheme = comm_scheme(cp_comm_type, self.ranks.size)
-        options = spec_options(config, self.ranks, f"--cp-comm-type {scheme}")
-        if _is_for_others(config, scheme, lambda each: scheme_named(each).takes_chunks):
-            options["head_chunks"] = None
-        self.slot = plannable(
+        self.slot = attention_slot(
+            config,
             self.ranks.size,
-            heads=config.num_attention_heads // tp_size,
-            kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
-            head_dim=config.kv_channels if k_channels is None else k_channels,
-            value_head_dim=config.kv_channels if v_channels is None else v_channels,
-            mask=_mask(config, attn_mask_type, layer_number),
-            scheme=scheme,
-            ulysses_degree=ulysses_degree(config, scheme, self.ranks.size),
-            **_latents(config, k_channels),
-            **options,
-            **_search(config, scheme),
+            cp_comm_type,
+            _mask(config, attn_mask_type, layer_number),
+            spec_options(config, self.ranks, f"--cp-comm-type {comm_scheme(cp_comm_type, self.ranks.size)}"),
+            tp_size=pg_collection.tp.size(),
+            k_channels=k_channels,
+            v_channels=v_channels,
         )
         self._add_sinks(config)
         sinks = config.softmax_type
@@ -254,65 +233,6 @@ class SelfAttention(megatron_attention.SelfAttention):
             inference_context=inference_context,
             **kwargs,
         )
-
-
-def comm_scheme(cp_comm_type: str | None, cp_size: int) -> str:
-    """Returns the scheme that `--cp-comm-type` names; "auto" if it names none, or on one rank."""
-    if cp_comm_type is None or cp_size == 1:
-        return "auto"
-    return require("scheme", scheme_name(cp_comm_type), name="--cp-comm-type")
-
-
-def _is_for_others(config: Any, scheme: str, takes: Callable[[str], bool]) -> bool:
-    """True if an option is for other layers: their schemes in a list take it, and this layer's does not.
-
-    An option that no layer takes stays in the layer's spec, so that planning refuses it by name.
-    """
-    return not takes(scheme) and any(takes(each) for each in schemes_of(config))
-
-
-def ulysses_degree(config: Any, scheme: str, cp_size: int) -> int | None:
-    """Returns the number of ranks that exchange heads, of `--hierarchical-context-parallel-sizes`."""
-    sizes = config.hierarchical_context_parallel_sizes
-    if (
-        not sizes
-        or cp_size == 1
-        or _is_for_others(config, scheme, lambda each: each == AUTO or scheme_named(each).is_product)
-    ):
-        return None
-    if len(sizes) > 2:
-        remedy = "Heads change places within groups of the first number of ranks; keys travel among the groups."
-        refuse("hierarchical_context_parallel_sizes", sizes, "two numbers", remedy)
-    return int(sizes[0])
-
-
-def _search(config: Any, scheme: str) -> dict[str, Any]:
-    """Returns the options of the search for tiles, or none for a scheme without tiles, since other layers may have."""
-    if not may_assign_tiles(scheme):
-        return {}
-    return {"search_seconds": config.cp_search} if hasattr(config, "cp_search") else {}
-
-
-def _latents(config: Any, k_channels: int | None) -> dict[str, Any]:
-    """Returns the sizes of latents and what is done with them, for multi-latent attention whose latents may travel."""
-    mode = getattr(config, "cp_latent_mode", "heads")
-    if k_channels is None or mode == "heads":
-        return {}
-    return {"latent": (config.qk_pos_emb_head_dim, config.kv_lora_rank), "latent_mode": mode}
-
-
-def plannable(cp_size: int, **arguments: Any) -> AttentionSpec:
-    """Returns a spec, and plans a batch of one token, so that refusals are raised while the model is built."""
-    with named_by_flags():
-        slot = AttentionSpec(**arguments)
-        slot.plan(_one_token(cp_size))
-    return slot
-
-
-@lru_cache(maxsize=8)
-def _one_token(cp_size: int) -> Layout:
-    """Returns one layout for all layers of a model: it remembers prices, so that layers alike are priced once."""
-    return Layout.contiguous(Packing([1]), cp_size)
 
 
 def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.megatron import compat
 from megatron_cp.megatron.layers.communication import no_heads, spec_options
-from megatron_cp.megatron.layers.refusals import named_by_flags, refuse, refuse_other_means, refuse_unaligned
+from megatron_cp.megatron.layers.refusals import refuse_other_means, refuse_unaligned
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
+from megatron_cp.megatron.rules import named_by_flags, refuse
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
@@ -33,6 +36,7 @@ class ContextParallelModule:
     config: Any
     slot: Slot
     ranks: RankGroup
+    _first_rows: tuple[list[int], bool] | None = None  # of the ranks, and whether pads are among them
     _unpacked: BatchPlan | None = None  # for the latest shape of unpacked batches, which rarely changes
 
     def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
@@ -53,7 +57,7 @@ class ContextParallelModule:
         if not isinstance(packed_seq_params, PlannedSeqParams) or packed_seq_params.ranks is None:
             return self.ranks
         if knows_hosts(self.slot.transport.name):  # type: ignore[union-attr]
-            remedy = "A batch of a group of its own may be on other hosts."
+            remedy = "A batch with its own group may be on other hosts."
             refuse("cp_transport", self.slot.transport, "collective or pairwise with groups for each batch", remedy)
         if not self.config.calculate_per_token_loss:
             remedy = "Groups of different sizes have different numbers of tokens."
@@ -72,6 +76,7 @@ class ContextParallelModule:
         assert packed.run_layout is None, "runs have linear layers only"
         ranks = self.ranks_of(packed)
         self.check_rows(rows.shape[0], packed.plans.layout, ranks)
+        self.check_graphs(packed.plans.layout)
         return packed.plans, ranks, packed
 
     def sequence_plans(self, slot: Slot, rows: int, batch: int = 1) -> BatchPlan:
@@ -96,6 +101,25 @@ class ContextParallelModule:
             )
         refuse_unaligned(self.config, rows)
 
+    def check_graphs(self, layout: Layout) -> None:
+        """Refuses a batch that Megatron's graphs, of other modules than this one, were not captured for.
+
+        It does so on every rank. Megatron would find no graph on the ranks whose rows differ, and the others would wait
+        for these.
+        """
+        impl = getattr(self.config, "cuda_graph_impl", "none")
+        if impl == "none":
+            return
+        remedy = "Megatron's graphs have one number of rows: give packs of one length, and --cp-layout contiguous."
+        rows, has_pads = given = layout.row_counts.tolist(), bool(layout.pad_rows.any())
+        if has_pads and impl == "transformer_engine":
+            refuse("cuda_graph_impl", f"{impl} for a batch with pads", "a batch without", "Routers would count them.")
+        first_rows, had_pads = self._first_rows = self._first_rows or given
+        if rows != first_rows:
+            refuse("cuda_graph_impl", f"{rows} rows on the ranks", f"{first_rows}, as of the first batch", remedy)
+        if has_pads != had_pads:
+            refuse("cuda_graph_impl", "pads in some batches", "pads in all batches, or in none", remedy)
+
 
 class LinearModule(ContextParallelModule):
     """A linear layer, whose rows are those of a packed batch or of whole sequences.
@@ -110,6 +134,9 @@ class LinearModule(ContextParallelModule):
     def set_slot(self, kind: str, name: str, **sizes: Any) -> None:
         """Sets the spec by the configuration, and compares it between ranks; `name` is the layer's, for warnings."""
         mode = require("mode", getattr(self.config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
+        if compat.HAS_LINEAR_CP_MODE and mode == compat.LINEAR_CP_MODE and self.ranks.size > 1:
+            whose = "the default of --linear-cp-mode in this Megatron; megatron_cp's own is auto"
+            warnings.warn(f"Linear layers run {mode}, {whose}.", stacklevel=3)
         unused = no_heads(mode)
         options = spec_options(self.config, self.ranks, f"{name}, {mode}", uncoded=unused, unchunked=unused)
         with named_by_flags():
@@ -147,10 +174,13 @@ class LinearModule(ContextParallelModule):
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
             assert packed_seq_params is not None
             if plan.hidden_layout is not None and self.planned(packed_seq_params).layout != plan.layout:
-                remedy = "The stack's layers move hidden states when they are called: call them, and not their parts."
+                remedy = (
+                    "The layers of the stack move hidden states when you call them: call whole layers, not their parts."
+                )
                 allowed = "headwise or chunkwise for a linear layer that is called outside of its stack"
                 refuse("linear_cp_mode", REDISTRIBUTE.name, allowed, remedy)
             self.check_rows(rows, plan.layout, self.ranks_of(packed_seq_params))
+            self.check_graphs(plan.layout)
             return plan.inside  # the hooks of the run have moved its rows
         if self.slot.mode == REDISTRIBUTE.name:
             refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.plan.transport import Transport, knows_hosts
 
@@ -16,6 +18,17 @@ from megatron_cp.plan.transport import Transport, knows_hosts
 def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     """Returns Megatron's context-parallel group, or this rank only without context parallelism."""
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
+
+
+def with_one_cp_rank(pg_collection: Any) -> Any:
+    """Returns Megatron's process groups with one context-parallel rank.
+
+    Constructors of Megatron's linear layers get it, since they assert that sizes are multiples of the number of ranks,
+    for an exchange of their own that is not used here.
+    """
+    alone = copy.copy(pg_collection)
+    alone.cp = OneRank()
+    return alone
 
 
 def no_heads(mode: str) -> str:

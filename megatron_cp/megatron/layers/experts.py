@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from megatron_cp.megatron.rules import refuse
 
 
 class TopKRouter(megatron_router.TopKRouter):
@@ -27,7 +27,7 @@ class TopKRouter(megatron_router.TopKRouter):
 
     _tokens: Tensor | None = None  # number of tokens on all ranks, over which the losses of this call are means
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **others: Any) -> Any:
         """Calls Megatron's with a mask, with which it counts the tokens of experts and not the rows."""
         if self.tp_cp_group.size() > 1:
             if padding_mask is None:
@@ -35,25 +35,20 @@ class TopKRouter(megatron_router.TopKRouter):
             if self.training and torch.is_grad_enabled() and self.has_losses():
                 self._tokens = (~padding_mask).sum().to(torch.float32)
                 dist.all_reduce(self._tokens, group=self.tp_cp_group)
-        return super().routing(logits, padding_mask)
+        return super().routing(logits, padding_mask, **others)
 
     def has_losses(self) -> bool:
         """True if there is a loss beside the model's own."""
         return self.config.moe_z_loss_coeff is not None or self.is_aux_loss_enabled()
 
-    def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, reduce_group: Any,
-        needs_dp_avg: bool = True, valid_token_count: Any = None,
-    ) -> Tensor:  # fmt: skip
+    def attach_and_log_load_balancing_loss(self, *args: Any, **named: Any) -> Tensor:
         """Calls Megatron's, which multiplies by the count and by the ranks, with the mean count of the ranks."""
         size = self.tp_cp_group.size()
         if size > 1:
             assert self._tokens is not None
             # Megatron passes the number of this rank's tokens without a mask, and that of all ranks with one.
-            valid_token_count = self._tokens / size
-        attached: Tensor = super().attach_and_log_load_balancing_loss(
-            activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg, valid_token_count
-        )
+            named["valid_token_count"] = self._tokens / size
+        attached: Tensor = super().attach_and_log_load_balancing_loss(*args, **named)
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

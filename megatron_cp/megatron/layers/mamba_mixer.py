@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -14,10 +13,10 @@ from megatron_cp.extras import install
 from megatron_cp.linear.gated_norm import silu_gated
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.layers.communication import cp_ranks
-from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
-from megatron_cp.megatron.packed_seq_params import OneRank
+from megatron_cp.megatron.layers.communication import cp_ranks, with_one_cp_rank
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, scheme_of_layer
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
+from megatron_cp.megatron.rules import unsupported_mamba
 
 
 class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
@@ -35,16 +34,13 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         self, config: Any, *args: Any, layer_number: int | None = None, pg_collection: Any = None, **kwargs: Any
     ) -> None:
         refuse_unsupported(config)
-        schemes = config.cp_comm_type  # chosen from a list as in Megatron's transformer layers
-        scheme = schemes[(layer_number or 1) - 1] if isinstance(schemes, list) else schemes
-        check_comm_type(config, scheme, "Mamba")
+        check_comm_type(config, scheme_of_layer(config, layer_number), "Mamba")
         for error in unsupported_mamba(config):
             raise error
-        # Megatron's own exchange, which is not used here, asserts that sizes are multiples of the number of ranks.
-        alone = copy.copy(pg_collection)
-        alone.cp = OneRank()
         with mamba_mixer_without_its_kernels():  # Megatron's kernels are not called here
-            super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
+            super().__init__(
+                config, *args, layer_number=layer_number, pg_collection=with_one_cp_rank(pg_collection), **kwargs
+            )
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
         self.set_slot(
@@ -88,7 +84,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs Megatron's inference, which needs one context-parallel rank and mamba_ssm."""
         if self.ranks.size > 1:
-            raise NotImplementedError("Mamba has inference at --context-parallel-size 1 alone")
+            raise NotImplementedError("Mamba has inference only at --context-parallel-size 1")
         if not mamba_mixer.HAVE_MAMBA_SSM:
             raise NotImplementedError(f"Megatron's inference of Mamba needs mamba-ssm: {install('mamba')}")
         found: tuple[Tensor, Tensor | None] = super().forward(

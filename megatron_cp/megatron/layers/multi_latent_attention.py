@@ -6,7 +6,8 @@ positions itself, to a part of each head, so that the phases are passed to it; `
 
 from __future__ import annotations
 
-import copy
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +25,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
+from megatron_cp.megatron import compat
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import refuse, unsupported_latent_attention, uses_transformer_engine
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from megatron_cp.megatron.layers.refusals import uses_transformer_engine
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, unpacked_form
+from megatron_cp.megatron.rules import refuse, unsupported_latent_attention
 
 _PLAIN_LINEAR: tuple[type, ...] = (ColumnParallelLinear,)
 if HAVE_TE:
@@ -62,7 +64,10 @@ class PlannedRotary(nn.Module):
         return self.embedding.get_rotary_seq_len(context, block, hidden_states, config, params)
 
     def forward(self, length: int | PlannedSeqParams, packed_seq: bool = False) -> Any:
-        """Returns angles `[t, 1, d]` for a microbatch's rows, or Megatron's for a length; for YaRN with its factor."""
+        """Returns angles for a microbatch's rows, or Megatron's for a length; for YaRN with its factor.
+
+        They are `[t, 1, d]`, or `[t, 1, 1, d]` where Megatron's layer keeps the axis of a batch of one.
+        """
         if isinstance(length, PlannedSeqParams):
             params = length
             return params.remember(self.settings, lambda: self._gather(params))
@@ -73,8 +78,12 @@ class PlannedRotary(nn.Module):
         found = self.embedding(max(params.max_seqlen_q, params.max_seqlen_kv), packed_seq=True)
         if isinstance(found, tuple):
             table, factor = found
-            return table.index_select(0, params.positions).squeeze(1), factor
-        return found.index_select(0, params.positions).squeeze(1)
+            return self._rows(table, params.positions), factor
+        return self._rows(found, params.positions)
+
+    def _rows(self, table: Tensor, positions: Tensor) -> Tensor:
+        rows = table.index_select(0, positions)
+        return rows if compat.LATENT_ROWS_KEEP_AXIS else rows.squeeze(1)
 
 
 class _ParallelMLA(megatron_mla.MLASelfAttention):
@@ -87,26 +96,18 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        for error in unsupported_latent_attention(config):
+        for error in unsupported_latent_attention(config, te=uses_transformer_engine(config)):
             raise error
-        super().__init__(config, submodules, *args, **kwargs)
+        if config.qk_layernorm and not uses_transformer_engine(config):
+            submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
+        with local_parts(config):
+            super().__init__(config, submodules, *args, **kwargs)
         own: Any = self._modules["rotary_pos_emb"]
         self.rotary_pos_emb = PlannedRotary(own, config)
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
                 # Every tensor-parallel rank has the whole gradient, which Megatron would sum as for norms of heads.
                 weight.average_gradients_across_tp_domain = True
-
-    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Returns Megatron's linear layers and norms, with torch's norms where it would take Transformer Engine's."""
-        if uses_transformer_engine(self.config):
-            found: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
-            return found
-        config = copy.copy(self.config)
-        config.transformer_impl = "local"
-        if config.qk_layernorm:
-            submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
-        return dict(QKNormConfigResolver(config, submodules).resolve())
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the latents; the keys' rotary part gets the gradients of all tensor-parallel ranks' heads.
@@ -147,8 +148,7 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             self.core_attention.check_rows(
                 hidden_states.shape[0] * shares, packed.plans.layout, self.core_attention.ranks_of(packed)
             )
-            packed_seq_params = copy.copy(packed)
-            packed_seq_params.qkv_format = "sbhd"
+            packed_seq_params = unpacked_form(packed)
         if self.core_attention.slot.latent is not None:
             if inference_context is not None:
                 mode = self.core_attention.slot.latent_mode
@@ -162,6 +162,9 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             inference_context=inference_context,
             **others,
         )
+        if isinstance(packed_seq_params, PlannedSeqParams):
+            query, key, value, *latents = found
+            found = (*(x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value)), *latents)
         return found
 
     def _queries_and_latents(self, hidden_states: Tensor, params: PackedSeqParams | None) -> tuple[Tensor, ...]:
@@ -181,6 +184,7 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
             rotary = gather_from_sequence_parallel_region(rotary, group=self.tp_group)
         if params is not None:
             queries, latent, rotary = (x.squeeze(1) for x in (queries, latent, rotary))
+            angles = angles.squeeze(1) if angles.dim() == 4 else angles
         if config.q_lora_rank is not None:
             queries = self.q_layernorm(queries)
         latent = self.kv_layernorm(latent)
@@ -213,7 +217,7 @@ class _ParallelMLA(megatron_mla.MLASelfAttention):
         """Returns the weight `[h, key + value features, r]` of this rank's heads."""
         projection = self.linear_kv_up_proj
         if not isinstance(projection, _PLAIN_LINEAR):
-            remedy = "Its weight alone is used where latents arrive. Send heads with adapters and other projections."
+            remedy = "Where latents arrive, only its weight is used. With adapters or other projections, use heads."
             found = f"{type(projection).__name__} as linear_kv_up_proj"
             refuse("cp_latent_mode", found, "a plain column-parallel linear layer", remedy)
         weight: Tensor = projection.weight
@@ -245,3 +249,14 @@ class MLASelfAttention(_ParallelMLA):
 
 class FusedMLASelfAttention(_ParallelMLA, megatron_mla.FusedMLASelfAttention):
     """Megatron's multi-latent self-attention with one projection to both latents (`--mla-down-proj-fusion`)."""
+
+
+@contextlib.contextmanager
+def local_parts(config: Any) -> Iterator[None]:
+    """Lets Megatron resolve its own linear layers where Transformer Engine's are not installed."""
+    before = config.transformer_impl
+    config.transformer_impl = before if HAVE_TE else "local"
+    try:
+        yield
+    finally:
+        config.transformer_impl = before

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.layers.redistribution import arrange_runs
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
-from megatron_cp.megatron.patches import exchange_multi_token_prediction
+from megatron_cp.megatron.patches import exchange_multi_token_prediction, exchange_search_for_inference_layers
 
-_REMEDY = "Shard the batch with megatron_cp.megatron.batch.shard_batch, which has the whole of it."
+_REMEDY = "Shard the batch with megatron_cp.megatron.batch.shard_batch, which knows the whole batch."
 
 
 class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
@@ -29,6 +29,7 @@ class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         exchange_multi_token_prediction(process_mtp_loss, roll_tensor_checked)
+        exchange_search_for_inference_layers()
         super().__init__(*args, **kwargs)
         inner = self.mtp_model_layer  # one layer, or a stack of HybridModel's
         arrange_runs(getattr(inner, "layers", [inner]), self.config)
@@ -41,10 +42,11 @@ class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
         hidden_states: Tensor,
         packed_seq_params: Any = None,
         padding_mask: Tensor | None = None,
+        **others: Any,
     ) -> Any:
         if not _has_stream(packed_seq_params, self.cp_group):
             return super()._get_embeddings(
-                input_ids, position_ids, embedding, hidden_states, packed_seq_params, padding_mask
+                input_ids, position_ids, embedding, hidden_states, packed_seq_params, padding_mask, **others
             )
         ahead = packed_seq_params.ahead(_depth(input_ids, packed_seq_params, self.config.mtp_num_layers) + 1)
         decoder_input = embedding(input_ids=ahead.tokens, position_ids=ahead.position_ids)
@@ -85,6 +87,7 @@ def process_mtp_loss(
     packed_seq_params: Any = None,
     scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
     input_ids: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     """Returns the decoder's hidden states, to whose gradient the losses of all depths are attached.
 
@@ -99,6 +102,7 @@ def process_mtp_loss(
         return _megatron_loss(
             hidden_states, labels, loss_mask, output_layer, output_weight, runtime_gather_output, is_training,
             compute_language_model_loss, config, cp_group, tp_group, packed_seq_params, scale_logits_fn, input_ids,
+            **others,
         )  # fmt: skip
     depths = config.mtp_num_layers
     hidden_states, *predicted = hidden_states.chunk(1 + depths)
@@ -131,15 +135,15 @@ def _log(loss: Tensor, guessed: tuple[Tensor, Tensor], depth: int, depths: int) 
 
 
 def roll_tensor_checked(
-    tensor: Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+    tensors: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None, **others: Any
 ) -> Any:
     """Calls Megatron's `roll_tensor`, which on several ranks supports its own order of tokens only."""
     plans = packed_seq_params.plans if isinstance(packed_seq_params, PlannedSeqParams) else None
     if plans is not None and plans.layout.cp_size > 1:
-        remedy = "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec."
+        remedy = "Build the layers by megatron_cp.megatron.specs.gpt_mtp_block_spec."
         raise ArgumentError("mtp_block_spec", "layers of Megatron's own", "layers of ours under a plan", remedy)
-    return _megatron_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+    return _megatron_roll(tensors, shifts, dims, cp_group, packed_seq_params, **others)
 
 
 _megatron_loss: Callable[..., Tensor] = megatron_mtp.process_mtp_loss
-_megatron_roll: Callable[..., tuple[Tensor, Tensor]] = megatron_mtp.roll_tensor
+_megatron_roll: Callable[..., Any] = megatron_mtp.roll_tensor

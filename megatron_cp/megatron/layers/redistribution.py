@@ -22,7 +22,7 @@ from megatron_cp.executor.relayout import relayout
 from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
-from megatron_cp.megatron.layers.refusals import refuse
+from megatron_cp.megatron.rules import refuse
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import LinearSpec
@@ -61,7 +61,7 @@ def arrange_run(
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
         if config.context_parallel_size > 1 and any(slot.mode == REDISTRIBUTE.name for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
-            refuse("linear_cp_mode", "redistribute", allowed, "Between layers a rank holds a part of its rows alone.")
+            refuse("linear_cp_mode", "redistribute", allowed, "Between layers a rank has only a part of its rows.")
         return
     for module in linear:
         module.slot = replace(module.slot, hidden_size=config.hidden_size, run=tuple(slots))

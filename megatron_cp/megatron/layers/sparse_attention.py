@@ -6,15 +6,11 @@ attention has an indexer that chooses the keys of each query. Parameters and the
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import dsa
@@ -23,18 +19,16 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import layer_operation
-from megatron_cp.megatron.layers.attention import comm_scheme, plannable, refuse_attention, ulysses_degree
+from megatron_cp.megatron import compat
+from megatron_cp.megatron.layers.attention import refuse_attention
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import cp_ranks, spec_options
-from megatron_cp.megatron.layers.multi_latent_attention import PlannedRotary
+from megatron_cp.megatron.layers.multi_latent_attention import PlannedRotary, local_parts
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import (
-    refuse_other_means,
-    unsupported_latent_attention,
-    unsupported_sparse_attention,
-    uses_transformer_engine,
-)
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from megatron_cp.megatron.layers.refusals import refuse_other_means, uses_transformer_engine
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, unpacked_form
+from megatron_cp.megatron.rules import unsupported_latent_attention, unsupported_sparse_attention
+from megatron_cp.megatron.slots import comm_scheme, plannable, ulysses_degree
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.softmax.sparse import SparseOutput, sparse_attention
 
@@ -61,12 +55,13 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **others: Any,
     ) -> None:
         refuse_attention(config, attn_mask_type, attention_type)
         latent = config.qk_pos_emb_head_dim, config.kv_lora_rank
         super().__init__(
             config, submodules, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale,
-            sum(latent), latent[1], cp_comm_type or "p2p", pg_collection,
+            sum(latent), latent[1], cp_comm_type or "p2p", pg_collection, **others,
         )  # fmt: skip
         self.ranks = cp_ranks(pg_collection.cp)
         scheme = comm_scheme(cp_comm_type, self.ranks.size)
@@ -96,7 +91,9 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         if not self.skip_topk:
             built.add(self.layer_number)
         elif self.source_layer not in built:
-            given = f"{self.index_topk_freq}: layer {self.layer_number} takes the choice of layer {self.source_layer}"
+            given = (
+                f"{self.index_topk_freq}: layer {self.layer_number} uses the keys that layer {self.source_layer} chose"
+            )
             allowed = "a number by which each pipeline stage has the layers whose choice its layers share"
             raise ArgumentError("--dsa-indexer-topk-freq", given, allowed, "See also --dsa-indexer-skip-topk-offset.")
 
@@ -131,7 +128,7 @@ class SparseCoreAttention(dsa.DSAttention, ContextParallelModule):
         assert value is None
         plans, ranks, packed = self.plans_of(packed_seq_params, query)
         carrier = packed_seq_params
-        packed_seq_params = packed_seq_params if packed is None else _unpacked_form(packed)
+        packed_seq_params = packed_seq_params if packed is None else unpacked_form(packed)
         refuse_other_means(self.config, carrier, plans.layout.cp_size)
         coefficient = self.config.dsa_indexer_loss_coeff or 0.0
         learns = self.training and torch.is_grad_enabled() and coefficient > 0 and not self.skip_topk
@@ -196,7 +193,7 @@ class _IndexerRotary(PlannedRotary):
     def forward(self, length: int | PlannedSeqParams, packed_seq: bool = False) -> Any:
         """Returns angles `[t, 1, 1, d]`; see `PlannedRotary`."""
         found = super().forward(length, packed_seq)
-        if not isinstance(length, PlannedSeqParams):
+        if not isinstance(length, PlannedSeqParams) or compat.LATENT_ROWS_KEEP_AXIS:
             return found
         return (found[0].unsqueeze(1), found[1]) if isinstance(found, tuple) else found.unsqueeze(1)
 
@@ -205,11 +202,13 @@ class SparseMLASelfAttention(AbsorbedMLASelfAttention):
     """Megatron's latent self-attention with the up-projection multiplied into queries, in any layout."""
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        for error in itertools.chain(unsupported_sparse_attention(config), unsupported_latent_attention(config)):
+        te = uses_transformer_engine(config)
+        errors = unsupported_sparse_attention(config, te=te), unsupported_latent_attention(config, te=te)
+        for error in itertools.chain(*errors):
             raise error
-        if config.qk_layernorm and not uses_transformer_engine(config):
+        if config.qk_layernorm and not te:
             submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
-        with _local_parts(config):
+        with local_parts(config):
             super().__init__(config, submodules, *args, **kwargs)
         own: Any = self._modules["rotary_pos_emb"]
         self.rotary_pos_emb = PlannedRotary(own, config)
@@ -224,7 +223,7 @@ class SparseMLASelfAttention(AbsorbedMLASelfAttention):
     ) -> tuple[Tensor, ...]:
         """Returns absorbed queries, latents with rotary keys, and latent queries, for packed batches in any layout."""
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            packed_seq_params = _unpacked_form(self.core_attention.planned(packed_seq_params))
+            packed_seq_params = unpacked_form(self.core_attention.planned(packed_seq_params))
         found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, packed_seq_params, inference_context, **others
         )
@@ -242,21 +241,3 @@ class DuplicatedLinear(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Returns the product, and None for a bias that is not added."""
         return super().forward(x), None
-
-
-def _unpacked_form(packed: PlannedSeqParams) -> PlannedSeqParams:
-    """Returns a batch's parameters in the format in which Megatron takes a row's angles as they are given."""
-    packed = copy.copy(packed)
-    packed.qkv_format = "sbhd"
-    return packed
-
-
-@contextlib.contextmanager
-def _local_parts(config: Any) -> Iterator[None]:
-    """Lets Megatron resolve its own linear layers where Transformer Engine's are not installed."""
-    before = config.transformer_impl
-    config.transformer_impl = before if HAVE_TE else "local"
-    try:
-        yield
-    finally:
-        config.transformer_impl = before

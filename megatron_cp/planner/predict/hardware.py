@@ -1,4 +1,7 @@
-"""`Hardware` and `Topology`: the numbers of a machine for predictions. No torch in here."""
+"""`Machine`: the numbers of a machine for predictions; `Setting`: the machine and the ranks that one is for.
+
+No torch in here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 
 _SHARED_MEMORY = 2e-5, 5e-6  # seconds of a transfer and of a message beyond its copy: estimates
@@ -130,7 +133,7 @@ class Hardware:
 
     def _check_rule(self) -> None:
         """Refuses rules without a row of each kind, or with two rows of one kind and head size."""
-        kinds = sorted({kind.rule for kind in KINDS.values() if kind.has_state})
+        kinds = sorted({kind.measured_rule for kind in KINDS.values() if kind.has_state})
         for row in self.rule:
             is_row = isinstance(row, tuple) and len(row) == 5 and all(map(_is_number, row[1:]))
             if not is_row or min(row[1:4]) <= 0 or row[4] < 0:
@@ -275,6 +278,47 @@ class Machine:
     def describe(self) -> str:
         """Returns the name and the description of the preset."""
         return f"{self.hardware.name}: {self.hardware.about}"
+
+
+class Rates(NamedTuple):
+    """The rates of a rank in one direction, for elements of one size.
+
+    Attributes:
+        hardware: the rates of both directions, in bf16.
+        item_size: bytes of an element.
+        forward: the direction.
+    """
+
+    hardware: Hardware
+    item_size: int
+    forward: bool
+
+    @property
+    def slower(self) -> float:
+        """The factor by which these elements take longer than bf16."""
+        return self.hardware.slower(self.item_size)
+
+    def pick(self, both: tuple[float, float]) -> float:
+        """Returns the number of this direction, of those of forward and backward."""
+        return both[0 if self.forward else 1]
+
+
+class Setting(NamedTuple):
+    """The machine, the ranks and the elements for which plans are priced.
+
+    Attributes:
+        machine: the machine.
+        topology: the hosts of the ranks.
+        item_size: bytes of an activation.
+    """
+
+    machine: Machine
+    topology: Topology
+    item_size: int
+
+    def rates(self, *, forward: bool) -> Rates:
+        """Returns the rates of a rank in one direction."""
+        return Rates(self.machine.hardware, self.item_size, forward)
 
 
 def _is_number(value: Any) -> bool:

@@ -13,15 +13,13 @@ from functools import cached_property
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import SPARE, rounded
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.by_host import first_hop
-from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
+from megatron_cp.plan.attention_program import Allocate, Order, PackRows, Release, Stage, Start
+from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, first_hop
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.layer_program import Local, Move
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.program import Allocate, Order, Pack, Release, Start
 from megatron_cp.plan.recurrence import Halo, Scan
-from megatron_cp.plan.stage import Stage
 from megatron_cp.plan.steps import ToHeads, ToTokens
 
 MERGING = 3  # log-sum-exps for each query and head while partial results are merged: old, new, and the weight
@@ -193,9 +191,9 @@ def _walk_buffers(step: Attend, kv_rank: int, head_rank: int, item_size: int, po
 
     for do in step.program(forward=forward):
         match do:
-            case Pack(payload=payload, flow=Return() as flow):
+            case PackRows(payload=payload, flow=Return() as flow):
                 taken[do.buffer] = acquire(sum(flow.split_counts.sent_by(kv_rank)), payload, do.part.chunk)
-            case Pack(payload=payload, flow=flow):
+            case PackRows(payload=payload, flow=flow):
                 rows = usable_rows(None) if flow is None else flow.message_rows(kv_rank).sent
                 assert rows is not None
                 taken[do.buffer] = acquire(rows, payload, do.part.chunk)
@@ -225,11 +223,11 @@ def _message_bytes(
     as_it_lies = layout.in_stream_order and not any(exchange.coded(sizes))
     if to_heads:
         return [tokens] if as_it_lies else [heads, tokens]
-    # Attention writes the gradients of one message as one tensor, and a single section has the form of a message unless
-    # that has gaps.
+    # Attention writes the gradients of q, k and v in the form of a message if they came in one. A single section has
+    # that form unless the message has gaps.
     (block, *others) = exchange.parts[part].blocks
-    alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
-    as_it_lies &= alone or (plan.attend is not None and not exchange.section_major)
+    has_gaps = rows[head_rank] != block.heads_on(head_rank) * block.head_dim * item_size
+    as_it_lies &= plan.attend is not None and plan.kv_layout == plan.layout if others else not has_gaps
     return [tokens] if as_it_lies else [tokens, heads]
 
 

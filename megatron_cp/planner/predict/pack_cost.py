@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import MAX_INTEGER, ArgumentError, as_number, checked_integer
-from megatron_cp.layout.packing import IntArray, host_array, is_integral
+from megatron_cp.layout.array_types import FloatArray, IntArray
+from megatron_cp.layout.packing import host_array, is_integral
 from megatron_cp.planner.predict.hardware import Hardware
 
 FLOPS_OF_A_PARAMETER = 6  # a token's multiply-add forward, and two backward (Kaplan et al., arXiv 2001.08361)
@@ -118,7 +118,7 @@ class PackCost:
         """
         return self.pack + float(self.of_documents(lengths).sum())
 
-    def of_documents(self, lengths: Sequence[int] | IntArray) -> NDArray[np.float64]:
+    def of_documents(self, lengths: Sequence[int] | IntArray) -> FloatArray:
         """Returns `[documents]` the seconds that each document adds to its pack.
 
         Args:

@@ -6,37 +6,39 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_cp.layout.route import pieces_between
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.layout.route import rows_between
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.recurrence import Scan
-from megatron_cp.planner.predict.hardware import Hardware, Machine, Topology
-from megatron_cp.planner.predict.program import Edges, Program, Start, Work
+from megatron_cp.planner.predict.hardware import Hardware, Machine, Setting, Topology
 from megatron_cp.planner.predict.simulate import Timeline, simulate
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict.walk import workload_of
+from megatron_cp.planner.predict.workload import Edges, TimedWork, Transfer, Workload
 
-Programs = tuple[Program, Program]  # forward and backward
-
-
-def program_on(plan: Plan, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> Program:
-    """Returns the program of one direction of a plan on a machine."""
-    return program_of(plan, on.hardware, item_size, forward=forward, hosts=topology.hosts)
+Workloads = tuple[Workload, Workload]  # forward and backward
 
 
-def summed(program: Program, on: Machine, topology: Topology, parts: float = 1) -> float:
-    """Returns the seconds of a program as a sum, without playing it.
+def workload_in(setting: Setting, plan: Plan, *, forward: bool) -> Workload:
+    """Returns the workload of one direction of a plan in a setting."""
+    return workload_of(plan, setting.rates(forward=forward), setting.topology.hosts)
+
+
+def summed(workload: Workload, setting: Setting, parts: float = 1) -> float:
+    """Returns the seconds of a workload as a sum, without playing it.
 
     They are the busiest rank's work and the exposed transfers of the busiest ports. Of transfers of one name, which are
     parts of the same rows, all but one are hidden behind work, as far as the machine hides them; all of them
     together take at least the time of the rank's busier port. With `parts`, the sum is that of the same rows in so
     many times as many parts, without what these take to start.
     """
-    hosts, ranks = np.array(topology.hosts), program.ranks
-    by_name: dict[tuple[str, bool], list[Start]] = {}
+    topology, cores = setting.topology, setting.machine.hardware.cores
+    hosts, ranks = np.array(topology.hosts), workload.ranks
+    by_name: dict[tuple[str, bool], list[Transfer]] = {}
     work, moved, exposed = np.zeros(ranks), np.zeros(ranks), 0.0
-    for operation in program.operations:
-        if isinstance(operation, Work):
+    for operation in workload.operations:
+        if isinstance(operation, TimedWork):
             work += operation.seconds
-        elif isinstance(operation, Start):
+        elif isinstance(operation, Transfer):
             work += operation.handling
             by_name.setdefault((operation.name, operation.is_second), []).append(operation)
     for starts in by_name.values():
@@ -55,14 +57,14 @@ def summed(program: Program, on: Machine, topology: Topology, parts: float = 1) 
         moved += taken
         hidden = 0.0 if starts[0].is_second else (1 - 1 / (count * parts)) * starts[0].overlap
         exposed += float(taken.max()) * (1 - hidden)  # every rank waits for the busiest one, which sends to it
-    if on.hardware.cores:
+    if cores:
         computers = np.zeros(ranks, dtype=np.int64) if topology.shares_cores else hosts
-        work = np.maximum(work, (np.bincount(computers, work) / on.hardware.cores)[computers])
-    return max(float(work.max(initial=0.0)) + exposed, float(moved.max(initial=0.0)), program.host)
+        work = np.maximum(work, (np.bincount(computers, work) / cores)[computers])
+    return max(float(work.max(initial=0.0)) + exposed, float(moved.max(initial=0.0)), workload.host)
 
 
 def timelines(
-    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, programs: Programs | None = None
+    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, workloads: Workloads | None = None
 ) -> tuple[Timeline, Timeline]:
     """Simulates a plan, forward and backward.
 
@@ -71,7 +73,7 @@ def timelines(
         on: the machine.
         topology: the hosts of the ranks; the machine's own if None.
         item_size: bytes of an activation.
-        programs: those of the plan, if they are known.
+        workloads: those of the plan, if they are known.
 
     Raises:
         ArgumentError: a topology of another number of ranks.
@@ -79,17 +81,18 @@ def timelines(
     topology = on.topology(plan.cp_size) if topology is None else topology
     if plan.transport.name == "shared_memory":
         on, topology = on.sharing_memory(topology)
-    found = programs or [program_on(plan, on, topology, item_size, forward=forward) for forward in (True, False)]
-    forward, backward = (simulate(program, topology, cores=on.hardware.cores) for program in found)
+    setting = Setting(on, topology, item_size)
+    found = workloads or [workload_in(setting, plan, forward=forward) for forward in (True, False)]
+    forward, backward = (simulate(workload, topology, cores=on.hardware.cores) for workload in found)
     return forward, backward
 
 
 def priced(
-    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, programs: Programs | None = None
+    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2, workloads: Workloads | None = None
 ) -> Price:
     """Predicts the time of a plan by `simulate`, including its share of a redistribution; see `timelines`."""
     topology = on.topology(plan.cp_size) if topology is None else topology
-    forward, backward = timelines(plan, on, topology, item_size=item_size, programs=programs)
+    forward, backward = timelines(plan, on, topology, item_size=item_size, workloads=workloads)
     moved, seconds = 0, 0.0
     if plan.redistribution is not None:
         moved = max(plan.redistribution.bytes_sent(plan.layout, item_size)) // plan.redistribution.layers
@@ -126,30 +129,40 @@ def described(on: Machine, topology: Topology) -> str:
     return f"{on.describe()}; {topology.size} rank{'s' * (topology.size > 1)} on {hosts}"
 
 
-def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
-    """Returns the program that moves hidden states to a plan's layout, and back after a run of layers."""
+def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Workload:
+    """Returns the workload that moves hidden states to a plan's layout, and back after a run of layers."""
     assert plan.redistribution is not None
-    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer, issue=hardware.host[0])
-    ranks = plan.cp_size
-    before, after, sizes = pieces_between(plan.redistribution.hidden_layout, plan.layout)
-    counts = np.zeros((ranks, ranks), dtype=np.int64)
-    np.add.at(counts, (before, after), sizes)
+    counts = rows_between(plan.redistribution.hidden_layout, plan.layout)
+    return there_and_back(counts, plan.redistribution.hidden_size * item_size, hardware)
+
+
+def there_and_back(counts: IntArray, row: int, hardware: Hardware, name: str = "hidden states") -> Workload:
+    """Returns the workload that moves rows to another layout and back, or their gradients.
+
+    Args:
+        counts: `[ranks, ranks]` the rows that go from each rank to each, as `rows_between` returns them.
+        row: bytes of a row.
+        hardware: the rates of a rank.
+        name: what the rows are.
+    """
+    ranks = len(counts)
+    workload = Workload.on(hardware, ranks)
     senders, receivers = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(ranks), indexing="ij"))
-    row = plan.redistribution.hidden_size * item_size
     edges = Edges.from_messages(senders, receivers, counts.ravel() * row)
     for messages in (edges, edges.reversed()):
         for moved in (counts.sum(axis=1), counts.sum(axis=0)):
-            program.work("order hidden states", "copy", moved * row / hardware.copy + hardware.launch)
-        program.wait(program.start("hidden states", messages))
-    return program
+            workload.work(f"order {name}", "copy", moved * row / hardware.copy + hardware.launch)
+        workload.wait(workload.start(name, messages))
+    return workload
 
 
-def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Iterator[Price]:
+def state_bounds(plan: Plan, setting: Setting) -> Iterator[Price]:
     """Yields lower bounds on the time of a chunkwise plan from its messages alone; each is higher and slower to find.
 
     The first one counts a state for each token whose predecessor in the document is on another rank, which needs no
     table of segments; the second one counts the maps that are sent.
     """
+    on, topology, item_size = setting
     bandwidth = topology.within.bandwidth + (topology.between.bandwidth if topology.num_hosts > 1 else 0.0)
     machine_words, layout = described(on, topology), plan.layout
     scan = next((step for step in plan.recurrent_steps if isinstance(step, Scan)), None)

@@ -1,4 +1,4 @@
-"""`simulate`: simulates a program on the ranks of a machine, operation by operation, all ranks at a time.
+"""`simulate`: simulates a workload on the ranks of a machine, operation by operation, all ranks at a time.
 
 A rank has one stream for computing; what it sends and receives goes over ports that work meanwhile: one a rank and
 direction for its own host, one a network card and direction for others, which several ranks may share. A message
@@ -6,7 +6,7 @@ leaves when its sender and its receiver have reached the start, and the ports ar
 when all messages to it have. No torch in here.
 
 Ranks that share cores slow each other down while they compute, but not while they wait. The times of waiting are known
-after a simulation, so the program is simulated again with them until they do not change.
+after a simulation, so the workload is simulated again with them until they do not change.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.array_types import BoolArray, IntArray
 from megatron_cp.planner.predict.hardware import Link, Topology
-from megatron_cp.planner.predict.program import Edges, Program, Seconds, Start, Wait, Work
+from megatron_cp.planner.predict.workload import Arrival, Edges, Seconds, TimedWork, Transfer, Workload
 
-_ROUNDS = 12  # simulations of a program; most need five
+_ROUNDS = 12  # simulations of a workload; most need five
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +46,7 @@ class Timeline:
     """The times of all operations on all ranks.
 
     Attributes:
-        spans: the operations, in the order of the program.
+        spans: the operations, in the order of the workload.
         end: `[ranks]` seconds at which each rank finished.
         waited: `[ranks]` seconds in which a rank computed nothing.
         host: seconds of a device's host to issue the operations.
@@ -80,7 +79,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, eq=False)
-class _Route:
+class _PortRoute:
     """The ports of one kind over which a transfer's messages go, whatever their bytes.
 
     Attributes:
@@ -90,7 +89,7 @@ class _Route:
         disjoint: no port has two messages in one direction.
     """
 
-    chosen: NDArray[np.bool_] | None
+    chosen: BoolArray | None
     senders: IntArray
     receivers: IntArray
     send_ports: IntArray
@@ -106,7 +105,7 @@ class _Ports:
         self.count = int(port.max(initial=-1)) + 1
         self.free_out, self.free_in = np.zeros(self.count), np.zeros(self.count)
 
-    def route(self, edges: Edges, chosen: NDArray[np.bool_]) -> _Route | None:
+    def route(self, edges: Edges, chosen: BoolArray) -> _PortRoute | None:
         """Returns the route of the chosen messages; None where there are none."""
         if not chosen.any():
             return None
@@ -114,9 +113,9 @@ class _Ports:
         senders, receivers = (ends if some is None else ends[some] for ends in (edges.senders, edges.receivers))
         outgoing, incoming = self.port[senders], self.port[receivers]
         disjoint = all(np.bincount(ports).max() == 1 for ports in (outgoing, incoming))
-        return _Route(some, senders, receivers, outgoing, incoming, disjoint)
+        return _PortRoute(some, senders, receivers, outgoing, incoming, disjoint)
 
-    def send(self, route: _Route, nbytes: IntArray, ready: Seconds, latency: float, out: _Ends) -> None:
+    def send(self, route: _PortRoute, nbytes: IntArray, ready: Seconds, latency: float, out: _Ends) -> None:
         """Writes to `out` the times at which each rank's last message has left, and the last one to it has arrived."""
         link, count = self.link, self.count
         outgoing, incoming = route.send_ports, route.receive_ports
@@ -166,7 +165,7 @@ class _Network:
     def __init__(self, topology: Topology) -> None:
         self.hosts = np.array(topology.hosts)
         self.kinds = _Ports(topology.within, np.arange(topology.size)), _Ports(topology.between, topology.rail)
-        self.last: tuple[Edges, list[tuple[_Ports, _Route]]] | None = None
+        self.last: tuple[Edges, list[tuple[_Ports, _PortRoute]]] | None = None
 
     def send(self, edges: Edges, now: Seconds, starts: int) -> _Ends:
         """Simulates the messages of a transfer, which its ranks reach at `now`."""
@@ -185,12 +184,12 @@ class _Network:
             np.maximum.at(found, edges.receivers[chosen], taken)
         return found
 
-    def _routes(self, edges: Edges) -> list[tuple[_Ports, _Route]]:
+    def _routes(self, edges: Edges) -> list[tuple[_Ports, _PortRoute]]:
         if self.last is not None:
             before, routes = self.last
             if before.senders is edges.senders and before.receivers is edges.receivers:
                 return routes
-        near: NDArray[np.bool_] = self.hosts[edges.senders] == self.hosts[edges.receivers]
+        near: BoolArray = self.hosts[edges.senders] == self.hosts[edges.receivers]
         found = [(ports, ports.route(edges, chosen)) for ports, chosen in zip(self.kinds, (near, ~near), strict=True)]
         routes = [(ports, route) for ports, route in found if route is not None]
         self.last = edges, routes
@@ -247,25 +246,25 @@ class _Cores:
         )
 
 
-def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timeline:
-    """Simulates a program.
+def simulate(workload: Workload, topology: Topology, *, cores: int = 0) -> Timeline:
+    """Simulates a workload.
 
     Args:
-        program: the program of as many ranks as the topology has.
+        workload: what as many ranks do as the topology has.
         topology: the hosts of the ranks.
         cores: ranks of a host, or of the computer that all hosts share, that compute at a time; 0 for all of them.
 
     Raises:
         ArgumentError: a topology of another number of ranks.
     """
-    if topology.size != program.ranks:
-        raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
-    computers = np.zeros(program.ranks, dtype=np.int64) if topology.shares_cores else np.array(topology.hosts)
+    if topology.size != workload.ranks:
+        raise ArgumentError("topology", f"{topology.size} ranks", f"the {workload.ranks} ranks of the plan")
+    computers = np.zeros(workload.ranks, dtype=np.int64) if topology.shares_cores else np.array(topology.hosts)
     sharing = _Cores(computers, cores)
-    found = _simulated(program, topology, sharing)
+    found = _simulated(workload, topology, sharing)
     for _ in range(_ROUNDS if sharing.shares else 0):
         before = found
-        found = _simulated(program, topology, _Cores(computers, cores, _busy(before)))
+        found = _simulated(workload, topology, _Cores(computers, cores, _busy(before)))
         if np.allclose(found.end, before.end, rtol=1e-3, atol=0.0):
             break
     return found
@@ -280,23 +279,23 @@ def _busy(timeline: Timeline) -> list[Seconds]:
     return [np.stack([begin, end], axis=1)[end > begin] for begin, end in zip(starts.T, ends.T, strict=True)]
 
 
-def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
+def _simulated(workload: Workload, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
-    now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
+    now, waited = np.zeros(workload.ranks), np.zeros(workload.ranks)
     spans: list[Span] = []
-    pending: dict[int, tuple[Seconds, Seconds, Start, Seconds]] = {}
-    for operation in program.operations:
+    pending: dict[int, tuple[Seconds, Seconds, Transfer, Seconds]] = {}
+    for operation in workload.operations:
         match operation:
-            case Work(name, kind, seconds):
+            case TimedWork(name, kind, seconds):
                 begun, now = now, cores.finish(now, seconds)
                 spans.append(Span(name, kind, begun, now))
-            case Start(name, key, edges, starts):
+            case Transfer(name, key, edges, starts):
                 reached = now
                 left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
                 pending[key] = left, arrived, operation, reached
-            case Wait(key):
+            case Arrival(key):
                 left, arrived, start, reached = pending.pop(key)
                 if start.handling.any():
                     begun, now = now, cores.finish(now, start.handling * cores.handles)
@@ -307,4 +306,4 @@ def _simulated(program: Program, topology: Topology, cores: _Cores) -> Timeline:
                     now = now + (1 - start.overlap) * hidden
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
-    return Timeline(spans, now, waited, program.host)
+    return Timeline(spans, now, waited, workload.host)

@@ -12,15 +12,13 @@ of every array, and sums go along others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.array_types import BoolArray, FloatArray, IntArray
+from megatron_cp.planner.tiles.problem import Lines, TileProblem
 
-FloatArray = NDArray[np.float64]
 # Chosen by experiments on tables of six masks: a higher price of overload, a higher power from the start, or more
 # chains with fewer steps leave the busiest rank with an eighth more.
 _OVERLOAD = 5.0  # energy of a rank with twice the load cap
@@ -30,80 +28,39 @@ _STEEP = 9  # from this segment on, energy uses eighth powers
 _HOT, _COOLING = 0.5, 0.628  # the first scale of the threshold, and its factor from segment to segment: ends at 0.003
 
 
-@dataclass(frozen=True, eq=False)
-class Lines:
-    """The rows or the columns of a problem, as moves read them.
-
-    Attributes:
-        line_of_tile: `[tiles]` the line of each tile.
-        owners: `[lines]` the rank that holds each line.
-        out, back: `[lines]` the cost of sending each line to a rank, and of its return, as floats.
-    """
-
-    line_of_tile: IntArray
-    owners: IntArray
-    out: FloatArray
-    back: FloatArray
-
-    @cached_property
-    def tiles_of_lines(self) -> IntArray:
-        """`[longest, lines]` the tiles of each line, padded with the number of tiles, which is no tile."""
-        order = np.argsort(self.line_of_tile, kind="stable")
-        lines = self.line_of_tile[order]
-        counts = np.bincount(lines, minlength=self.owners.size)
-        place = np.arange(order.size) - (np.cumsum(counts) - counts)[lines]
-        found = np.full((int(counts.max(initial=0)), self.owners.size), order.size)
-        found[place, lines] = order
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """A problem in the arrays that moves read.
-
-    Attributes:
-        num_ranks: ranks that tiles may go to.
-        axes: rows and columns.
-        work: `[tiles]` visible pairs of each tile.
-        load_cap: the most work of one rank.
-        pair_cost: `[num_ranks, num_ranks]` the cost of a byte between two ranks.
-    """
-
-    num_ranks: int
-    axes: tuple[Lines, Lines]
-    work: IntArray
-    load_cap: int
-    pair_cost: FloatArray
-
-
 class Chains:
     """Several answers side by side, with the loads and volumes of their ranks.
 
     Args:
-        moves: the problem.
+        problem: the problem.
         answers: `[tiles, chains]` the rank of each tile.
         seed: the seed of random moves.
     """
 
-    def __init__(self, moves: Moves, answers: IntArray, seed: int) -> None:
-        self.moves, self.random = moves, np.random.Generator(np.random.PCG64(seed))
+    def __init__(self, problem: TileProblem, answers: IntArray, seed: int) -> None:
+        self.problem, self.random = problem, np.random.Generator(np.random.PCG64(seed))
         tiles, self.count = answers.shape
         self.all = np.arange(self.count)
-        self.work = np.append(moves.work, 0).astype(np.float64)
-        self.lines = [np.append(axis.line_of_tile, 0) for axis in moves.axes]
+        self.work = np.append(problem.work, 0).astype(np.float64)
+        self.lines = [np.append(axis.line_of_tile, 0) for axis in problem.axes]
         self.ranks = np.concatenate([answers, np.full((1, self.count), -1)])
         self._count()
         self.best, self.best_cost = np.full(tiles, -1), np.inf
         self.scale, self.squarings = 1.0, 2
         self._keep_best()
 
+    @cached_property
+    def tiles_of_lines(self) -> list[IntArray]:
+        """For each axis the tiles of each line, see `_tiles_of_lines`."""
+        return [_tiles_of_lines(axis) for axis in self.problem.axes]
+
     def _count(self) -> None:
         """Counts tiles, volumes and loads of all answers from scratch."""
-        moves, size = self.moves, self.moves.num_ranks
+        size = self.problem.num_ranks
         held = self.ranks[:-1]
         self.tiles_at = []  # for each axis [lines, ranks, chains] the number of tiles of a line on a rank
         self.volumes = np.zeros((2, size, self.count))  # sent, received
-        for axis in moves.axes:
+        for axis in self.problem.axes:
             count = np.zeros((axis.owners.size, size, self.count), dtype=np.int32)
             np.add.at(count, (axis.line_of_tile[:, None], held, self.all), 1)
             self.tiles_at.append(count)
@@ -117,24 +74,24 @@ class Chains:
     ) -> None:
         """Adds the costs of lines that ranks gain or, with a negative sign, lose."""
         owner = axis.owners[line]
-        factor = sign * self.moves.pair_cost[owner, rank]
+        factor = sign * self.problem.pair_cost[owner, rank]
         out, back = axis.out[line] * factor, axis.back[line] * factor
         place = np.concatenate([owner * self.count + chain, rank * self.count + chain])
-        shape = (self.moves.num_ranks, self.count)
+        shape = (self.problem.num_ranks, self.count)
         for number, costs in enumerate(((out, back), (back, out))):
             into[number] += np.bincount(place, np.concatenate(costs), shape[0] * shape[1]).reshape(shape)
 
     def costs(self) -> FloatArray:
         """Returns `[chains]` the largest volume of a rank; infinite where a rank has too much work."""
         most = self.volumes.max(axis=(0, 1))
-        return np.where(self.loads.max(axis=0) <= self.moves.load_cap, most, np.inf)
+        return np.where(self.loads.max(axis=0) <= self.problem.load_cap, most, np.inf)
 
     def energy(self, volumes: FloatArray, loads: FloatArray) -> FloatArray:
         """Returns `[chains]` the energy of such volumes and loads."""
         share = volumes.reshape(-1, self.count) * (1 / self.scale)
         for _ in range(self.squarings):
             share *= share
-        above = np.maximum(loads * (1 / max(self.moves.load_cap, 1)) - 1.0, 0.0)
+        above = np.maximum(loads * (1 / max(self.problem.load_cap, 1)) - 1.0, 0.0)
         # The excess of work, plus a constant where there is any, so that a small excess is not free.
         return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
 
@@ -171,11 +128,11 @@ class Chains:
             numbers: `[_DRAWS, chains]` random numbers of `_BITS` bits.
             single: move one tile only.
         """
-        axis, tiles = self.moves.axes[number], self.work.size - 1
+        axis, tiles = self.problem.axes[number], self.work.size - 1
         tile = _below(numbers[0], tiles)
         source, target = self.ranks[tile, self.all], self._targets(tile, numbers[1:-1])
         line = axis.line_of_tile[tile]
-        members = tile[None] if single else axis.tiles_of_lines[:, line]
+        members = tile[None] if single else self.tiles_of_lines[number][:, line]
         chosen = self.ranks[members, self.all] == source
         chosen &= source != target
         place, chain = np.nonzero(chosen)
@@ -197,9 +154,9 @@ class Chains:
 
     def _targets(self, tile: IntArray, numbers: IntArray) -> IntArray:
         """Draws a target rank for each tile: an owner, a rank with other tiles of the line, or any rank."""
-        draw, target = _below(numbers[0], 8), _below(numbers[1], self.moves.num_ranks)
-        for number, axis in enumerate(self.moves.axes):
-            lines, table = axis.line_of_tile[tile], axis.tiles_of_lines
+        draw, target = _below(numbers[0], 8), _below(numbers[1], self.problem.num_ranks)
+        for number, axis in enumerate(self.problem.axes):
+            lines, table = axis.line_of_tile[tile], self.tiles_of_lines[number]
             target = np.where(draw == number, axis.owners[lines], target)
             place = _below(numbers[2 + number], len(table))
             other = self.ranks[table[place, lines], self.all]
@@ -212,7 +169,7 @@ class Chains:
     ) -> None:  # fmt: skip
         """Updates volumes by the lines that the ranks of a move lose and gain."""
         own, cross = self.tiles_at[number], self.tiles_at[1 - number]
-        axis, other = self.moves.axes[number], self.moves.axes[1 - number]
+        axis, other = self.problem.axes[number], self.problem.axes[1 - number]
         leaves = (own[line, source, self.all] == count) & (count > 0)
         comes = (own[line, target, self.all] == 0) & (count > 0)
         self._change(volumes, axis, line, source, target, self.all, leaves, comes)
@@ -222,7 +179,7 @@ class Chains:
 
     def _change(
         self, volumes: FloatArray, axis: Lines, line: IntArray, source: IntArray, target: IntArray, chain: IntArray,
-        leaves: NDArray[np.bool_], comes: NDArray[np.bool_],
+        leaves: BoolArray, comes: BoolArray,
     ) -> None:  # fmt: skip
         lines, chains = np.concatenate([line[leaves], line[comes]]), np.concatenate([chain[leaves], chain[comes]])
         ranks = np.concatenate([source[leaves], target[comes]])
@@ -231,7 +188,7 @@ class Chains:
         self._move_lines(volumes, axis, lines, ranks, chains, sign)
 
     def _apply(
-        self, kept: NDArray[np.bool_], number: int, line: IntArray, source: IntArray, target: IntArray,
+        self, kept: BoolArray, number: int, line: IntArray, source: IntArray, target: IntArray,
         moved: IntArray, chain: IntArray,
     ) -> None:  # fmt: skip
         """Moves the tiles of the chains that accept their move."""
@@ -264,3 +221,14 @@ class Chains:
 def _below(numbers: IntArray, limit: int) -> IntArray:
     """Scales random numbers of `_BITS` bits to the range from 0 up to, but not including, `limit`."""
     return numbers * limit >> _BITS
+
+
+def _tiles_of_lines(axis: Lines) -> IntArray:
+    """Returns `[longest, lines]` the tiles of each line, padded with the number of tiles, which is no tile."""
+    order = np.argsort(axis.line_of_tile, kind="stable")
+    lines = axis.line_of_tile[order]
+    counts = np.bincount(lines, minlength=axis.owners.size)
+    place = np.arange(order.size) - (np.cumsum(counts) - counts)[lines]
+    found = np.full((int(counts.max(initial=0)), axis.owners.size), order.size)
+    found[place, lines] = order
+    return found

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.tiles.problem import Chunks, TileProblem
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.planner.tiles.problem import AxisChunks, TileProblem
 
 _DENSE, _SPARSE = 24, 24  # numbers of foreign lines that are told apart: all up to the first, and so many in all
 _PRICES = 60  # prices of work that are tried
@@ -59,7 +59,7 @@ def lower_bound_of_seconds(
 def _host_problem(problem: TileProblem, hosts: IntArray) -> TileProblem:
     """Returns the problem with each host as one rank: a line that a host needs is sent to it at least once."""
     rows, columns = (
-        Chunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
+        AxisChunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
         for chunks in (problem.rows, problem.columns)
     )
     return TileProblem(
@@ -196,7 +196,7 @@ def _counts(foreign: int) -> IntArray:
     return np.unique(np.append(np.arange(min(foreign, _DENSE) + 1), np.linspace(0, foreign, _SPARSE).astype(np.int64)))
 
 
-def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, counts: IntArray) -> IntArray:
+def _least(costs: IntArray, problem: TileProblem, chunks: AxisChunks, rank: int, counts: IntArray) -> IntArray:
     """Returns `[counts]` the cost of the cheapest foreign lines, as few as each count may stand for."""
     foreign = chunks.owners != rank
     weighted = np.sort((costs * problem.pair_cost[chunks.owners, rank])[foreign])

@@ -10,8 +10,8 @@ import numpy as np
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout import bands as band
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.tiles.problem import Chunks, TileProblem, TileWeights, check, default_load_cap
+from megatron_cp.layout.array_types import IntArray
+from megatron_cp.planner.tiles.problem import AxisChunks, TileProblem, TileWeights, check, default_load_cap
 
 MOST_PIECES = 1 << 22  # pieces of bands cut at all chunks; numpy takes seconds for them
 USUAL_TILES = 1 << 14  # above, chunks of one owner are merged
@@ -21,7 +21,7 @@ _SHARE = 5
 _RANGES_A_RANK = 16  # limit on the mean number of ranges that cutting makes
 
 
-class _Pieces(NamedTuple):
+class _CutBands(NamedTuple):
     """Bands cut at the ranges of both axes, `[n]` each: the band, the range of rows and of columns, visible pairs."""
 
     band: IntArray
@@ -125,7 +125,7 @@ def bands_by_rank(mask: Mask, problem: TileProblem, ranks_of_tiles: IntArray) ->
     return np.concatenate(parts), np.concatenate([[0], np.cumsum([len(part) for part in parts])])
 
 
-def _runs_of_columns(mask: Mask, pieces: _Pieces, rank: IntArray, problem: TileProblem) -> tuple[IntArray, IntArray]:
+def _runs_of_columns(mask: Mask, pieces: _CutBands, rank: IntArray, problem: TileProblem) -> tuple[IntArray, IntArray]:
     """Joins pieces of one band, range of rows and rank that are adjacent along the keys; returns bands and ranks."""
     order = np.lexsort((pieces.column, pieces.row, pieces.band, rank))
     number, row, column, rank = pieces.band[order], pieces.row[order], pieces.column[order], rank[order]
@@ -152,7 +152,7 @@ def _edges(ranges: IntArray, layout: Layout) -> IntArray:
     return found[found < layout.packing.total]
 
 
-def _halved(mask: Mask, rows: IntArray, columns: IntArray, size: int) -> tuple[IntArray, IntArray, _Pieces]:
+def _halved(mask: Mask, rows: IntArray, columns: IntArray, size: int) -> tuple[IntArray, IntArray, _CutBands]:
     """Returns the edges, halving ranges of tiles with too much work, and the mask cut at them."""
     limit, most = mask.area // (_SHARE * size), _RANGES_A_RANK * size
     while True:
@@ -174,34 +174,27 @@ def _middles(starts: IntArray, total: int, numbers: IntArray) -> IntArray:
     return ((begin + end) // 2)[end - begin > 1]
 
 
-def _cut(mask: Mask, rows: IntArray, columns: IntArray) -> _Pieces:
-    number, row, pieces = _cut_axis(mask.bands, np.arange(len(mask.bands)), rows, mask.packing.total, axis=0)
-    inner, column, pieces = _cut_axis(pieces, np.arange(len(pieces)), columns, mask.kv_packing.total, axis=2)
-    return _Pieces(number[inner], row[inner], column, band.areas(pieces))
+def _cut(mask: Mask, rows: IntArray, columns: IntArray) -> _CutBands:
+    pieces, row, number = _cut_axis(mask.bands, rows, mask.packing.total, queries=True)
+    pieces, column, inner = _cut_axis(pieces, columns, mask.kv_packing.total, queries=False)
+    return _CutBands(number[inner], row[inner], column, band.areas(pieces))
 
 
-def _cut_axis(bands: IntArray, ids: IntArray, starts: IntArray, total: int, *, axis: int) -> tuple[IntArray, ...]:
-    """Cuts bands at the ranges of one axis; returns the band's id, the range and the tight box of each piece."""
+def _cut_axis(bands: IntArray, starts: IntArray, total: int, *, queries: bool) -> tuple[IntArray, IntArray, IntArray]:
+    """Cuts bands at ranges that lie end to end, as `cut_up` does; refuses so many pieces that this takes seconds."""
     ends = np.append(starts[1:], total)
-    lowest = np.searchsorted(ends, bands[:, axis], side="right")
-    count = np.maximum(np.searchsorted(starts, bands[:, axis + 1], side="left") - lowest, 0)
+    _, count = band.ranges_met(bands, starts, ends, queries=queries)
     if int(count.sum()) > MOST_PIECES:
-        remedy = "Take a contiguous or balanced layout, or another scheme: tiles are for few, long fragments."
+        remedy = "Use a contiguous or balanced layout, or another scheme: tiles are for few, long fragments."
         allowed = f"a layout that cuts the mask into at most {MOST_PIECES} pieces"
         raise ArgumentError("layout", f"{starts.size} ranges, {int(count.sum())} pieces", allowed, remedy)
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
-    pieces, ids = np.repeat(bands, count, axis=0), np.repeat(ids, count)
-    pieces[:, axis] = np.maximum(pieces[:, axis], starts[number])
-    pieces[:, axis + 1] = np.minimum(pieces[:, axis + 1], ends[number])
-    boxes = band.tight_boxes(pieces)
-    kept = boxes[:, 1] > boxes[:, 0]
-    return ids[kept], number[kept], boxes[kept]
+    return band.cut_up(bands, starts, ends, queries=queries)
 
 
 # -- chunks of several ranges ------------------------------------------------------------------------------------------
 
 
-def _merge(pieces: _Pieces, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
+def _merge(pieces: _CutBands, owners: tuple[IntArray, IntArray], size: int, groups: int) -> tuple[IntArray, IntArray]:
     """Returns the chunk of each range of rows, and of columns.
 
     Ranges whose tiles all lie between one owner's own rows and columns are merged as far as a chunk stays a small part
@@ -252,9 +245,9 @@ def _tiles(rows: IntArray, columns: IntArray, work: IntArray, chunks: IntArray) 
     return number, total
 
 
-def _chunks(starts: IntArray, layout: Layout, chunk_of_range: IntArray, owners: IntArray) -> Chunks:
+def _chunks(starts: IntArray, layout: Layout, chunk_of_range: IntArray, owners: IntArray) -> AxisChunks:
     _, first = np.unique(chunk_of_range, return_index=True)
-    return Chunks(starts, layout.packing.total, chunk_of_range, owners[first])
+    return AxisChunks(starts, layout.packing.total, chunk_of_range, owners[first])
 
 
 def _check_layouts(mask: Mask, queries: Layout, keys: Layout) -> None:

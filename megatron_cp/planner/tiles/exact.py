@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.extras import install
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.planner.tiles import fast
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
@@ -85,14 +85,14 @@ def beyond_solver(problem: TileProblem) -> str:
     if problem.num_tiles * problem.num_ranks <= MOST_CHOICES:
         return ""
     text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
-    return f"{text}: the search makes random moves alone, and proves nothing"
+    return f"{text}: the search makes only random moves, and proves nothing"
 
 
 def _solver() -> Any:
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
-        remedy = f"Install it: {install('solver')}. Without it search_seconds=0 takes the fast stage alone."
+        remedy = f"Install it: {install('solver')}. Without it, pass search_seconds=0, which uses only the fast stage."
         raise ArgumentError(
             "search_seconds", "a search, without OR-Tools", "0 where it is not installed", remedy
         ) from None

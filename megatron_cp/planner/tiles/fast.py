@@ -6,11 +6,10 @@ Deterministic: the same problem has the same answer on every rank, in every proc
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.tiles.anneal import Chains, Lines, Moves
+from megatron_cp.layout.array_types import BoolArray, IntArray
+from megatron_cp.planner.tiles.anneal import Chains
 from megatron_cp.planner.tiles.problem import TileProblem, loads, longest_first
 
 _CHAINS, USUAL_STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
@@ -34,12 +33,11 @@ def search(problem: TileProblem, bound: int = 0, steps: int = USUAL_STEPS) -> In
     if problem.num_tiles == 0 or problem.num_ranks == 1:
         return np.zeros(problem.num_tiles, dtype=np.int64)
     rows, columns = problem.rows.owners[problem.tile_rows], problem.columns.owners[problem.tile_columns]
-    moves = _moves(problem)
-    lines = sum(axis.owners.size for axis in moves.axes)
+    lines = sum(axis.owners.size for axis in problem.axes)
     count = int(np.clip(_ENTRIES // (lines * problem.num_ranks), 4, _CHAINS))
-    answers = _best(moves, starts(rows, columns, problem.work, problem.num_ranks), max(count // 2, 1))
+    answers = _best(problem, starts(rows, columns, problem.work, problem.num_ranks), max(count // 2, 1))
     answers = _feasible(problem, answers)
-    chains = Chains(moves, answers[:, np.arange(count) % answers.shape[1]], seed=1)
+    chains = Chains(problem, answers[:, np.arange(count) % answers.shape[1]], seed=1)
     chains.run(min(steps * (1 + (problem.num_ranks > _FEW_RANKS)), _STEPS_A_TILE * problem.num_tiles), bound)
     if not np.isfinite(chains.best_cost):
         raise _too_tight(problem)
@@ -61,21 +59,11 @@ def _feasible(problem: TileProblem, answers: IntArray) -> IntArray:
     return np.concatenate([np.stack(kept, axis=1), answers], axis=1) if kept else answers
 
 
-def _best(moves: Moves, answers: IntArray, count: int) -> IntArray:
+def _best(problem: TileProblem, answers: IntArray, count: int) -> IntArray:
     """Returns the `count` answers with the least energy, which includes work above the load cap."""
-    chains = Chains(moves, answers, seed=0)
+    chains = Chains(problem, answers, seed=0)
     chains.scale = max(float(chains.volumes.max(axis=(0, 1)).min()), 1.0)
     return answers[:, np.argsort(chains.energies(), kind="stable")[:count]]
-
-
-def _moves(problem: TileProblem) -> Moves:
-    rows, columns = (
-        Lines(axis.lines, axis.owners, axis.out.astype(np.float64), axis.back.astype(np.float64))
-        for axis in problem.axes
-    )
-    return Moves(
-        problem.num_ranks, (rows, columns), problem.work, problem.load_cap, problem.pair_cost.astype(np.float64)
-    )  # fmt: skip
 
 
 # -- first answers -----------------------------------------------------------------------------------------------------
@@ -142,7 +130,7 @@ def repaired(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray | None:
     np.add.at(load, ranks, problem.work)
     at = [np.zeros((axis.owners.size, size), dtype=np.int64) for axis in problem.axes]
     for count, axis in zip(at, problem.axes, strict=True):
-        np.add.at(count, (axis.lines, ranks), 1)
+        np.add.at(count, (axis.line_of_tile, ranks), 1)
     while (load > problem.load_cap).any():
         source = int(load.argmax())
         tiles = np.flatnonzero(ranks == source)
@@ -154,13 +142,13 @@ def repaired(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray | None:
         load[source] -= problem.work[tile]
         load[target] += problem.work[tile]
         for count, axis in zip(at, problem.axes, strict=True):
-            count[axis.lines[tile], source] -= 1
-            count[axis.lines[tile], target] += 1
+            count[axis.line_of_tile[tile], source] -= 1
+            count[axis.line_of_tile[tile], target] += 1
     return ranks
 
 
 def _cheapest(
-    problem: TileProblem, at: list[IntArray], tiles: IntArray, source: int, fits: NDArray[np.bool_]
+    problem: TileProblem, at: list[IntArray], tiles: IntArray, source: int, fits: BoolArray
 ) -> tuple[int, int]:
     """Returns the tile and the target rank of the move that adds the fewest bytes for each unit of work."""
     added = np.zeros(fits.shape)

@@ -11,15 +11,16 @@ computes tiles of a row that it does not own receives the row once and sends a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray, host_array, is_integral
+from megatron_cp.layout.packing import host_array, is_integral
 
 MOST_TILES = 1 << 16  # tiles of a problem: full attention on 256 ranks
 _IMBALANCE = 1.05  # the default of the busiest rank's work over the mean
@@ -83,7 +84,7 @@ class TileWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunks:
+class AxisChunks:
     """The chunks of one axis of a mask: each has one range of the stream or several, all of one owner.
 
     Attributes:
@@ -106,33 +107,34 @@ class Chunks:
         return frozen(found)
 
 
-class Axis(NamedTuple):
+class Lines(NamedTuple):
     """The rows or the columns of a problem.
 
     Attributes:
-        lines: `[tiles]` the row, or column, of each tile.
+        line_of_tile: `[tiles]` the row, or column, of each tile.
         owners: `[lines]` the rank that holds each.
         out, back: `[lines]` the bytes of each on its way to a rank, and back.
     """
 
-    lines: IntArray
+    line_of_tile: IntArray
     owners: IntArray
     out: IntArray
     back: IntArray
 
 
+@dataclass(frozen=True, eq=False)
 class TileProblem:
     """The tiles of a mask, the owners of their chunks, the bytes of a token, and the most work of one rank.
 
-    Immutable. `tiles_of` makes one from a mask and layouts; the arrays are not checked, and become read-only.
+    `tiles_of` makes one from a mask and layouts; the arrays are not checked, and become read-only.
 
-    Args:
+    Attributes:
         num_ranks: ranks that compute.
         rows, columns: the chunks of queries and of keys.
         tile_rows, tile_columns: `[tiles]` the chunks of each tile, no two tiles with the same pair.
         work: `[tiles]` visible pairs of each, at least 1.
         weights: bytes of a token.
-        load_cap: work that one rank may have at most; None for `default_load_cap`.
+        load_cap: work that one rank may have at most; `default_load_cap` where it is not given.
         hosts: `[num_ranks]` the host of each rank, numbered from 0; None for one host.
         host_cost: the cost of a byte between hosts, in bytes within a host. It counts in the answer's cost, not in the
             bytes that are reported.
@@ -142,34 +144,33 @@ class TileProblem:
             that no answer keeps: below the mean, or below the largest tile.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        rows: Chunks,
-        columns: Chunks,
-        tile_rows: IntArray,
-        tile_columns: IntArray,
-        work: IntArray,
-        weights: TileWeights,
-        *,
-        load_cap: int | None = None,
-        hosts: IntArray | None = None,
-        host_cost: int = 1,
-    ) -> None:
+    num_ranks: int
+    rows: AxisChunks
+    columns: AxisChunks
+    tile_rows: IntArray
+    tile_columns: IntArray
+    work: IntArray
+    weights: TileWeights
+    load_cap: int = None  # type: ignore[assignment]  # an integer once the problem is made
+    hosts: IntArray | None = None
+    host_cost: int = 1
+
+    def __post_init__(self) -> None:
+        weights, rows, columns = self.weights, self.rows, self.columns
         if not isinstance(weights, TileWeights):
             raise ArgumentError("weights", weights, "TileWeights, as in TileWeights.forward(heads=8, ...)")
-        self.num_ranks, self.rows, self.columns, self.weights = num_ranks, rows, columns, weights
-        self.tile_rows, self.tile_columns, self.work = frozen(tile_rows), frozen(tile_columns), frozen(work)
-        if work.size > MOST_TILES:
-            remedy = "Take fewer ranks for the tiles (a2a+tiled), or a layout with fewer fragments."
-            raise ArgumentError("work", f"{work.size} tiles", f"at most {MOST_TILES} tiles", remedy)
-        if hosts is not None:
-            hosts = _checked_ranks("hosts", hosts, num_ranks, num_ranks)
-        self.hosts, self.host_cost = hosts, checked_integer("host_cost", host_cost, 1, 10**6)
+        for array in (self.tile_rows, self.tile_columns, self.work):
+            frozen(array)
+        if self.work.size > MOST_TILES:
+            remedy = "Use fewer ranks for the tiles (a2a+tiled), or a layout with fewer fragments."
+            raise ArgumentError("work", f"{self.work.size} tiles", f"at most {MOST_TILES} tiles", remedy)
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", _checked_ranks("hosts", self.hosts, self.num_ranks, self.num_ranks))
+        object.__setattr__(self, "host_cost", checked_integer("host_cost", self.host_cost, 1, 10**6))
         tokens = rows.total * (weights.row_in + weights.row_back) + columns.total * (weights.col_in + weights.col_back)
         if int(tokens) * self.num_ranks * self.host_cost >= _MOST_BYTES or sum(self.work.tolist()) >= _MOST_BYTES:
             raise ArgumentError("weights", weights, "bytes and pairs of which all ranks have fewer than 2**53 in all")
-        self.load_cap = self._checked_cap(load_cap)
+        object.__setattr__(self, "load_cap", self._checked_cap(self.load_cap))
 
     # -- what is derived -------------------------------------------------------------------------------------------
 
@@ -198,23 +199,19 @@ class TileProblem:
         return tuple(map(frozen, costs))  # type: ignore[return-value]
 
     @cached_property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[Lines, Lines]:
         """The rows and the columns."""
         row_in, row_back, col_in, col_back = self.line_costs
-        rows = Axis(self.tile_rows, self.rows.owners, row_in, row_back)
-        return rows, Axis(self.tile_columns, self.columns.owners, col_in, col_back)
+        rows = Lines(self.tile_rows, self.rows.owners, row_in, row_back)
+        return rows, Lines(self.tile_columns, self.columns.owners, col_in, col_back)
 
     def with_weights(self, weights: TileWeights) -> TileProblem:
         """Returns the same tiles with other bytes of a token."""
-        return self._but(load_cap=self.load_cap, weights=weights)
+        return replace(self, weights=weights)
 
     def single_host(self) -> TileProblem:
         """Returns the same problem with all ranks on one host."""
-        return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
-
-    def _but(self, **changed: object) -> TileProblem:
-        own = {name: getattr(self, name) for name in _FIELDS}
-        return TileProblem(**own | changed)
+        return replace(self, hosts=None, host_cost=1)
 
     def _checked_cap(self, load_cap: int | None) -> int:
         if load_cap is None:
@@ -225,9 +222,6 @@ class TileProblem:
             remedy = f"The mean of {self.num_ranks} ranks and the largest tile must fit under it."
             raise ArgumentError("load_cap", load_cap, f"at least {least}", remedy)
         return load_cap
-
-
-_FIELDS = ("num_ranks", "rows", "columns", "tile_rows", "tile_columns", "work", "weights", "hosts", "host_cost")
 
 
 def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = _IMBALANCE) -> int:

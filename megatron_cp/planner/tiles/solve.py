@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.layout.array_types import IntArray
 from megatron_cp.layout.memo import frozen
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles import exact, fast
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, volumes

@@ -4,7 +4,7 @@
 On CUDA, `varlen` is torch's variable-length flash attention, `flash_attn`, `flash_attn_3` and `flash_attn_4` are
 flash-attn's, and `flex` is torch's FlexAttention, for types, head sizes and a soft cap that the others lack. `base`
 defines a kernel's interface. In `common/`, `varlen_calls` and `varlen_kernel` turn bands into variable-length calls,
-`partials` adds results that are computed in parts, and `dropout` chooses the weights that are kept.
+`sums` adds results that are computed in parts, and `dropout` chooses the weights that are kept.
 """
 
 from __future__ import annotations

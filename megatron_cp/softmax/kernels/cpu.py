@@ -17,7 +17,7 @@ from megatron_cp.exchange.sections import ROW_ALIGNMENT
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum
+from megatron_cp.softmax.kernels.common.sums import Cover, GradientSum, OutputSum
 from megatron_cp.torch_private import cpu_flash, cpu_flash_backward
 
 # `cpu_flash` accepts grouped key/value heads. It must not be given an empty tensor, since it divides by the sizes and
@@ -48,9 +48,11 @@ class CpuFlashAttention(AttentionKernel):
         if call.scale <= 0:
             return f"gives NaN under a causal mask unless the scale is above 0, not {call.scale}; use reference"
         if call.softcap:
-            return f"has no soft cap, asked for {call.softcap}; use reference"
+            return f"has no soft cap, and softcap is {call.softcap}; use reference"
         if call.dropout:
-            return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
+            return (
+                f"has no dropout that is the same on any number of ranks, and dropout is {call.dropout}; use reference"
+            )
         return None
 
     def prepare(self, tiles: Tiles, device: torch.device) -> None:
@@ -117,7 +119,7 @@ def _head_sets(queries: Tensor, keys: Tensor) -> list[slice]:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _MaskPiece:
     """A call of the operator.
 
     Attributes:
@@ -136,12 +138,12 @@ class _Piece:
 class _Work:
     """The pieces of a mask, their covers of queries and keys, and for each width the shape of its largest mask."""
 
-    pieces: list[_Piece]
+    pieces: list[_MaskPiece]
     queries: Cover
     keys: Cover
     mask_shapes: dict[int, tuple[int, int]]
 
-    def mask(self, piece: _Piece, tiles: Tiles, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, piece: _MaskPiece, tiles: Tiles, dtype: torch.dtype) -> Tensor | None:
         """Returns the additive mask of a piece: a corner of the mask that all pieces of its width share."""
         width = piece.width
         if width is None:
@@ -169,18 +171,20 @@ def _planned(tiles: Tiles) -> _Work:
     )
 
 
-def _pieces(q_start: int, q_end: int, k_start: int, k_end: int, lo: int, hi: int) -> list[_Piece]:
+def _pieces(q_start: int, q_end: int, k_start: int, k_end: int, lo: int, hi: int) -> list[_MaskPiece]:
     """Returns the pieces of a canonical band."""
     queries = slice(q_start, q_end)
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
-        return [_Piece(queries, slice(k_start, k_end))]
+        return [_MaskPiece(queries, slice(k_start, k_end))]
     if lo <= -UNBOUNDED:
         corner = k_end - (q_end - q_start)
-        square = _Piece(queries, slice(corner, k_end), is_causal=True)
-        return [square, _Piece(queries, slice(k_start, corner))] if corner > k_start else [square]
+        square = _MaskPiece(queries, slice(corner, k_end), is_causal=True)
+        return [square, _MaskPiece(queries, slice(k_start, corner))] if corner > k_start else [square]
     width = UNBOUNDED if hi >= UNBOUNDED else hi - lo
     blocks = [(start, min(start + _BLOCK_ROWS, q_end)) for start in range(q_start, q_end, _BLOCK_ROWS)]
-    return [_Piece(slice(start, end), slice(start + lo, min(k_end, end + hi)), width=width) for start, end in blocks]
+    return [
+        _MaskPiece(slice(start, end), slice(start + lo, min(k_end, end + hi)), width=width) for start, end in blocks
+    ]
 
 
 def _additive_mask(rows: int, columns: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_cp.extras import install, installed_version
 from megatron_cp.softmax.kernels.base import AttentionCall
-from megatron_cp.softmax.kernels.common.varlen_calls import Segments
+from megatron_cp.softmax.kernels.common.varlen_calls import DeviceSegments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
 
 
@@ -30,7 +30,9 @@ class FlashAttention2(SegmentedAttention):
             return f"flash-attn is {what}; {install('flash')}"
         return common_refusal(call)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: DeviceSegments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(
             q=q, k=k, v=v, dropout_p=0.0, softmax_scale=call.scale, causal=segments.is_causal, softcap=call.softcap,
             **segments.keywords,
@@ -38,7 +40,7 @@ class FlashAttention2(SegmentedAttention):
         return out, lse
 
     def attend_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: DeviceSegments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -65,7 +67,7 @@ class FlashAttention3(SegmentedAttention):
             return "flash-attn 3 is not installed; build it in the folder hopper of flash-attention, or use flash_attn"
         refusal = common_refusal(call)
         if refusal is None and torch.cuda.get_device_capability(call.device) != (9, 0):
-            return "flash-attn 3 runs on Hopper alone; use flash_attn or varlen"
+            return "flash-attn 3 runs only on Hopper; use flash_attn or varlen"
         if refusal is None and not _windows_are_two_arguments():
             return "this build of flash-attn 3 is too old; build a newer one, or use flash_attn or varlen"
         return refusal
@@ -76,14 +78,16 @@ class FlashAttention3(SegmentedAttention):
             return 192, 128
         return super().head_sizes(call)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: DeviceSegments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_3()._flash_attn_forward(
             q, k, v, softmax_scale=call.scale, causal=segments.is_causal, softcap=call.softcap, **segments.keywords
         )
         return out, lse
 
     def attend_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: DeviceSegments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

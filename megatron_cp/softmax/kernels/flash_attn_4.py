@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_cp.extras import import_failure, install, installed_version
 from megatron_cp.softmax.kernels.base import AttentionCall
-from megatron_cp.softmax.kernels.common.varlen_calls import Segments
+from megatron_cp.softmax.kernels.common.varlen_calls import DeviceSegments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
 
 _MODULE = "flash_attn.cute.interface"
@@ -60,14 +60,16 @@ class FlashAttention4(SegmentedAttention):
             return size, size  # Hopper's backward has no others for queries that share a key head
         return (192, 128) if call.head_dim <= 192 and call.value_head_dim <= 128 else (256, 256)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: DeviceSegments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _function("_flash_attn_fwd")(
             q, k, v, softmax_scale=call.scale, softcap=call.softcap, return_lse=True, **_keywords(segments)
         )
         return out, lse
 
     def attend_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: DeviceSegments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _function("_flash_attn_bwd")(
@@ -81,7 +83,7 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def _keywords(segments: Segments) -> dict[str, Any]:
+def _keywords(segments: DeviceSegments) -> dict[str, Any]:
     left, right = (None if limit < 0 else limit for limit in segments.window)
     return {**segments.keywords, "window_size_left": left, "window_size_right": right}
 

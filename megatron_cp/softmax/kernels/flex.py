@@ -51,7 +51,9 @@ class FlexAttention(AttentionKernel):
         if min(call.head_dim, call.value_head_dim) < 16:
             return f"needs heads of at least 16, not {call.head_dim} and {call.value_head_dim}; use reference"
         if call.dropout:
-            return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
+            return (
+                f"has no dropout that is the same on any number of ranks, and dropout is {call.dropout}; use reference"
+            )
         return None
 
     def prepare(self, tiles: Tiles, device: torch.device) -> None:

@@ -86,7 +86,7 @@ class ReferenceAttention(AttentionKernel):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ScoreBlock:
     """Queries that see the same bands, and the keys that any of them sees.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Block:
             total[rows] += part
 
 
-def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Block, int, int]]:
+def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_ScoreBlock, int, int]]:
     """Yields a block, a query head, and the key/value head that it reads, for each head of each block."""
     ratio = q.shape[1] // k.shape[1]
     for bands in tiles.memo("reference", lambda: cut_to_blocks(tiles.bands)):
@@ -146,7 +146,7 @@ def cut_to_blocks(bands: IntArray, most_rows: int = _MAX_SCORES) -> list[IntArra
     return np.split(pieces[order], np.flatnonzero(np.diff(number[order])) + 1)
 
 
-def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
+def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _ScoreBlock:
     first, last = bands[0, :2].tolist()
     queries = torch.arange(first, last, device=device)
     keys, visible = [], []
@@ -158,7 +158,7 @@ def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
         ("tokens", device),
         lambda: [on_device(tokens, device, torch.int64) for tokens in (tiles.q_tokens, tiles.k_tokens)],
     )
-    return _Block(
+    return _ScoreBlock(
         slice(first, last),
         tuple(slice(start, end) for start, end in bands[:, 2:4].tolist()),
         torch.cat(visible, dim=1),

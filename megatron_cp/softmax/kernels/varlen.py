@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.softmax.kernels.base import AttentionCall
-from megatron_cp.softmax.kernels.common.varlen_calls import Segments
+from megatron_cp.softmax.kernels.common.varlen_calls import DeviceSegments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
 from megatron_cp.torch_private import current_flash_attention_impl, varlen_operators
 
@@ -26,7 +26,7 @@ class VarlenAttention(SegmentedAttention):
     def refusal(self, call: AttentionCall) -> str | None:
         refusal = common_refusal(call)
         if refusal is None and call.softcap:
-            return f"has no soft cap, asked for {call.softcap}; use flash_attn or reference"
+            return f"has no soft cap, and softcap is {call.softcap}; use flash_attn or reference"
         if refusal is None and varlen_operators() is None:
             return f"needs operators that torch {torch.__version__} does not have; use flash_attn or reference"
         # The operators go through torch's dispatcher, whose backward refuses windows then, as -1 for no limit is one.
@@ -34,12 +34,14 @@ class VarlenAttention(SegmentedAttention):
             return "cannot run while torch's FA4 is active; use flash_attn_4, or call restore_flash_attention_impl"
         return refusal
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: DeviceSegments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         out, lse, _ = _operators()[0](q, k, v, *_shape(segments), segments.is_causal, call.scale, list(segments.window))
         return out, lse
 
     def attend_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: DeviceSegments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -55,6 +57,6 @@ def _operators() -> tuple[Any, Any]:
     return operators
 
 
-def _shape(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+def _shape(segments: DeviceSegments) -> tuple[Tensor, Tensor, int, int]:
     queries, keys = segments.queries, segments.keys
     return queries.offsets, keys.offsets, queries.longest, keys.longest

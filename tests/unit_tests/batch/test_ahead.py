@@ -8,7 +8,6 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.planner.layouts import layout_by_name
-from tests.refusals import rejects
 
 LENGTHS = (7, 1, 0, 12, 3)
 TOKENS = np.arange(100, 100 + sum(LENGTHS))
@@ -51,8 +50,3 @@ def test_rows_are_what_lies_ahead_in_their_document(name, cp_size, places):
         assert (ahead.tokens.dtype, ahead.loss_weights.dtype) == (torch.int64, torch.float32)
         rows += len(ahead.tokens)
     assert rows == int(layout.row_counts.sum())
-
-
-def test_rejects_places_behind():
-    batch = cp.shard_batch(TOKENS, layout_by_name("zigzag", Packing(LENGTHS), 1))
-    rejects("places: got -1", batch.ahead, -1)

@@ -67,15 +67,3 @@ def test_labels_of_a_tree_are_not_taken_for_those_of_rows():
         F.cross_entropy(torch.zeros(6, 9), batch.labels)
     with pytest.raises(ArgumentError, match="weights"):
         cp.token_loss(torch.zeros(6), batch.loss_weights)
-
-
-def test_what_a_tree_has_not_is_refused():
-    packing = cp.Packing.tree([3, 2, 1], [-1, 0, 0])
-    layout, tokens = cp.Layout.contiguous(packing, 1), np.arange(6)
-    with pytest.raises(ArgumentError, match="labels"):
-        cp.shard_batch(tokens, layout, labels=tokens)
-    batch = cp.shard_batch(tokens, layout)
-    with pytest.raises(ArgumentError, match="places"):
-        batch.ahead(1)
-    with pytest.raises(ArgumentError, match="losses"):
-        cp.token_loss(torch.zeros(7), batch)

@@ -35,7 +35,7 @@ def test_tokens_see_what_they_see_without_filling_or_the_mask_is_refused(mask):
         seen = pairs_of(over.bands, 24, 24)[tokens]
         filler = np.setdiff1d(np.arange(24 - layout.packing.lengths[-1]), tokens)
         if seen[:, filler].any() or (filler.size and mask.startswith(("star", "strided"))):
-            rejects("sees what fills up its document", slot.plan, layout)
+            rejects("sees the pads of its document", slot.plan, layout)
         else:
             assert slot.plan(layout).mask == over
             expected = pairs_of(cp.Mask.named(given, mask).bands, given.total, given.total)
@@ -46,7 +46,7 @@ def test_tokens_see_what_they_see_without_filling_or_the_mask_is_refused(mask):
 @pytest.mark.parametrize("mask", ["full", "window:2,2"])
 def test_rejects_masks_that_see_what_fills_up_a_document(mask, scheme):
     slots, slot = cp.GraphTables(16, 4, 2, align_documents=4), cp.AttentionSpec(2, 2, 4, 4, mask=mask, scheme=scheme)
-    message = f"mask: got '{mask}'; .*Document 1 has 5 tokens and is filled up to 8.*align_documents=1"
+    message = f"mask: got '{mask}'; .*Document 1 has 5 tokens and is padded to 8.*align_documents=1"
     layout = slots.layout([4, 5])
     with pytest.raises(cp.ArgumentError, match=message):
         cp.shard_batch(np.arange(9), layout, ThreadGroup.create(2)[0], slots=[slot], into=slots, agree=False)
@@ -63,7 +63,7 @@ def test_rejects_cross_attention_where_documents_are_filled_up():
         cp.Layout.zigzag(cp.Packing([3, 5, 4]), 2),
     )
     for queries, keys in ((layout, other), (other, layout)):
-        with pytest.raises(cp.ArgumentError, match="of a pack to itself where documents are filled up"):
+        with pytest.raises(cp.ArgumentError, match="of a pack to itself if documents are padded"):
             cp.plan_attention(
                 queries.packing, queries, kv_packing=keys.packing, kv_layout=keys, heads=2, head_dim=4, scheme="exact"
             )

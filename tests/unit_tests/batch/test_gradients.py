@@ -160,10 +160,7 @@ class Sharded(nn.Parameter):
 
 REFUSED = {
     "sparse": (with_sparse_gradient, r"parameters\[0\]: got 'a gradient that is torch.sparse_coo'"),
-    "none": (nn.Module, "parameters: got 'none'"),
     "sharded": (lambda: [Sharded(torch.ones(2))], r"parameters\[0\]: got 'a DTensor'.*averaged_gradients=True"),
-    "result": (lambda: [2 * torch.ones(2, requires_grad=True)], r"parameters\[0\]: got 'the result of an operation'"),
-    "complex": (lambda: [nn.Parameter(torch.ones(2) + 0j)], r"parameters\[0\]: got 'torch.complex64'"),
 }
 
 

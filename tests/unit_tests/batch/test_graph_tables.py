@@ -21,7 +21,8 @@ from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls, segment_calls
 from tests.refusals import rejects
-from tests.slots_problem import CAPACITY, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
+from tests.slots_problem import CAPACITY, CONTIGUOUS, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
+from tools.gpu_check.one_rank import StillGroup
 
 CPU = torch.device("cpu")
 A2A = [KINDS["a2a"]]
@@ -36,7 +37,18 @@ def test_every_pack_has_the_numbers_of_one_rank(size, count):
     ranks = run_ranks(run_on_rank, size, packs, CPU, torch.float64, kind="threads")
     for number, lengths in enumerate(packs):
         errors = errors_of(ranks[0][number], lengths, size, torch.float64)
-        assert len(errors) == 3 * 4 + 4 + 3 + 2
+        assert len(errors) == 5 * 4 + 4 + 3 + 2
+        assert max(errors.values()) <= 1e-12, (lengths, errors)
+
+
+@pytest.mark.parametrize(("size", "count"), [(3, 4), *MORE])
+def test_chunkwise_layers_of_every_pack_have_the_numbers_of_one_rank(size, count):
+    packs = [[41, 38, 3], *packs_drawn(count)[: count - 1]]  # documents begin and end near the cuts of 3 ranks
+    given = (CPU, torch.float64, "contiguous")
+    ranks = run_ranks(run_on_rank, size, packs, *given, kind="threads")
+    for number, lengths in enumerate(packs):
+        errors = errors_of(ranks[0][number], lengths, size, *given[1:])
+        assert len(errors) == 4 + 4 + 4 + 3 + 2
         assert max(errors.values()) <= 1e-12, (lengths, errors)
 
 
@@ -118,7 +130,8 @@ def test_layers_read_the_tables_that_were_loaded(monkeypatch):
         cp.attention(*inputs, plans.plan(kinds[0]), group).sum().backward()
         calls = device_calls(read[-1], CPU)
         assert read[-2:] == plans.plan(kinds[0]).tables.stage_tiles * 2  # in forward and in backward
-        linear = LinearOnRank(plans.plan(kinds[1]), group, "auto", "qkv", torch.ones(CAPACITY, 160)).call
+        layer = LinearOnRank(plans.plan(kinds[1]), group, "auto", "qkv", torch.ones(CAPACITY, 160))
+        linear = layer.kernels[0].call
         chunks, heads = linear.tables["chunks"], conv._piece_heads(linear, 4)
         assert chunks.slots.tolist() == fixed_chunks(plans.layout.packing)["slots"].tolist()
         assert [table.tolist() for table in heads] == [
@@ -127,6 +140,67 @@ def test_layers_read_the_tables_that_were_loaded(monkeypatch):
         tables = [calls.hidden[0], calls.calls[0].queries.offsets, chunks.slots, chunks.begins, *heads]
         addresses.add(tuple(table.data_ptr() for table in tables))
     assert len(addresses) == 1
+
+
+def addresses_of_flows(group, scheme):
+    """Returns, for each pack, the addresses and sizes of the tables that moved keys and their gradients."""
+    slots, found = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size), []
+    for lengths in packs_drawn(3):
+        plans = cp.BatchPlan(slots.layout(lengths), [KINDS[scheme]])
+        slots.load(plans, group.rank, CPU)
+        (plan,) = plans.plans
+        inputs = [torch.ones(CAPACITY // group.size, heads, 16, requires_grad=True) for heads in (6, 2, 2)]
+        cp.attention(*inputs, plan, group).sum().backward()
+        assert not any("bound program" in key for key in vars(plan.attend)["_memo"])
+        forward, backward = (each for key, each in vars(plan.tables)["_memo"].items() if "bound program" in key)
+        picked = [bound.picked for bound in (*forward, *backward) if bound.picked is not None]
+        pieces = [index for bound in backward for index, _, _ in bound.pieces]
+        found.append([(index.data_ptr(), len(index)) for index in (*picked, *pieces)])
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
+def test_keys_are_moved_by_the_tables_that_were_loaded(scheme):
+    for first, *others in run_ranks(addresses_of_flows, 3, scheme, kind="threads"):
+        assert len(first) > 4
+        assert others == [first] * len(others)
+
+
+def test_chunkwise_layers_read_where_documents_begin_from_the_tables_that_were_loaded():
+    slots, kind, found = cp.GraphTables(40, 3, 2, layout="contiguous"), CONTIGUOUS["gdn chunkwise"], []
+    for lengths in ([18, 9, 2], [21], [20, 5]):
+        plans = cp.BatchPlan(slots.layout(lengths), [kind])
+        slots.load(plans, 1, CPU)
+        layer = LinearOnRank(plans.plan(kind), StillGroup(1, 2), "auto", "qkv", torch.ones(20, 160))
+        tables = layer.kernels[0].call.tables
+        history = tables["history"]
+        if lengths[0] == 18:  # two tokens of the second document are on the first rank
+            assert history["before"].tolist() == [True, False, False]
+            assert tables["chunks"].begins.tolist() == [False, True, True, False]
+            assert not history["beyond"].any()
+        elif lengths[0] == 21:
+            assert not history["before"].any()
+            assert history["beyond"].tolist() == [False, True, True]
+        else:
+            assert history["before"].all()
+            assert tables["chunks"].begins[0]
+        read = [*history.values(), *tables["heads"], tables["chunks"].begins, tables["chunks"].slots]
+        found.append((layer.steps, [x.data_ptr() for x in read]))
+    assert found[1:] == found[:1] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"kernel": "reference"}, "kernel: got 'reference'; allowed: one that serves graphs"),
+     ({"cache": True}, "cache: got 'a cache'; allowed: None for a chunkwise layer over GraphTables")],
+)  # fmt: skip
+def test_rejects_what_chunkwise_layers_over_tables_do_not_have(options, message):
+    slots, kind = cp.GraphTables(40, 3, 1, layout="contiguous"), CONTIGUOUS["gdn chunkwise"]
+    plans = cp.BatchPlan(slots.layout([30]), [kind])
+    slots.load(plans, 0, CPU)
+    cache = cp.Cache(1).layer(0) if options.pop("cache", False) else None
+    given = {"kernel": "auto", "name": "qkv", "values": torch.ones(40, 160), "cache": cache} | options
+    rejects(message, LinearOnRank, plans.plan(kind), None, **given)
 
 
 def test_rows_that_fill_up_have_no_label_and_no_weight():
@@ -158,7 +232,7 @@ def test_tables_and_rows_stay_where_they_are_and_documents_are_filled_up():
     assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
 
 
-@pytest.mark.parametrize("scheme", ["a2a", "p2p"])
+@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_fixed_calls_see_what_bands_see(size, scheme):
     """Pair by pair, and with tables of one shape for every pack."""
@@ -228,6 +302,7 @@ def test_bands_must_be_those_of_each_document():
 
 
 def test_rejects_packs_that_do_not_fit():
+    rejects("capacity_tokens: got 32", cp.GraphTables, 32, 2, 2, align_documents=5)
     slots = cp.GraphTables(32, 3, 2, align_documents=4, longest=16)
     for lengths, message in {
         (1, 2, 3, 4): "lengths: got '4 documents'; allowed: at most 3 documents",
@@ -248,18 +323,6 @@ def loaded(kind, of=None, **options):
     return slots
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options", "message"),
-    [
-        ((33, 2, 2), {}, "capacity_tokens"), ((0, 2, 2), {}, "capacity_tokens"), ((32, 0, 2), {}, "capacity_documents"),
-        ((32, 2, 0), {}, "cp_size"), ((32, 2, 2), {"align_documents": 5}, "align_documents"),
-        ((32, 2, 2), {"longest": 33}, "longest"), ((32, 2, 2), {"layout": "balanced"}, "zigzag or contiguous"),
-    ],
-)  # fmt: skip
-def test_rejects_sizes_that_do_not_go_together(sizes, options, message):
-    rejects(message, cp.GraphTables, *sizes, **options)
-
-
 def attention(mask="causal", scheme="a2a", **options):
     return cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme=scheme, **options)
 
@@ -270,12 +333,20 @@ ONLY = "allowed: causal, full or"
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (attention(scheme="exact"), {}, "scheme: got 'exact'"),
-        (attention(scheme="all_gather"), {}, "scheme: got 'all_gather'"),
-        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="chunkwise"), {}, "mode: got 'chunkwise'; allowed: headwise"),
+        (attention(scheme="tiled"), {}, "scheme: got 'tiled'"),
+        (attention(scheme="all_gather", topk=2, indexer=(2, 4)), {}, "slots: got 'attention to chosen keys'"),
+        (attention(scheme="all_gather"), {}, r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4"),
+        *((attention("window:5,0", scheme), {"align_documents": 4}, f"mask: got 'window:5,0'; {ONLY} a window")
+          for scheme in ("p2p", "all_gather", "exact")),
+        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="redistribute", hidden_size=64), {},
+         "mode: got 'redistribute'; allowed: headwise, chunkwise, said by name"),
+        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="chunkwise"), {},
+         "layout: got 'zigzag'; allowed: contiguous with chunkwise"),
         (attention(scheme="p2p"), {}, r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4"),
         (attention(scheme="p2p"), {"layout": "contiguous", "align_documents": 4},
          "layout: got 'contiguous'; allowed: zigzag with p2p"),
+        (attention(scheme="exact"), {"layout": "contiguous", "align_documents": 4},
+         "layout: got 'contiguous'; allowed: zigzag with exact"),
         (attention("first:2+window:4,0"), {}, r"mask: got 'first:2\+window:4,0'"),
         (attention("prefix:2"), {}, f"mask: got 'prefix:2'; {ONLY}"),
         # The documents are long enough to have the same bands.
@@ -284,7 +355,7 @@ ONLY = "allowed: causal, full or"
         # Filling would move their blocks.
         *((attention(mask), {"align_documents": step}, f"mask: got '{mask}'; {ONLY} a window")
           for mask in ("strided", "global_local", "star", "streaming", "star:2") for step in (1, 4)),
-        (attention(cp.Mask.causal(cp.Packing([30, 11]))), {}, r"mask: got .*a function makes one for each batch\."),
+        (attention(cp.Mask.causal(cp.Packing([30, 11]))), {}, r"mask: got .*a function, .* for each batch\."),
         (attention(lambda packing: 5), {}, "mask: got 'a function that returns 5'; allowed: a mask over the same pack"),
         (attention(lambda packing: cp.Mask.from_slices(packing, [])), {}, f"mask: got 'slices of 40 tokens'; {ONLY}"),
         (attention(lambda packing: cp.Mask.chunk(packing, 4)), {}, f"mask: got 'chunk:4'; {ONLY} a window"),
@@ -345,7 +416,7 @@ def test_rejects_batches_whose_memory_has_another_pack():
     first, _ = (cp.shard_batch(np.arange(sum(n)), slots.layout(n), slots=kinds, into=slots) for n in ([5, 9], [7]))
     with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
         cp.attention(*(torch.ones(CAPACITY, heads, 16) for heads in (6, 2, 2)), first.plan(kinds[0]))
-    with pytest.raises(cp.ArgumentError, match=r"plan: .*slots of their own"):
+    with pytest.raises(cp.ArgumentError, match=r"plan: .*need separate slots"):
         cp.gated_delta_net(
             torch.ones(CAPACITY, 160), torch.ones(CAPACITY, 6), torch.ones(CAPACITY, 6), first.plan(kinds[1]),
             conv=torch.ones(160, 4), A_log=torch.ones(6), dt_bias=torch.ones(6),

@@ -57,7 +57,7 @@ def test_machines_have_names_in_any_case():
         (["plan", "--mask", "window:1.3k"], "got 'window:1.3k'"),
         (["plan", "--lengths", "4g"], "--lengths: got '4g'"),
         (["plan", "--mask", "windw:5"], "Did you mean window:N?"), (["plan", "--gpu", "h1000"], "Did you mean h100?"),
-        (["plan", "--model", "meta-llama/Llama-3-8B"], "Nothing is downloaded: pass its config.json, or a preset. Did"),
+        (["plan", "--model", "meta-llama/Llama-3-8B"], "pass the model's config.json, or a preset. Did"),
         (["plan", "--cp-layouts", "zigzag"], "Did you mean --cp-layout?"),
         (["plan", "--scheme=a2a", "--layer=mamba", "--cp-comm-type=Ring"], "got 'Ring'; allowed: headwise or"),
         (["check", "--layer", "kda", "--scheme", "usp", "--cp", "2"], "check: --scheme: got 'usp'; allowed: headwise"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.apps.train.run_folder import locked
-from megatron_cp.cli import options
+from megatron_cp.cli import case_options, doctor
 from megatron_cp.executor import launch
 from tests.limits import limit
 
@@ -56,17 +56,22 @@ def refused_lines(tmp_path):
     (taken / "metrics.jsonl").write_text("{}\n")
     (rotten / "options.json").write_text('{"data_path": "no/such/data"}')
     file.touch()
+    pair = tmp_path / "pair"
+    pair.with_suffix(".bin").touch()
     nul = "a\0b"
     with locked(busy, "run_dir"):
         yield {
             ("train", "--data-path", "no/such/folder"): "--data-path: got 'no/such/folder'; allowed: a folder, a .",
+            ("train", "--data-path", str(pair)): "Read .bin/.idx data in a Megatron job of your own, such as examples",
+            ("train", "--data-path", str(pair) + ".bin"): "Read .bin/.idx data in a Megatron job of your own",
+            ("plan", "--documents", "3", "--corpus", str(pair)): "Read .bin/.idx data in a Megatron job of your own",
             ("train", "--data-path", nul): r"--data-path: got 'a\x00b'",
             ("train", "--tokenizer-model", "no/such/file"): "--tokenizer-model: got 'no/such/file'",
             ("train", "--tokenizer-model", str(tmp_path)): "Not a file.",
             ("train", "--run-dir", str(file)): "a folder that can be written. File exists.",
             ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
-            ("train", "--run-dir", str(taken)): "The steps of a run are there, but no checkpoint: a run saves one",
-            ("train", "--wandb", "x"): "--wandb: there is no such option. Each step's metrics are a line of metrics",
+            ("train", "--run-dir", str(taken)): "The folder has the steps of a run, but no checkpoint: a run saves one",
+            ("train", "--wandb", "x"): "--wandb: there is no such option. metrics.jsonl in the run's folder has",
             ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
             ("train", "--resume", nul): r"--resume: got 'a\x00b'",
             ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
@@ -78,7 +83,7 @@ def refused_lines(tmp_path):
             ("plan", "--plot", "plan.txt"): "ending in .png",
             ("train", "--data-path", str(empty)): "Nothing is there.",
             ("train", "--run-dir", str(busy)): "allowed: a folder in which no run is under way. A run is under",
-            ("train", "--resume", str(unsaved)): "It has saved none: a run saves one every --save-interval steps",
+            ("train", "--resume", str(unsaved)): "no checkpoint: a run saves one every --save-interval",
             ("doctor", "--megatron", "--num-layerz", "3"): "--num-layerz is no flag of megatron-core 0.19",
         }
 
@@ -94,6 +99,8 @@ def test_rejects_paths_that_lead_nowhere_without_importing_torch(refused_lines):
 
 def test_rejects_usage_without_importing_torch():
     lines = [[], ["chekc"], ["check", "--cp", "0"], ["plan", "--no-such"], ["train", "--lr", "fast"], ["bench"]]
+    lines += [["check", "--layer", "attn"], ["doctor", "--megatron"]]
+    lines += [["check", "--layer", "gdn", "--mask", "window:4"]]
     for line, status, said, heavy in answers(lines):
         assert (status, said.count("\n"), heavy) == (2, 1, []), (line, said)
 
@@ -111,5 +118,12 @@ def test_plan_imports_no_torch():
         assert line not in refused or said.startswith(f"megatron-cp plan: {line[1]}: got ")
 
 
+def test_doctor_judges_a_megatron_job_without_importing_torch_or_megatron():
+    judged = [*doctor.EXAMPLES[1].split(), "--cp-comm-type", "a2a", "--num-attention-heads", "8", "--hidden-size", "64"]
+    for line, status, said, heavy in answers([doctor.EXAMPLES[1].split(), judged, [*judged, "--qk-clip"]]):
+        assert (status, heavy) == (int("--qk-clip" in line), []), (line, said)
+        assert said.startswith("NOT READY: refused: --qk-clip" if status else "READY: no flag is refused")
+
+
 def test_ranks_are_of_the_kinds_that_can_be_launched():
-    assert options.RANK_KINDS == launch.RANK_KINDS  # the command line must not import the latter
+    assert case_options.RANK_KINDS == launch.RANK_KINDS  # the command line must not import the latter

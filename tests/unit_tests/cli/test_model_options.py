@@ -160,3 +160,66 @@ def test_rejects_what_the_models_layers_do_not_have(command, options, says, caps
     status = main([command, "--lengths", "5,3", "--cp", "2", *options])
     assert (status == 2) == (says is not None)
     assert (says or "") in capsys.readouterr().err
+
+
+TEXT = {
+    "model_type": "qwen3_vl_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "vocab_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+QWEN3_VL = {
+    "model_type": "qwen3_vl", "text_config": TEXT, "vision_config": {
+        "depth": 2, "hidden_size": 24, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 4,
+        "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+LLAVA = {
+    "model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 3}, "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 32, "image_size": 16, "patch_size": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "images", "rows", "features"), [(QWEN3_VL, "2x8x8,1x4x12", 44, 2 * 64), (LLAVA, "2,1", 48, 4096)]
+)
+def test_the_tower_is_priced_beside_the_text(model, config, images, rows, features):
+    options = ["plan", "--cp", "3", *model(config), *LENGTHS, "--layout", "zigzag"]
+    plain, without = reported(options)
+    text, data = reported([*options, "--images", images])
+    tower = data.pop("tower")
+    assert without.pop("tower") is None
+    for each in (data, without):
+        each.pop("plan_ms")
+    assert data == without
+    (line,) = (line for line in plain.splitlines() if line.startswith("tower:"))
+    assert line == "tower: the model's vision tower is not priced; --images names the images of the batch"
+    assert f"tower: 2 layers will make {rows} of the batch's tokens from 3 images or frames\n" in text
+    assert sum(tower["rows_per_rank"]) == rows
+    assert sum(tower["operations_per_rank"]) == tower["all_images_on_each_rank"]["operations"]
+    assert tower["work_imbalance"] == 3 * max(tower["operations_per_rank"]) / sum(tower["operations_per_rank"])
+    assert 0 < tower["predicted_ms"]["forward"] < tower["predicted_ms"]["backward"]
+    assert all(sent % (2 * features) == 0 for sent in tower["exchange_bytes_sent_per_rank"])
+    assert 0 < sum(tower["exchange_bytes_sent_per_rank"]) <= rows * features * 2
+    assert tower["images_split"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "says"),
+    [
+        (QWEN3_VL, ["1x8x7"], "--images: got '1x8x7'; allowed: frames x rows x columns, the last two multiples of 2"),
+        (QWEN3_VL, ["4"], "--images: got '4'; allowed: frames x rows x columns"),
+        (QWEN3_VL, ["1x8x0"], "--images: got '0'; allowed: integers from 1"),
+        (QWEN3_VL, ["9x64x64"], "--images: got '9216 rows'; allowed: at most the 1001 tokens of the batch."),
+        (QWEN3_VL, ["1x8x8", "--cp", "2,4"], "--images: got '1x8x8'; allowed: only with one --cp"),
+        (QWEN3_VL, ["1x8x8", "--parents", "-1,0,0"], "--images: got '1x8x8'; allowed: only without --parents"),
+        (QWEN3_VL, ["1x8x8", "--whole"], "--images: got '1x8x8'; allowed: only without --whole"),
+        (LLAVA, ["1x4x4"], "--images: got '1x4x4'; allowed: a number of images: those of llava have one size"),
+        (MISTRAL, ["1x8x8"], "--images: got '1x8x8'; allowed: only with the config.json of a --model of the types"),
+        (None, ["1x8x8"], "--images: got '1x8x8'; allowed: only with --model"),
+    ],
+)  # fmt: skip
+def test_rejects_images_that_cannot_be_priced(model, config, options, says, capsys):
+    named = [] if config is None else model(config)
+    assert main(["plan", *LENGTHS, *named, "--images", *options]) == 2
+    assert says in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`Corpus`: documents as tokens."""
+"""`Corpus`: documents as tokens, and its parts."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_cp.data import ByteTokenizer, TokenCorpus, read_corpus
+from megatron_cp.data.corpus import split_corpus
 from megatron_cp.errors import ArgumentError
 from tests.refusals import rejects
 
@@ -233,3 +234,27 @@ def test_rejects_a_line_that_is_no_document(tmp_path, line, said):
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):
         read(tmp_path / "a.jsonl")
+
+
+NUMBERS = TokenCorpus("numbers", 64, np.arange(40, dtype=np.uint8), np.arange(0, 44, 4))
+
+
+def test_parts_hold_every_document_once():
+    training, validation, test = split_corpus(NUMBERS, "8,2,0")
+    assert test is None
+    assert training.lengths.tolist() == [4] * 8
+    assert validation.lengths.tolist() == [4] * 2
+    assert training.tokens(7).tolist() == [28, 29, 30, 31]
+    assert validation.tokens(0).tolist() == [32, 33, 34, 35]
+    assert validation.tokens(1, 1, 3).tolist() == [37, 38]
+    assert (validation.vocab_size, validation.skipped) == (64, {})
+    assert validation.name == "documents 8 to 10 of numbers"
+
+
+@pytest.mark.parametrize("shares", ["", "a,b", "-1,2", "0,0,0", "nan,1", "1,inf"])
+def test_rejects_shares_that_are_none(shares):
+    rejects(r"split: got .*; allowed: shares of at least 0", split_corpus, NUMBERS, shares)
+
+
+def test_rejects_a_part_without_documents():
+    rejects("split: got 'documents 10 to 10'; allowed: at least one of the 10", split_corpus, NUMBERS, "99,1,0")

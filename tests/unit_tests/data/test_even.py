@@ -222,6 +222,6 @@ def test_rejects_bad_arguments(options, says):
     rejects(re.escape(says), even_packs, arguments.pop("lengths"), **arguments)
 
 
-@pytest.mark.parametrize("times", [[1], [1, 2, 3, float("nan")], [[1, 2], [3, 4]], None, ["a"] * 4])
+@pytest.mark.parametrize("times", [[1], [1, 2, 3, float("nan")], [[1, 2], [3, 4]], None])
 def test_rejects_times_of_other_packs(times):
     rejects(r"times: got .* allowed: a finite number for each of 4 packs", GlobalBatch(2, 2, COST).step_time, times)

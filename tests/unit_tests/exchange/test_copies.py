@@ -39,7 +39,7 @@ def test_rows_that_are_not_dense_are_left_to_torch():
 
 def test_sums_of_integers_and_codes_of_a_batch_are_left_to_torch():
     at = SimpleNamespace(
-        copies=2, coded=[True], dtypes=[torch.int64],
+        rows_per_token=2, is_coded=True, dtypes=[torch.int64],
         exchange=SimpleNamespace(sections=SimpleNamespace(replicated=True)),
     )  # fmt: skip
     for make in (copies._packs_heads, copies._unpacks_heads, copies._unpacks_tokens):

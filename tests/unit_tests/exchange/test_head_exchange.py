@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from megatron_cp.exchange import messages
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
@@ -32,14 +31,6 @@ FEW, MANY = 30, 100  # cases of each test
 
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_rows_at_a_time():
-    """Else nothing here were large enough to be cut in turns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "_CUT_AT_A_TIME", 200)
-        yield
 
 
 @st.composite
@@ -150,7 +141,7 @@ class Case:
 @st.composite
 def cases(draw) -> Case:
     layout = draw(layouts())
-    exchange = Exchange(layout, draw(sections(layout.cp_size)), section_major=draw(st.booleans()))
+    exchange = Exchange(layout, draw(sections(layout.cp_size)))
     dtypes, fused = [draw(st.sampled_from(DTYPES))], [False]
     for _ in exchange.sections.blocks[1:]:
         fused.append(draw(st.booleans()))

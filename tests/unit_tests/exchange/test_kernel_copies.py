@@ -18,14 +18,20 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import pack_heads, unpack_heads
-from megatron_cp.exchange.messages import like_rows, section_views
+from megatron_cp.exchange.messages import (
+    _tensor_shapes,
+    like_rows,
+    pack_heads,
+    pack_tokens,
+    section_views,
+    unpack_heads,
+    unpack_tokens,
+)
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.exchange.token_side import _tensor_shapes, pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
+from tests.commands import run_module
 from tests.covering import covering
-from tests.forked_commands import run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PACKING = Packing([7, 1, 13, 0, 2])
@@ -80,7 +86,7 @@ def everything(at: Geometry, widths: list[int], around: tuple[int, int] = (3, 0)
     ]
     for part in at.parts:
         found.append(pack_tokens(tensors, part, buffers))
-        shape = (at.layout.packing.total, at.copies * part.table_format.row_bytes[at.rank])
+        shape = (at.layout.packing.total, at.rows_per_token * part.table_format.row_bytes[at.rank])
         table = torch.randn(shape[0], shape[1] // 8, generator=random, dtype=torch.float64).view(torch.uint8)
         table = table.to(at.device)
         plain = pack_heads(sections_of(table, part), part, buffers)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import keeps_message, pack_heads, pack_heads_for_peers, unpack_heads
-from megatron_cp.exchange.messages import like_rows, section_views
+from megatron_cp.exchange.messages import keeps_message, like_rows, pack_heads, section_views, unpack_heads
 from megatron_cp.exchange.sections import Section, Sections
-from megatron_cp.exchange.token_side import unpack_tokens
 from megatron_cp.layout import Layout, Packing
 
 pytestmark = pytest.mark.usefixtures("uninitialised_memory_is_nan")
@@ -185,50 +182,9 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     assert carries(pack_heads(sections, at, Buffers()), sections, at)
 
 
-def section_major(at: Geometry) -> Geometry:
-    return replace(at, exchange=replace(at.exchange, section_major=True))
-
-
-@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_rank(batch: int | None):
-    at = section_major(geometry(LAYOUTS["shuffled"], batch=batch))
-    sections = [torch.cat([section, section], -1)[..., : section.shape[-1]] for section in normal(at)]
-    assert at.order is not None
-    received = torch.full((at.token_side_bytes,), 255, dtype=torch.uint8)  # as what nobody writes is
-    with CountCopies() as moved:
-        message, write_own = pack_heads_for_peers(sections, at, Buffers(), received)
-        write_own()
-    assert 0 < moved.counts["clone"] <= len(sections)
-    whole = pack_heads(normal(at), at, Buffers())
-    first, last = at.own_head_side.start, at.own_head_side.stop
-    assert torch.equal(message, torch.cat([whole[:first], whole[last:]]))
-    assert torch.equal(received[at.own_token_side], whole[first:last])
-
-
-@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_section_major_messages_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
-    """Sections are dense in the message of each rank; of 3 ranks with uneven numbers of heads the last has no `a`."""
-    blocks = Section("q", 5, 3, ((0, 2), (2, 4), (4, 5))), Section("a", 3, 1, ((0, 1), (1, 3), (3, 3)))
-    exchange, dtypes = Exchange(layout, Sections(blocks), section_major=True), (torch.float32, torch.bfloat16)
-    lead = (PACKING.total,) if batch is None else (PACKING.total, batch)
-    full = [torch.randn(*lead, b.num_heads, b.head_dim).to(dtype) for b, dtype in zip(blocks, dtypes, strict=True)]
-    pieces = []
-    for rank in range(3):
-        at = Geometry(exchange, rank, dtypes, batch, torch.device("cpu"))
-        own = [x[..., slice(*block.ranges[rank]), :] for x, block in zip(full, blocks, strict=True)]
-        pieces.append(pack_heads(own, at, Buffers()).split(at.split_counts(to_heads=False).sent_by(rank))[1])
-    at, message, held = replace(at, rank=1), torch.cat(pieces), torch.tensor(layout.tokens(1))
-    with CountCopies() as moved:
-        found = unpack_tokens([message], at, [block.width for block in blocks])
-    assert moved.counts == Counter(cat=2)
-    for tensor, section in zip(found, full, strict=True):
-        assert torch.equal(tensor[: len(held)], section[held].flatten(-2))
-        assert not tensor[len(held) :].any()
-
-
 def test_one_section_without_gaps_is_sent_as_it_lies():
     layout, ranges = LAYOUTS["in stream order"], ((0, 4), (4, 8), (8, 12))
-    exchange = Exchange(layout, Sections((Section("out", 12, 2, ranges),)), section_major=True)
+    exchange = Exchange(layout, Sections((Section("out", 12, 2, ranges),)))
     at = Geometry(exchange, 1, (torch.bfloat16,), None, torch.device("cpu"))
     out = torch.randn(PACKING.total, 4, 2).bfloat16()
     assert pack_heads([out], at, Buffers()).data_ptr() == out.data_ptr()

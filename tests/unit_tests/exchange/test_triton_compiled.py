@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
-from tests.forked_commands import run_module
+from tests.commands import run_module
 from tests.shared import once
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

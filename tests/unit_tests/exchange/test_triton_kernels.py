@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import Piece, Pieces, alignment_of, copy_table
-from tests.forked_commands import run_code, run_module
+from tests.commands import run_code, run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")

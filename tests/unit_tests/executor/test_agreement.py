@@ -13,7 +13,7 @@ from torch import Tensor
 
 import megatron_cp as cp
 from megatron_cp.errors import CallMismatchError, PlanMismatchError
-from megatron_cp.executor.agreement import agree_on_inputs, check_agreement
+from megatron_cp.executor.agreement import _describe_contents, agree_on_inputs, check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.groups.base import Agreed
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -281,6 +281,13 @@ OTHER_CALLS: dict[str, Callable[..., object]] = {
         *(_linear_input(group, 4) for _ in range(4)), _linear_input(group), linear_plan(kind="kda"), group,
         use_qk_l2norm_in_kernel=odd,
     ),
+    "gdn2": lambda group, odd: cp.gdn2(
+        *(_linear_input(group, 4) for _ in range(6)), linear_plan(kind="gdn2"), group, use_qk_l2norm_in_kernel=odd,
+    ),
+    "gated_delta_product": lambda group, odd: cp.gated_delta_product(
+        *(_linear_input(group, 4) for _ in "qkv"), _linear_input(group), _linear_input(group), linear_plan(kind="gdp"),
+        group, scale=2.0 if odd else None,
+    ),
     "mamba2": lambda group, odd: cp.mamba2(
         _linear_input(group, 4), _linear_input(group), -torch.ones(6),
         *(_linear_input(group, 5)[:, :1] for _ in "BC"), linear_plan(kind="mamba", state=5), group, dt_softplus=odd,
@@ -288,7 +295,8 @@ OTHER_CALLS: dict[str, Callable[..., object]] = {
     **{
         operation: partial(_mixer, layer)
         for layer, operation in (
-            ("gdn", "gated_delta_net"), ("kda", "kda_mixer"), ("mamba", "mamba2_mixer"), ("conv1d", "causal_conv1d"),
+            ("gdn", "gated_delta_net"), ("kda", "kda_mixer"), ("gdn2", "gdn2_mixer"),
+            ("gdp", "gated_delta_product_mixer"), ("mamba", "mamba2_mixer"), ("conv1d", "causal_conv1d"),
         )
     },
     "gather": lambda group, odd: cp.gather(_linear_input(group), linear_plan().layout, group, same_loss=odd),
@@ -384,3 +392,19 @@ def test_inputs_that_differ_are_named(dtype: torch.dtype) -> None:
         run_ranks(call, 2, 1.0)
     assert f"noise: {str(dtype)[6:]} [3, 1], sum" in str(caught.value)
     assert "steps" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.view(-1)[-1:].add_(1.0), lambda x: x.view(-1)[8192 * 70 + 5 :][:1].mul_(-1.0),
+        lambda x: x.copy_(torch.cat([x[8192:16384], x[:8192], x[16384:]])), lambda x: x.add_(0.0),
+    ],
+    ids=["last", "inside", "two blocks exchanged", "none"],
+)  # fmt: skip
+def test_large_tensors_are_compared_by_sums(change) -> None:
+    values = torch.randn(8192 * 80 + 3, generator=torch.Generator().manual_seed(0))
+    other = values.clone()
+    change(other)
+    assert (_describe_contents(values) == _describe_contents(other)) == torch.equal(values, other)
+    assert _describe_contents(values) == _describe_contents(values.repeat_interleave(2)[::2])

@@ -7,43 +7,22 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.partials import merge
-from megatron_cp.layout import Mask, Packing
+from megatron_cp.layout import Packing
 from megatron_cp.plan import schemes
-from megatron_cp.plan.assignment import TiledWork
+from megatron_cp.plan.tile_assignment import TiledWork
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.hardware import Rates
 from megatron_cp.planner.predict.memory import buffer_bytes
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict.walk import workload_of
 from megatron_cp.testing.parity import Case
 from tests import fuzz_cases, fuzz_check
-from tests.counting_group import CountingGroup
 from tests.fuzz_cases import Call
 from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_query_owners, random_assignment
 from tests.scheme_cases import check, over_ranks
 from tests.scheme_in_halves import add_by_distance, add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
-
-
-def partial_result(scores, values):
-    """`out` `[t, h, v]` and `lse` `[h, t]` of scores `[h, t, k]` and values `[k, h, v]`."""
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    return torch.einsum("htk,khv->thv", weights, values), lse
-
-
-def test_merging_parts_gives_the_softmax_over_all_keys():
-    random = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 5, 9, generator=random, dtype=torch.float64)
-    values = torch.randn(9, 2, 3, generator=random, dtype=torch.float64)
-    scores[:, 1, :4] = scores[:, 2, 4:] = scores[:, 3] = -torch.inf  # sees the second part, the first, and neither
-    out, lse = partial_result(scores[..., :4], values[:4])
-    merge(out, lse, *partial_result(scores[..., 4:], values[4:]))
-    expected, expected_lse = partial_result(scores, values)
-    assert torch.allclose(out, expected, rtol=0, atol=1e-14)
-    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    assert torch.allclose(lse.nan_to_num(neginf=0), expected_lse.nan_to_num(neginf=0), rtol=0, atol=1e-14)
 
 
 PACKING = Packing([60, 1, 37])
@@ -100,46 +79,6 @@ def test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, layout):
             assert not ranks[rank][name][count:].any()
 
 
-def sent_by(group, plan, dtype):
-    counted = CountingGroup(group)
-    q, k, v = (
-        torch.zeros(int(plan.layout.row_counts[group.rank]), heads, SIZE, dtype=dtype, requires_grad=True)
-        for heads in (HEADS, GROUPS, GROUPS)
-    )
-    cp.executor.agreement.compare_calls(group, False)
-    out = cp.attention(q, k, v, plan, counted)
-    forward = counted.bytes_sent
-    out.sum().backward()
-    return forward, counted.bytes_sent - forward
-
-
-def test_a_ring_sends_each_block_to_its_neighbour_and_gradients_in_four_bytes():
-    packing, element = Packing([12]), GROUPS * 2 * SIZE
-    layout = layout_by_name("contiguous", packing, 3)
-    plan = cp.plan_attention(
-        packing, layout, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme="p2p", mask=Mask.full(packing)
-    )
-    for dtype, size in ((torch.bfloat16, 2), (torch.float64, 8)):
-        keys, gradients = 2 * 4 * element * size, 3 * 4 * element * max(size, 4)
-        assert run_ranks(sent_by, 3, plan, dtype) == [(keys, keys + gradients)] * 3
-        assert plan.bytes_sent(size, forward=True) == [keys] * 3
-        assert plan.bytes_sent(size, forward=False) == [keys + gradients] * 3
-
-
-def test_an_exact_exchange_sends_only_the_keys_that_others_see():
-    packing, element = Packing([12]), GROUPS * 2 * SIZE
-    layout = layout_by_name("contiguous", packing, 3)  # four tokens a rank
-    plan = cp.plan_attention(
-        packing, layout, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme="exact", mask=Mask.window(packing, 1)
-    )
-    # Queries 4 and 8 see one key of the rank before; its gradient comes back.
-    keys = [element * 2, element * 2, 0]
-    returned = [0, element * 2, element * 2]
-    both = [a + b for a, b in zip(keys, returned, strict=True)]
-    assert run_ranks(sent_by, 3, plan, torch.bfloat16) == list(zip(keys, both, strict=True))
-    assert plan.bytes_sent(2, forward=False) == both
-
-
 @pytest.mark.parametrize("head_chunks", [1, 2])
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 @pytest.mark.few
@@ -163,7 +102,7 @@ def test_own_keys_may_be_computed_before_the_first_fetch(layout, head_chunks, mo
     sent, exact = (each.plan().bytes_sent(8, forward=True) for each in (case, replace(case, scheme="exact")))
     assert sent == exact
     assert all(buffer_bytes(plan, rank, 8) > 0 for rank in range(5))
-    names = [each.name for each in program_of(plan, machine().hardware, 8, forward=True).transfers]
+    names = [each.name for each in workload_of(plan, Rates(machine().hardware, 8, forward=True)).transfers]
     assert names == ["keys and values"] * (2 * head_chunks)
     check(case)
 
@@ -208,7 +147,7 @@ def test_tiles_may_leave_home_in_one_direction_alone(forward, monkeypatch):
         ways = random_assignment(step, 0), at_query_owners(step)
         return TiledWork(*(ways if forward else ways[::-1]))
 
-    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
+    monkeypatch.setattr("megatron_cp.planner.request.assigned_tiles", assigned)
     case = replace(TILES, cp=2, lengths=(32, 32), layout="contiguous", scheme="tiled", seed=8)
     attend = case.plan().attend
     assert [len(attend.stages_in(forward=way)) > 1 for way in (forward, not forward)] == [True, False]

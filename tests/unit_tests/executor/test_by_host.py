@@ -8,7 +8,7 @@ import torch
 
 from megatron_cp.executor import agreement
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.plan.by_host import ByHost
+from megatron_cp.plan.flows import ByHost
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.price import timelines
 from megatron_cp.testing.parity import Case
@@ -57,7 +57,7 @@ class ByLink(CountingGroup):
         self.far = np.array(hosts) != hosts[inner.rank]
         self.sent = np.zeros(2, dtype=np.int64)  # within hosts, between them
 
-    def start_all_to_all(self, received, sent, received_splits, sent_splits):
+    def start_all_to_all(self, received, sent, received_splits, sent_splits, split_counts=None):
         others = np.array(sent_splits) * sent.itemsize * (np.arange(self.size) != self.rank)
         self.sent += others[~self.far].sum(), others[self.far].sum()
         return super().start_all_to_all(received, sent, received_splits, sent_splits)

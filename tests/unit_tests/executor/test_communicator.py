@@ -94,13 +94,11 @@ def test_rounds_are_pairs_and_all_meet_once(size):
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_as_many_rounds_are_under_way_as_the_caller_says(in_flight):
-    counts = np.ones((6, 6), dtype=int)
-
     def rank_main(inner: RankGroup) -> tuple[int, int]:
         group = Noting(inner)
         transport = Pairwise(group, Transport("pairwise"), rounds_in_flight=in_flight)
         received, sent = torch.zeros(6), torch.ones(6)
-        pending = transport.start_all_to_all(received, sent, SplitCounts(counts))
+        pending = transport.start_all_to_all(received, sent, [1] * 6, [1] * 6)
         started = len(group.sent)
         pending.wait()
         assert received.all()
@@ -186,7 +184,7 @@ def test_hosts_may_be_any_sequence(hosts):
         )),
         *((lambda name=name, hosts=hosts: Transport.even_hosts(name, 4, hosts), "hosts")
           for name in TRANSPORTS for hosts in (0, 5, 99, 2.0)),
-        (lambda: Communicator(ThreadGroup.create(2)[0], Transport("hierarchical", (0, 1, 1))), "hosts"),
+        (lambda: Communicator(ThreadGroup.create(2)[0], Transport("hierarchical", (0, 1, 1))), "transport"),
     ],
 )  # fmt: skip
 def test_rejects_what_is_no_transport_of_these_ranks(call, argument):

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_cp.cli import options
+from megatron_cp.cli import case_options
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.executor.launch import run_ranks
@@ -46,5 +46,5 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
 def test_commands_know_the_hosts_of_a_job(found, transport, hosts, expected, monkeypatch):
     monkeypatch.setattr("megatron_cp.executor.hosts.hosts_of", lambda group: found)
     args = Namespace(transport=transport, hosts=hosts)
-    assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
-    assert options.hosts_of_job(args, None, 3) == ()
+    assert case_options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
+    assert case_options.hosts_of_job(args, None, 3) == ()

@@ -9,9 +9,9 @@ import megatron_cp as cp
 
 HOUSE = Path(cp.__file__).parent
 OPERATIONS = (
-    "attention", "projected_attention", "gated_delta_rule", "gated_delta_net", "kda", "kda_mixer", "mamba2",
-    "mamba2_mixer", "causal_conv1d", "gather", "relayout", "shard_batch", "token_loss", "reduce_gradients", "merge",
-    "held_attention",
+    "attention", "projected_attention", "gated_delta_rule", "gated_delta_net", "kda", "kda_mixer", "gdn2", "gdn2_mixer",
+    "gated_delta_product", "gated_delta_product_mixer", "mamba2", "mamba2_mixer", "causal_conv1d", "gather", "relayout",
+    "shard_batch", "token_loss", "reduce_gradients", "merge", "held_attention",
 )  # fmt: skip
 
 

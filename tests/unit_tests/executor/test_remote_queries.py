@@ -7,7 +7,7 @@ import megatron_cp as cp
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.partials import output_with_row_sums, row_sums
-from megatron_cp.executor.transfers import RowTransfers
+from megatron_cp.executor.transfers import AttendOnRank, RowTransfers
 from megatron_cp.plan.payloads import Payload
 from tests.random_tiles import assign_at_random
 
@@ -37,7 +37,7 @@ def senders_of_results(group, plan):
     q, k = (layout.tokens(group.rank) for layout in (plan.layout, plan.kv_layout))
     own, keys = (torch.tensor(x, dtype=torch.float64).reshape(-1, 1, 1) for x in (q, k))
     comm = Communicator(group, plan.transport, "attention", plan.scheme)
-    senders = Senders(plan.attend, group.rank, 0, comm, keys, keys, [own], forward=True)
+    senders = Senders(AttendOnRank(plan.attend, group.rank, 0, comm), (keys, keys), [own], forward=True)
     senders.found = []
     senders.run()
     return senders.found

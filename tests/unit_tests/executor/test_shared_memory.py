@@ -14,8 +14,9 @@ import megatron_cp as cp
 from megatron_cp.errors import PeerError
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, shared_memory
+from megatron_cp.executor.groups import Message, RankGroup
 from megatron_cp.executor.launch import FIRST_STEP, RankError, run_ranks
+from megatron_cp.executor.transports import shared_memory
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.price import priced
@@ -62,16 +63,36 @@ def test_processes_have_the_bits_of_gloo_which_carries_nothing():
     assert [each[2] for each in found] == pytest.approx([min(FIRST_STEP, 0.75 * timeout)] * 3, abs=1e-3)
 
 
-def test_more_messages_than_a_ring_of_notes_has_room_for(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_NOTES", 4)
-    monkeypatch.setattr(shared_memory, "_RING_SIZE", 4 * 256)
-
+def test_buffers_are_made_reused_and_mapped_anew():
     def rank_main(group: RankGroup) -> None:
         comm = talk(group)
-        for number in range(23):
-            # Sizes grow and shrink, so buffers are made, reused and mapped anew.
+        for number in range(23):  # sizes grow and shrink
             found = swapped(comm, 1 + 700 * number % 1900, number + group.rank)
             assert sorted(set(found.tolist())) == [number + rank for rank in range(3)]
+
+    run_ranks(rank_main, 3)
+
+
+def test_more_notes_than_a_pipe_has_room_for(monkeypatch):
+    """Each rank starts more messages than another one's pipe has room for, while that one does the same."""
+    monkeypatch.setattr(shared_memory, "_PIPE_SIZE", 4096)
+
+    def rank_main(group: RankGroup) -> None:
+        comm, others = talk(group), [rank for rank in range(3) if rank != group.rank]
+        received, pending = [], []
+        for number in range(40):
+            received.append([torch.empty(3) for _ in others])
+            pending.append(
+                comm.start_messages(
+                    [Message(torch.full((3,), 10.0 * number + group.rank), peer) for peer in others],
+                    [Message(piece, peer) for piece, peer in zip(received[-1], others, strict=True)],
+                )
+            )
+        for number, (each, pieces) in enumerate(zip(pending, received, strict=True)):
+            each.wait()
+            assert [piece.tolist() for piece in pieces] == [[10.0 * number + peer] * 3 for peer in others]
+        assert not comm.wire.heap._arrived
+        assert not comm.wire.heap._unread
 
     run_ranks(rank_main, 3)
 
@@ -143,6 +164,20 @@ def leave(group: RankGroup) -> None:
 def test_a_process_that_ends_is_named():
     with pytest.raises(RankError, match="rank 1 of 3 ended with exit code 3"):
         run_ranks(leave, 3, kind="processes", timeout=limit(60))
+
+
+def refused_by_the_kernel(group: RankGroup) -> None:
+    if group.rank == 1:  # as in containers that allow older calls only
+
+        def refusing(pid: int) -> int:
+            raise PermissionError(1, "Operation not permitted")
+
+        os.pidfd_open = refusing
+    rejects(r"allowed: processes of one user \(rank 1: .*not permitted\). Use \"collective\"", talk, group)
+
+
+def test_every_rank_refuses_where_one_cannot_watch_processes():
+    run_ranks(refused_by_the_kernel, 2, kind="processes", timeout=limit(60))
 
 
 def test_refuses_other_hosts_and_devices(monkeypatch):

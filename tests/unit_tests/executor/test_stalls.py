@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_cp.executor.groups.base import differences
-from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, verdict
+from megatron_cp.executor.groups.base import unshared_lines
+from megatron_cp.executor.groups.stalls import Board, ExitReport, Stall, StallReport, Started, verdict
 
 
 def message(number: int, activity: str = "forward") -> Started:
@@ -16,14 +16,14 @@ def message(number: int, activity: str = "forward") -> Started:
 def report(
     way: str, peer: int, awaited: Started, *, sent: dict[int, list[Started]] | None = None,
     received: dict[int, list[Started]] | None = None, size: int = 4,
-) -> Report:  # fmt: skip
+) -> StallReport:  # fmt: skip
     """Makes the report of a rank that waits for a message; others that it has started are numbered from it on."""
 
     def of(started: dict[int, list[Started]] | None) -> list[tuple[int, list[Started]]]:
         lists = [(started or {}).get(peer, []) for peer in range(size)]
         return [(ones[-1].number + 1 if ones else 0, ones) for ones in lists]
 
-    return Report(Stall(1, way, peer, awaited, (), 0.0), {"send": of(sent), "recv": of(received)})
+    return StallReport(Stall(1, way, peer, awaited, (), 0.0), {"send": of(sent), "recv": of(received)})
 
 
 def test_a_message_may_still_come():
@@ -60,9 +60,9 @@ def test_ranks_that_wait_for_one_another_in_a_circle_wait_for_ever(size: int):
 
 def test_only_lines_that_differ_are_said():
     lines = [("operation: attention", "softcap: 0.0", "dropout: 0.0"), ("operation: attention", "softcap: 0.7")]
-    assert differences(lines) == [["softcap: 0.0", "dropout: 0.0"], ["softcap: 0.7"]]
+    assert unshared_lines(lines) == [["softcap: 0.0", "dropout: 0.0"], ["softcap: 0.7"]]
     unlike = [["operation: attention", "dropout: 0.0"], ["operation: kda", "dropout: 0.0"], []]
-    assert differences(unlike) == unlike
+    assert unshared_lines(unlike) == unlike
 
 
 def test_what_was_written_on_a_board_is_not_read_by_the_groups_that_are_made_anew():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, ThreadGroup, symmetric_memory
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transports import symmetric_memory as transport_module
+from megatron_cp.executor.transports import symmetric_memory
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.transport import Transport
 from megatron_cp.testing.parity import Case, run_layer
@@ -19,6 +19,7 @@ from tests.host_windows import host_windows
 from tests.refusals import rejects
 
 BY = Transport("symmetric_memory")
+WINDOW_OF = symmetric_memory.window_of
 LENGTHS = (7, 1, 40, 13, 2)
 ATTENTION = Case("attention", 1, LENGTHS, heads=6, groups=3, scheme="a2a", transport="symmetric_memory")
 LINEAR = Case("gdn", 1, LENGTHS, heads=6, groups=3, scheme="headwise", transport="symmetric_memory")
@@ -38,7 +39,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def windows(monkeypatch):
     """Slots so small that nearly all messages take several rounds."""
-    monkeypatch.setattr(transport_module, "window_of", host_windows(512))
+    monkeypatch.setattr(symmetric_memory, "window_of", host_windows(512))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,7 +63,7 @@ def test_signals_are_taken_before_they_are_sent_again():
         comm = Communicator(group, BY)
         for _ in range(5):
             comm.start_all_gather(torch.empty(900 * group.size), torch.ones(900)).wait()
-        window = transport_module.window_of(group)
+        window = symmetric_memory.window_of(group)
         return len([key for key in window._handle.memory.signals if key[0] == group.rank])
 
     assert max(run_ranks(rank_main, 3)) <= 2 * 2
@@ -71,11 +72,11 @@ def test_signals_are_taken_before_they_are_sent_again():
 @pytest.fixture
 def of_torch(monkeypatch):
     """Has ranks pass for those of torch.distributed with a device each, and the set-up that there is for these."""
-    monkeypatch.setattr(transport_module, "window_of", symmetric_memory.window_of)
+    monkeypatch.setattr(symmetric_memory, "window_of", WINDOW_OF)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(symmetric_memory, "symmetric_backend", lambda device: "CUDA")
-    monkeypatch.setattr(symmetric_memory, "Window", lambda *_: "a window")
+    monkeypatch.setattr(symmetric_memory, "DeviceWindow", lambda *_: "a window")
     monkeypatch.setattr(ThreadGroup, "process_group", ThreadGroup)
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import megatron_cp as cp
 from megatron_cp.exchange.split_counts import SplitCounts
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, RankGroup, TorchGroup
 from megatron_cp.executor.groups.base import Done, check_peers
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transports import TRANSPORTS, GroupTransport, symmetric_memory, transport_over
-from megatron_cp.plan import transport as plan_transport
-from megatron_cp.plan.transport import Transport, num_rounds
+from megatron_cp.executor.transports import LAID_OVER_GROUP, symmetric_memory
+from megatron_cp.plan.transport import TRANSPORTS, Transport, num_rounds
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.poison import poisoned
@@ -42,16 +42,23 @@ def named(name: str, size: int, hosts: tuple[int, ...] | None = None) -> Transpo
 
 
 def test_every_name_has_a_class():
-    assert tuple(TRANSPORTS) == plan_transport.TRANSPORTS == tuple(working("transport"))
+    assert ("collective", *LAID_OVER_GROUP) == TRANSPORTS == tuple(working("transport"))
 
 
-def landed(transport: GroupTransport, like: torch.Tensor, count: int, *, kept: bool) -> torch.Tensor:
-    return transport.acquire(count * like.itemsize, CPU, kept=kept).view(like.dtype)
+def test_collective_is_the_group_itself():
+    def rank_main(group: RankGroup) -> None:
+        assert Communicator(group).wire is group
+
+    run_ranks(rank_main, 2)
+
+
+def landed(comm: Communicator, like: torch.Tensor, count: int, *, kept: bool) -> torch.Tensor:
+    return comm.acquire(count * like.itemsize, CPU, kept=kept).view(like.dtype)
 
 
 def everything(group: RankGroup, data: Transport, counts: np.ndarray, share: int) -> dict[str, list[float]]:
     """Returns a rank's received data of an all-to-all, its reverse, an all-gather and a ring, all under way at once."""
-    transport, rank = transport_over(group, data), group.rank
+    comm, rank = Communicator(group, data), group.rank
     there, back = SplitCounts(counts), SplitCounts(counts).reversed()
     draw = torch.Generator().manual_seed(rank)
     with poisoned():
@@ -66,20 +73,20 @@ def everything(group: RankGroup, data: Transport, counts: np.ndarray, share: int
             before = (rank - 1) % group.size
             sizes["ring"] = int(counts[before, before])
         received = {
-            name: landed(transport, sent[name], size, kept=name == "back") for name, size in sizes.items()
+            name: landed(comm, sent[name], size, kept=name == "back") for name, size in sizes.items()
         }  # fmt: skip
         pending = [
-            transport.start_all_to_all(received["there"], sent["there"], there),
-            transport.start_all_to_all(received["back"], sent["back"], back),
-            transport.start_all_gather(received["share"], sent["share"]),
+            comm.start_all_to_all(received["there"], sent["there"], there),
+            comm.start_all_to_all(received["back"], sent["back"], back),
+            comm.start_all_gather(received["share"], sent["share"]),
         ]
         if group.size > 1:
             after = Message(sent["ring"], (rank + 1) % group.size)
-            pending.append(transport.start_messages([after], [Message(received["ring"], before)]))
+            pending.append(comm.start_messages([after], [Message(received["ring"], before)]))
         for each in pending:
             each.wait()
     found = {name: tensor.tolist() for name, tensor in received.items()}
-    transport.release(*received.values(), *sent.values())  # those that are kept, and not its own, are left alone
+    comm.release(*received.values(), *sent.values())  # those that are kept, and not its own, are left alone
     assert not group.buffers._taken
     return found
 
@@ -97,9 +104,7 @@ def test_all_transports_bring_the_same(data):
     counts, share = data.draw(splits(size)), data.draw(st.sampled_from([0, 1, 5]))
     drawn = data.draw(st.lists(st.integers(0, size - 1), min_size=size, max_size=size))
     hosts = tuple(sorted(set(drawn)).index(host) for host in drawn)  # any, in any order of ranks
-    results = {
-        name: run_ranks(everything, size, named(name, size, hosts), counts, share) for name in plan_transport.TRANSPORTS
-    }
+    results = {name: run_ranks(everything, size, named(name, size, hosts), counts, share) for name in TRANSPORTS}
     for name, found in results.items():
         assert found == results["collective"], name
 
@@ -131,7 +136,7 @@ def test_gather_and_relayout_are_the_same_by_all_transports(data):
         return found
 
     expected = run_ranks(rank_main, size, Transport())
-    for name in plan_transport.TRANSPORTS[1:]:
+    for name in TRANSPORTS[1:]:
         for mine, theirs in zip(run_ranks(rank_main, size, named(name, size)), expected, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True)), name
 
@@ -146,6 +151,7 @@ def test_rejects_the_hosts_of_other_ranks():
         ):
             for wrong in (Transport(UNEVEN, (0, 0, 1)), UNEVEN, "pigeon"):
                 rejects(r"^transport: got ", operation, transport=wrong)
+        rejects(r"the host of each of the 2 ranks. Use .*hosts_of", Communicator, group, Transport(UNEVEN, (0, 0, 1)))
 
     run_ranks(rank_main, 2)
 
@@ -153,13 +159,13 @@ def test_rejects_the_hosts_of_other_ranks():
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_memory_is_the_groups_unless_it_is_kept(name: str):
     def rank_main(group: RankGroup) -> None:
-        transport = transport_over(group, named(name, 2))
-        read, kept = transport.acquire(100, CPU), transport.acquire(100, CPU, kept=True)
+        comm = Communicator(group, named(name, 2))
+        read, kept = comm.acquire(100, CPU), comm.acquire(100, CPU, kept=True)
         assert group.buffers.allocations == len(group.buffers._taken) == 1
         kept.fill_(7)
-        transport.release(read[:10], kept)
+        comm.release(read[:10], kept)
         assert not group.buffers._taken
-        again = transport.acquire(90, CPU).fill_(1)
+        again = comm.acquire(90, CPU).fill_(1)
         assert group.buffers.allocations == 1  # the same once more
         assert again.untyped_storage().data_ptr() == read.untyped_storage().data_ptr()
         assert bool((kept == 7).all())
@@ -170,11 +176,11 @@ def test_memory_is_the_groups_unless_it_is_kept(name: str):
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_several_messages_to_one_rank_stay_in_order_also_from_memory_of_nobody(name: str):
     def rank_main(group: RankGroup) -> None:
-        transport, other = transport_over(group, named(name, 2)), 1 - group.rank
+        comm, other = Communicator(group, named(name, 2)), 1 - group.rank
         for _ in range(3):
             sent = [torch.full((n,), float(n + group.rank)) for n in (3, 0, 700, 5)]
             received = [torch.empty(n) for n in (3, 0, 700, 5)]
-            transport.start_messages([Message(x, other) for x in sent], [Message(x, other) for x in received]).wait()
+            comm.start_messages([Message(x, other) for x in sent], [Message(x, other) for x in received]).wait()
             assert [x.tolist() for x in received] == [[float(n + other)] * n for n in (3, 0, 700, 5)]
         assert not group.buffers._taken
 
@@ -246,7 +252,7 @@ class FusedMessages(TorchGroup):
         check_peers((*sends, *receives), self.rank)
         return self._start_fused_messages(sends, receives) if sends or receives else Done()
 
-    def start_all_to_all(self, received, sent, received_splits, sent_splits):
+    def start_all_to_all(self, received, sent, received_splits, sent_splits, split_counts=None):
         self.collectives.append((received_splits, sent_splits))
         return super().start_all_to_all(received, sent, received_splits, sent_splits)
 

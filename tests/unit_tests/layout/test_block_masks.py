@@ -68,10 +68,10 @@ def test_tables_are_cut_of_tokens_and_shares_of_them_are_even(spec):
 @pytest.mark.parametrize(
     ("spec", "allowed"),
     [
-        ("strided:6", "strided:BLOCKS with a multiple of 4 from 4 to 256. strided alone has 16 blocks."),
-        ("global_local:0", "global_local:BLOCKS with a number from 1 to 256. global_local alone has 16 blocks."),
-        ("star:257", "star:BLOCKS with a number from 1 to 256. star alone has 4 blocks."),
-        ("streaming:" + "9" * 15, "streaming:BLOCKS with a number from 1 to 256. streaming alone has 8 blocks."),
+        ("strided:6", "strided:BLOCKS with a multiple of 4 from 4 to 256. strided has 16 blocks by default."),
+        ("global_local:0", "global_local:BLOCKS with a number from 1 to 256. global_local has 16 blocks by default."),
+        ("star:257", "star:BLOCKS with a number from 1 to 256. star has 4 blocks by default."),
+        ("streaming:" + "9" * 15, "streaming:BLOCKS with a number from 1 to 256. streaming has 8 blocks by default."),
     ],
 )
 def test_rejects_a_number_of_blocks_that_a_table_cannot_have(spec, allowed):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from tests.refusals import refusal_of, rejects
+from tests.refusals import rejects
 
 ragged = settings(max_examples=100)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -84,24 +84,6 @@ def test_has_a_value_of_its_own():
 )
 def test_repr_says_how_much_it_holds(lengths, shown):
     assert repr(Packing(lengths)) == shown
-
-
-ELSEWHERE = torch.zeros(3, dtype=torch.int32, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("argument", "values", "given"),
-    [
-        *(("lengths", values, repr(values)) for values in ([], [[3, 4]], [[3, 4], [5]], 5, [3, -1])),
-        ("lengths", [3, 1.5], "[3.0, 1.5]"), ("lengths", np.array([True, False]), "[True, False]"),
-        *(("cu_seqlens", values, repr(values)) for values in ([0], [1, 4], [0, 5, 3], ELSEWHERE)),
-        ("cu_seqlens", np.array([0, 5, 3], np.uint32), "[0, 5, 3]"),
-        ("cu_seqlens", np.array([[0, 2, 5]]), "[[0, 2, 5]]"), ("cu_seqlens", [0, 2.7, 5], "[0.0, 2.7, 5.0]"),
-    ],
-)  # fmt: skip
-def test_rejects_what_says_nothing_of_documents(argument, values, given):
-    with refusal_of(argument, given):
-        (Packing if argument == "lengths" else Packing.from_cu_seqlens)(values)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """Pad rows that were asked for after the fact."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
@@ -36,9 +34,3 @@ def test_padding_is_part_of_the_value():
     assert layout.padded() is layout
     assert layout.padded(min_rows=1).pad_rows.tolist() == [1, 0]
     assert layout.padded(min_rows=1).padded() == layout
-
-
-@pytest.mark.parametrize("argument", ["align", "min_rows"])
-def test_rejects_negative_padding(argument):
-    with pytest.raises(ArgumentError, match=f"{argument}: got -1; allowed: an integer of at least"):
-        Layout.contiguous(Packing([1]), 2).padded(**{argument: -1})

@@ -18,7 +18,7 @@ from megatron_cp.linear.activations import sigmoid_value, softplus
 from megatron_cp.linear.gates import delta, steps
 from megatron_cp.linear.gates.tensors import dense
 from megatron_cp.linear.reductions import L2_EPS, expand_to_tokens
-from tests.forked_commands import run_module
+from tests.commands import run_module
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

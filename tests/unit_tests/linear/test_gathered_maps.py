@@ -91,6 +91,6 @@ def test_transfers_of_both_directions_count(hidden, monkeypatch):
     """The rule hides all transfers of one direction; those of the other one still make a gather faster."""
     monkeypatch.setattr(
         "megatron_cp.planner.predict.walk.rule_seconds",
-        lambda plan, *_, forward, **__: np.full(plan.cp_size, 1.0 * (forward == hidden)),
+        lambda plan, rates, **_: np.full(plan.cp_size, 1.0 * (rates.forward == hidden)),
     )
     assert plan_linear(LONG, Layout.contiguous(LONG, 64), **SIZES).recurrent_steps[-1].gathers

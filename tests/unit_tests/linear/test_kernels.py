@@ -11,7 +11,7 @@ from tests.refusals import rejects
 
 BY_NAME = {kernel.name: kernel for kernel in RULES}
 CONV_BY_NAME = {kernel.name: kernel for kernel in CONVS}
-KINDS = ("gdn", "kda", "mamba")
+KINDS = ("gdn", "kda", "gdn2", "mamba")
 RAGGED = (70, 1, 0, 129, 64, 2)
 SHORT = (3, 1, 1, 9, 0, 2, 16, 4, 17, 5)  # which are computed in chunks of 4, 16 and 64 tokens
 
@@ -27,9 +27,9 @@ def draw(call, heads=4, key_heads=2, dk=8, dv=6):
         torch.nn.functional.normalize(torch.randn(total, key_heads, dk, generator=random, **wide), dim=-1) for _ in "qk"
     )
     v, dout = (torch.randn(total, heads, dv, generator=random, **wide) for _ in range(2))
-    features = (dk,) if call.kind == "kda" else ()
+    features = (dk,) if call.kind in ("kda", "gdn2") else ()
     g = -torch.rand(total, heads, *features, generator=random, **wide)
-    beta = torch.rand(total, heads, generator=random, **wide)
+    beta = torch.rand(total, heads, *(features if call.kind == "gdn2" else ()), generator=random, **wide)
     if call.kind == "mamba":
         return StateSpace(v, beta, g[0] - 0.1, k, q), dout
     return Delta(q, k, v, g, beta), dout

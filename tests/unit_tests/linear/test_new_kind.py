@@ -42,17 +42,17 @@ def known(monkeypatch):
 def retention(q, k, v, decay, plan, group=None, kernel="auto"):
     check_plan(plan, "retention", "plan_linear")
     layer = LinearOnRank(plan, group, kernel, "v", v)
-    layer.check_kernels()
-    layer.agree("retention", {"q": q, "k": k, "v": v, "decay": decay})
+    comm = layer.agree("retention", {"q": q, "k": k, "v": v, "decay": decay})
 
-    def gates(layer, *arrived):
-        q, k, v = layer.sections(*arrived)
-        return [v, v.new_ones(v.shape[:2]), decay[layer.heads], k, q]
+    def gates(chunk, *arrived):
+        q, k, v = chunk.sections(*arrived)
+        return [v, v.new_ones(v.shape[:2]), decay[chunk.heads], k, q]
 
     return layer.run(
+        comm,
         [q.flatten(1), k.flatten(1), v.flatten(1)],
         gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(StateSpace(*inputs), 1.0)],
+        rule=lambda chunk, *inputs: [chunk.recurrence(StateSpace(*inputs), 1.0)],
     )
 
 

@@ -10,8 +10,6 @@ import pytest
 from megatron_cp.megatron import patches
 from megatron_cp.megatron.patches import exchanged
 
-SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-
 
 def module():
     made = types.ModuleType("of_a_test")
@@ -41,27 +39,6 @@ def test_importing_the_patches_imports_neither_torch_nor_megatron():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def names(*modules):
-    return [{**vars(each)} for each in modules]
-
-
-def test_mixers_are_built_without_their_kernels_and_megatron_is_as_it_was():
-    pytest.importorskip("megatron.core")
-    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-    from megatron.core.ssm.gated_delta_net import common
-
-    from megatron_cp.megatron.layers.norms import GatedRMSNorm
-
-    before = names(mamba_mixer, mamba_context_parallel, common)
-    with patches.mamba_mixer_without_its_kernels(), patches.gated_delta_net_without_fla():
-        flags = mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.MAMBA_HAS_STATE_DTYPE, mamba_mixer.HAVE_EINOPS
-        assert flags == (True, True, True)
-        assert mamba_mixer.ExtendedRMSNorm is GatedRMSNorm
-        assert mamba_context_parallel.HAVE_EINOPS
-        assert common.HAVE_FLA
-    assert names(mamba_mixer, mamba_context_parallel, common) == before
-
-
 @pytest.mark.parametrize("fla", [None, len])
 def test_gated_delta_net_finds_a_rule_without_fla(fla):
     """Its constructor asks for one by name, which is None where fla is not installed."""
@@ -71,13 +48,33 @@ def test_gated_delta_net_finds_a_rule_without_fla(fla):
     layer = types.SimpleNamespace(
         **dict.fromkeys(("qk_dim", "v_dim", "num_value_heads", "qk_dim_local_tp", "v_dim_local_tp"), 4),
         **dict.fromkeys(("tp_size", "cp_size", "num_v_heads_local_tp"), 1),
-        config=types.SimpleNamespace(deterministic_mode=False),
+        config=types.SimpleNamespace(deterministic_mode=False, gdn_pre_gated_delta_rule_fusion=False),
     )
     with exchanged(common, HAVE_FLA=fla is not None), exchanged(gdn, chunk_gated_delta_rule=fla):
         with patches.gated_delta_net_without_fla():
             gdn.GatedDeltaNet._setup_variant_attrs(layer)
         assert gdn.chunk_gated_delta_rule is fla
-    assert layer.gated_delta_rule is (fla or common.torch_chunk_gated_delta_rule)
+    assert layer.gated_delta_rule is (fla or gdn.torch_chunk_gated_delta_rule)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_prediction_of_several_tokens_asks_for_no_class_of_transformer_engine(monkeypatch, is_there):
+    pytest.importorskip("megatron.core")
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_token_prediction
+
+    name = "is_inference_column_parallel_linear"
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", False)
+    monkeypatch.setattr(multi_token_prediction, name, len, raising=False)
+    if not is_there:
+        monkeypatch.delattr(multi_token_prediction, name)
+    patches.exchange_search_for_inference_layers()
+    assert hasattr(multi_token_prediction, name) == is_there
+    assert not is_there or multi_token_prediction.is_inference_column_parallel_linear(None) is False
+    monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(multi_token_prediction, name, len, raising=False)
+    patches.exchange_search_for_inference_layers()
+    assert multi_token_prediction.is_inference_column_parallel_linear is len
 
 
 def test_results_of_writers_need_no_other_process():

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan import attention as plan_attention_steps
-from megatron_cp.plan import seen_keys
 from megatron_cp.plan.attention import SCHEDULES, Attend
-from megatron_cp.plan.by_host import ByHost
-from megatron_cp.plan.flows import Fetch, PassOn, Return
+from megatron_cp.plan.flows import ByHost, Fetch, PassOn, Return
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.planner.layouts import layout_by_name
 from tests.fuzz_cases import LAYOUTS, layout_named
@@ -226,5 +224,5 @@ def test_bands_of_a_ring_are_the_same_where_they_are_too_many_to_keep(size, monk
 
     kept = bands()
     monkeypatch.setattr(plan_attention_steps, "_MOST_BANDS", 0)
-    monkeypatch.setattr(seen_keys, "_MOST_FRAGMENTS", 1)  # and ranks one by one
+    monkeypatch.setattr(plan_attention_steps, "_MOST_FRAGMENTS", 1)  # and ranks one by one
     assert bands() == kept

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_cp.plan.assignment import TileAssignment
+from megatron_cp.plan.tile_assignment import TileAssignment
 
 BANDS = np.array([[0, 4, 0, 4, -9, 0], [4, 8, 0, 4, -9, 9]])
 

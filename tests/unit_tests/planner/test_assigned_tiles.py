@@ -105,7 +105,7 @@ def test_rejects_a_search_without_the_solver(monkeypatch):
 @pytest.mark.parametrize("scheme", [each.name for each in SCHEMES.values() if not each.assigns_tiles])
 def test_rejects_a_search_that_no_layer_reads(scheme):
     """By name, wherever it is given: to a plan, to a slot, to the slots of a model, and beside linear layers alone."""
-    says = rf"^search_seconds: got 1.0; allowed: 0 with {re.escape(scheme)}\. .*: take tiled or a2a\+tiled or auto"
+    says = rf"^search_seconds: got 1.0; allowed: 0 with {re.escape(scheme)}\. .*: use tiled or a2a\+tiled or auto"
     rejects(says, PLAN, Layout.contiguous(PACKING, 4), scheme=scheme, search_seconds=1.0)
     rejects(says, AttentionSpec, 4, 4, 8, 8, scheme=scheme, search_seconds=1.0)
     rejects(says, PRESETS["llama3-8b"].slots, scheme=scheme, search_seconds=1.0)

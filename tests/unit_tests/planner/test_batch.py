@@ -171,7 +171,7 @@ def test_a_mask_is_a_name_a_mask_or_a_function_of_the_packing_everywhere():
             assert layout_by_name("balanced", PACKING, 3, mask=way) == Layout.balanced(PACKING, 3, mask=mask)
             assert choose_layout(PACKING, 3, [spec]).name in CHOICES
     of_another = dataclasses.replace(ATTENTION, mask=Mask.causal(Packing([3])))
-    rejects(r"a function makes one for each batch\.", of_another.plan, LAYOUT)
+    rejects(r"a function, which makes a mask for each batch\.", of_another.plan, LAYOUT)
     rejects(
         "mask: got 'a function that returns 5'; allowed: a mask over the same packing",
         dataclasses.replace(ATTENTION, mask=lambda packing: 5).plan, LAYOUT,

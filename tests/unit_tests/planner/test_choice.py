@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import warnings
 
 import numpy as np
@@ -11,7 +12,8 @@ import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import choose, tiled
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.price import priced, program_on, summed
+from megatron_cp.planner.predict.hardware import Setting
+from megatron_cp.planner.predict.price import priced, summed, workload_in
 from megatron_cp.planner.tiled import bound_of_tiles
 from tests.random_tiles import TILED
 
@@ -35,8 +37,9 @@ def ways(layout, mask, heads, groups, *, schemes=UNTILED, head_dim=64, **options
 
 def sum_of(plan, on, topology, parts=1):
     """Returns the milliseconds of both directions by a sum."""
-    programs = [program_on(plan, on, topology, 2, forward=forward) for forward in (True, False)]
-    return 1e3 * sum(summed(program, on, topology, parts) for program in programs)
+    setting = Setting(on, topology, 2)
+    both = [workload_in(setting, plan, forward=forward) for forward in (True, False)]
+    return 1e3 * sum(summed(workload, setting, parts) for workload in both)
 
 
 def lengths_of(count, sigma, total):
@@ -86,7 +89,7 @@ def test_those_within_a_quarter_of_the_least_sum_are_played_and_no_others():
     plans += ways(layout, None, 16, 4, schemes=["p2p"])
     sums = {id(plan): sum_of(plan, on, topology, choose._parts(plan)) for plan in plans}
     least = min(sums.values())
-    found = choose.priced_candidates(plans, on, topology, 2)
+    found = choose.priced_candidates(plans, Setting(on, topology, 2))
     assert {id(plan) for _, plan in found} == set(sums)
     for price, plan in found:
         assert price.is_played == (sums[id(plan)] <= 1.25 * least + 0.1)
@@ -99,6 +102,14 @@ def test_those_within_a_quarter_of_the_least_sum_are_played_and_no_others():
     assert "predicted roughly" in rough.describe("other ")
 
 
+def test_a_preference_is_explained_with_what_it_adds():
+    packing = cp.Packing([13, 3, 20, 12])
+    plan = cp.plan_attention(packing, cp.Layout.contiguous(packing, 4), heads=8, kv_heads=2, head_dim=64)
+    says = "all_gather is predicted to be .* faster, but auto adds 1% and 0.07 ms to all_gather, since keys that are"
+    assert plan.scheme == "a2a"
+    assert re.search(says, plan.explain())
+
+
 def test_a_sum_is_the_busiest_rank_and_what_nothing_hides():
     """Work that is alike on all ranks, and a link without latency: a sum that is done by hand."""
     packing, on = cp.Packing([2048]), machine("h100")
@@ -107,12 +118,13 @@ def test_a_sum_is_the_busiest_rank_and_what_nothing_hides():
     topology, layout = on.topology(2), cp.Layout.balanced(packing, 2)
     for chunks in (1, 2, 4):
         plan = cp.plan_attention(packing, layout, heads=8, head_dim=128, scheme="all_gather", head_chunks=chunks)
-        program = program_on(plan, on, topology, 2, forward=True)
-        work = sum(each.seconds for each in program.operations if hasattr(each, "seconds"))
+        setting = Setting(on, topology, 2)
+        workload = workload_in(setting, plan, forward=True)
+        work = sum(each.seconds for each in workload.operations if hasattr(each, "seconds"))
         moved = max(plan.bytes_sent(2, forward=True)) / on.within.bandwidth
         for parts in (1, 2):
             expected = max(work.max() + moved / (chunks * parts), moved)
-            assert summed(program, on, topology, parts) == pytest.approx(expected)
+            assert summed(workload, setting, parts) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["h100", "cpu"])
@@ -162,8 +174,8 @@ def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed, mo
             if plan.attend.tiled is None:
                 continue
             alike = next(x for x in plans if x.ulysses_degree == plan.ulysses_degree and "exact" in x.scheme)
-            bound = bound_of_tiles(alike, one, topology, 2, float("inf"))
+            bound = bound_of_tiles(alike, Setting(one, topology, 2), float("inf"))
             price = priced(plan, one, topology)
-            few = bound_of_tiles(alike, one, topology, 2, 0.0)
+            few = bound_of_tiles(alike, Setting(one, topology, 2), 0.0)
             for way, taken in enumerate((price.forward, price.backward)):
                 assert few[way] <= bound[way] <= taken * (1 + 1e-9)

@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.linear import contiguous_like, plan_linear
 from megatron_cp.planner.predict import Link, machine
-from megatron_cp.planner.predict.kernels import rule_products, scan_products
+from megatron_cp.planner.predict.hardware import Setting
+from megatron_cp.planner.predict.kernel_times import rule_products, scan_products
 from megatron_cp.planner.predict.price import priced, state_bounds
 
 PACKING = Packing([60_000, 500, 5_036])
@@ -59,6 +61,22 @@ def test_the_wire_costs_its_bytes():
     whole, coded = (priced(plan("headwise", **wish), SLOW_WIRE) for wish in ({}, {"codec": "fp8"}))
     assert coded.bytes_sent < whole.bytes_sent
     assert coded.forward < whole.forward
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize("name", ["pairwise", "hierarchical", "shared_memory"])
+def test_candidates_are_priced_by_the_transport_that_was_asked_for(mode, name):
+    on = machine("cpu") if name == "shared_memory" else H100
+    topology = on.topology(16, [0] * 16 if name == "shared_memory" else [0] * 8 + [1] * 8)
+    by, layout = Transport.even_hosts(name, 16, topology.num_hosts), Layout.zigzag(PACKING, 16)
+    made, collective = (
+        plan(mode, layout, transport=each, hardware=on, topology=topology) for each in (by, "collective")
+    )
+    (price,) = made.prices
+    found = priced(made, on, topology)
+    assert (price.forward, price.backward) == (found.forward, found.backward)
+    assert price.total != collective.prices[0].total
+    assert not any(getattr(step, "gathers", False) for step in made.steps)  # only the backend's own gather crosses once
 
 
 @pytest.mark.parametrize(("kind", "maps"), [("gdn", {"key_heads": 4}), ("mamba", {})])
@@ -151,7 +169,7 @@ def test_a_bound_is_no_more_than_the_price():
         layouts += [getattr(Layout, name)(packing, 8) for name in ("contiguous", "zigzag", "balanced")]
     for layout in layouts:
         made = plan("chunkwise", layout)
-        few, sent = state_bounds(made, H100, H100.topology(8), 2)
+        few, sent = state_bounds(made, Setting(H100, H100.topology(8), 2))
         price = priced(made, H100)
         assert few.is_bound
         assert few.forward <= sent.forward <= price.forward

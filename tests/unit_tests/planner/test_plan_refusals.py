@@ -26,6 +26,8 @@ def test_what_the_table_says_works_for_attention_is_planned(scheme):
 SIZES = {
     "gdn": {"heads": 6, "key_heads": 2, "head_dim": 8},
     "kda": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "gdn2": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "gdp": {"heads": 6, "key_heads": 2, "head_dim": 8, "num_householder": 2},
     "mamba": {"heads": 6, "groups": 2, "head_dim": 8, "state": 16},
     "conv1d": {"channels": 40},
 }
@@ -99,7 +101,7 @@ def test_rejects_an_unknown_keyword_with_the_argument_that_it_resembles(call, sa
 
 
 def test_a_keyword_that_left_is_answered_with_what_took_its_place():
-    rejects("search_cache: got 'x'; allowed: search_seconds alone", plan_attention, PACKING, LAYOUT, search_cache="x")
+    rejects("search_cache: got 'x'; allowed: only search_seconds", plan_attention, PACKING, LAYOUT, search_cache="x")
 
 
 FOUR = Layout.zigzag(PACKING, 4)
@@ -116,7 +118,7 @@ REFUSED = [
     *(("head_chunks", f"got {chunks}; allowed: ", {"scheme": scheme, "head_chunks": chunks})
       for scheme, chunks in (("p2p", 2), ("exact", 0))),
     *(("mask", re.escape(f"got {mask!r}; allowed: "), {"mask": mask}) for mask in (Mask.causal(OTHER), "casual", 3)),
-    ("codec", "none for exact. Keys among which queries choose travel in their own",
+    ("codec", "none for exact. Keys among which queries choose are never coded",
      {"scheme": "exact", "codec": "fp8", "topk": 2}),
 ]  # fmt: skip
 
@@ -129,9 +131,9 @@ def test_rejects_options_of_attention(argument, says, options):
 @pytest.mark.parametrize(
     ("argument", "says", "options"),
     [
-        *((argument, rf"for {mode}\. Only heads .*: use headwise\.$", {"mode": mode, argument: value})
+        *((argument, rf"for {mode}\. .* heads .*: use headwise\.$", {"mode": mode, argument: value})
           for argument, value in (("head_chunks", 2), ("codec", "fp8")) for mode in ("chunkwise", "redistribute")),
-        ("codec", r"none for conv1d\. It has single channels", {"kind": "conv1d", "codec": "fp8"}),
+        ("codec", r"none for conv1d\. Its heads are single channels", {"kind": "conv1d", "codec": "fp8"}),
         ("head_chunks", "1, for 2 groups of B and C over 2 ranks",
          {"kind": "mamba", "layout": Layout.zigzag(PACKING, 2), "head_chunks": 2}),
     ],

@@ -1,7 +1,5 @@
 """The operation: inputs of any form, kernels of the caller's, the gradient of the log-sum-exp, and refusals."""
 
-import re
-
 import pytest
 import torch
 
@@ -164,10 +162,6 @@ LINEAR = cp.plan_linear(cp.Packing([12]), cp.Layout.zigzag(cp.Packing([12]), 1),
 REFUSED = [
     ({"plan": LINEAR}, "plan_attention"), ({"plan": plan_for(cp_size=2)}, "^group: got None"),
     ({"plan": plan_for(cp_size=2), "group": ThreadGroup.create(3)[0]}, "^group: got .*the 2 ranks"),
-    ({"softmax_scale": "2"}, "^softmax_scale: got '2'; allowed: a finite number, or None"),
-    ({"softcap": -1.0}, "^softcap: got -1.0; allowed: a finite number of at least 0"),
-    ({"dropout": 1.0, "seed": 0}, "^dropout: got 1.0; allowed: a share from 0 up to"),
-    ({"dropout": 0.1, "seed": -1}, "^seed: got -1; allowed: an integer from 0"),
     ({"softcap": 2.0, "kernel": "cpu"}, "^kernel: got .*use reference"),
 ]  # fmt: skip
 
@@ -181,20 +175,3 @@ def test_rejects_tensors_on_no_device():
     rejects(r"^q: got .*cpu or cuda", cp.attention, *(x.to("meta") for x in tensors()), plan_for())
     call = attention_call(plan_for(), torch.float64, torch.device("meta"))
     rejects("^device: got .*cpu or cuda", choose_kernel, KERNELS, "auto", call)
-
-
-@pytest.mark.parametrize(
-    ("order", "remedy"),
-    [
-        ((1, 0, 2), "Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d]."),
-        ((1, 0, 2, 3), "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."),
-        ((1, 2, 0, 3), "Rows come first, [t, b, h, d]: use permute(2, 0, 1, 3) of [b, h, t, d]."),
-    ],
-)
-def test_rejects_rows_that_do_not_come_first_and_says_how_to_turn_them(order, remedy):
-    right = [x if len(order) == 3 else x[:, None].expand(-1, 3, -1, -1) for x in tensors()]
-    turned = [x.permute(order) for x in right]
-    for place, given in enumerate((turned, [right[0], *turned[1:]])):
-        shapes = [f"torch.float64 {list(x[place].shape)} on cpu" for x in (turned, right)]
-        says = f"{'qk'[place]}: got '{shapes[0]}'; allowed: {shapes[1]}. {remedy}"
-        rejects(f"^{re.escape(says)}$", cp.attention, *given, plan_for())

@@ -10,33 +10,12 @@ from megatron_cp.planner.predict.machine_files import machine
 from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
-from tests import fuzz_check
-from tests.covering import covering
-from tests.fuzz_cases import Call, Case
 from tests.peak_memory import PeakMemory
 from tests.refusals import rejects
 
 LENGTHS = (17, 1, 30, 5)
 HEADS, OWN, SHARED, VALUE, RANK = 6, 8, 4, 5, 12
 SIZES = {"heads": HEADS, "head_dim": OWN + SHARED, "value_head_dim": VALUE}
-SCHEMES = ["p2p", "a2a", "all_gather", "exact", "tiled"]
-PRODUCTS = ["a2a+p2p", "a2a+all_gather", "a2a+exact", "a2a+tiled"]
-WAYS = {"plain": {}, "batch": {"batch": 2, "sink": True}, "window": {"mask": ("window", 7, 0), "sink": True}}
-CASES = covering(
-    [*SCHEMES, *PRODUCTS], (1, 2, 3, 4), ("contiguous", "zigzag", "balanced"), ("expand", "absorb", "heads", "auto"),
-    tuple(WAYS), allowed=lambda scheme, size, *_: size == 4 or scheme in SCHEMES,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("scheme", "size", "layout", "mode", "way"), CASES)
-def test_every_scheme_is_attention_with_keys_and_values_expanded(scheme, size, layout, mode, way, monkeypatch):
-    monkeypatch.setitem(fuzz_check.TOLERANCES, "float64", 1e-12)
-    sizes = {"heads": HEADS, "groups": HEADS, "head_dim": OWN + SHARED, "value_head_dim": VALUE}
-    call = Call(
-        "latent_attention", LENGTHS, layout=layout, align=4, scheme=scheme, latent_mode=mode, latent=(SHARED, RANK),
-        **sizes, **WAYS[way],
-    )  # fmt: skip
-    fuzz_check.check(Case(size, (call,)))
 
 
 def drawn(dtype=torch.float64):

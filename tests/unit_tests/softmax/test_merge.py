@@ -4,9 +4,7 @@ import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.poison import poisoned
-from tests.limits import limit
 from tests.refusals import rejects
 
 DTYPE = torch.float64
@@ -61,56 +59,6 @@ def test_short_types_are_merged_in_fp32_and_rounded_once():
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(out, exact.float().bfloat16())
     assert (lse - exact_lse).abs().max() < 1e-6
-
-
-LENGTHS = (7, 1, 12, 5)
-
-
-def old_keys(packing):
-    """The first three keys of each document, for the queries after them."""
-    return cp.Mask.from_slices(packing, [(min(a + 3, b), b, a, min(a + 3, b), "full") for a, b in packing.spans()])
-
-
-def new_keys(packing):
-    """All keys up to the query's own but the first three."""
-    spans = [(a, min(a + 3, b), b) for a, b in packing.spans()]
-    return cp.Mask.from_slices(packing, [each for a, c, b in spans for each in (
-        (a, c, a, c, "causal"), (c, b, c, b, "causal"))])  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("scheme", "cp_size"), [("a2a", 2), ("p2p", 3), ("all_gather", 1), ("exact", 5), ("a2a+p2p", 4)]
-)
-def test_attention_in_two_parts_is_attention_at_once(scheme, cp_size):
-    """The sink takes part in one of the two, as each key does."""
-    packing, random = cp.Packing(LENGTHS), torch.Generator().manual_seed(0)
-    layout = cp.Layout.zigzag(packing, cp_size)
-    whole = [torch.randn(packing.total, heads, 8, generator=random, dtype=DTYPE) for heads in (4, 2, 2, 4)]
-    sink, dlse = torch.randn(4, generator=random, dtype=DTYPE), torch.randn(packing.total, 4, generator=random)
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "scheme": scheme}
-    plans = [cp.plan_attention(packing, layout, mask=mask, **sizes) for mask in (old_keys, new_keys, cp.Mask.causal)]
-
-    def rank(group):
-        *inputs, dout = (layout.shard(x, group.rank) for x in whole)
-        results = []
-        for in_parts in (True, False):
-            q, k, v, own_sink = (x.clone().requires_grad_() for x in (*inputs, sink))
-            if in_parts:
-                sinks = (None, own_sink)
-                out, lse = cp.merge([
-                    cp.attention(q, k, v, plan, group, sink=one, return_lse=True)
-                    for plan, one in zip(plans[:2], sinks, strict=True)
-                ])  # fmt: skip
-            else:
-                out, lse = cp.attention(q, k, v, plans[2], group, sink=own_sink, return_lse=True)
-            torch.autograd.backward([out, lse], [dout, layout.shard(dlse, group.rank).double()])
-            results.append([out, lse, *(x.grad for x in (q, k, v, own_sink))])
-        return results
-
-    for in_parts, at_once in run_ranks(rank, cp_size, timeout=limit(60)):
-        for ours, right in zip(in_parts, at_once, strict=True):
-            same = ours == right  # -inf in pad rows
-            assert torch.allclose(ours.masked_fill(same, 0), right.masked_fill(same, 0), rtol=0, atol=1e-12)
 
 
 def test_rejects_parts_that_do_not_fit_one_another():

@@ -15,7 +15,7 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.choices import ROWS
-from megatron_cp.softmax.selection import _cut
+from megatron_cp.softmax.selection_work import _cut
 from tests.peak_memory import PeakMemory
 from tests.refusals import rejects
 from tests.softmax_oracle import (
@@ -399,8 +399,8 @@ UNCALLED = {
         **drawn(7)[0], chosen=PLACES, index_q=INDEX, plan=Layer(3).plan(SEVEN, indexer=None)),
     "Call sparse_attention": lambda: cp.latent_attention(
         *LATENTS.values(), torch.ones(HEADS, OWN + VALUE, RANK), Layer(3, latent=True).plan(SEVEN)),
-    "Keys among which queries choose travel in their own type": lambda: cp.AttentionSpec(4, 4, 6, topk=3, codec="fp8"),
-    "outside of the graph": refused_load,
+    "Keys among which queries choose are never coded": lambda: cp.AttentionSpec(4, 4, 6, topk=3, codec="fp8"),
+    "outside the graph": refused_load,
 }  # fmt: skip
 
 

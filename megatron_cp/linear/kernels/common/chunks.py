@@ -45,7 +45,7 @@ class PieceClass:
     steps: list[tuple[int, int]]
 
 
-class Chunks:
+class TokenChunks:
     """The chunks of one rank's tokens, class after class.
 
     Attributes:
@@ -99,8 +99,11 @@ class Chunks:
         return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
 
 
-def fixed_chunks(packing: Packing) -> dict[str, NDArray]:
-    """Returns the tables of `FixedChunks` by name; shapes depend on the numbers of tokens and documents only."""
+def fixed_chunks(packing: Packing, *, continued: bool = False) -> dict[str, NDArray]:
+    """Returns the tables of `FixedChunks` by name; shapes depend on the numbers of tokens and documents only.
+
+    With `continued`, the first document continues one of another rank.
+    """
     counts = -(-packing.lengths // CHUNK)
     num_chunks = packing.total // CHUNK + packing.num_documents
     first = np.cumsum(counts) - counts
@@ -108,23 +111,27 @@ def fixed_chunks(packing: Packing) -> dict[str, NDArray]:
     slots = np.repeat(first, packing.lengths) * CHUNK + positions
     sources = np.full(num_chunks * CHUNK, packing.total)
     sources[slots] = np.arange(packing.total)
-    begins = np.zeros(num_chunks + 1, dtype=bool)
-    begins[first] = True  # for a document without tokens, the next one's first chunk, or the one after all
-    return {"slots": slots.astype(np.int32), "sources": sources.astype(np.int32), "begins": begins[:-1]}
+    begins = np.zeros(num_chunks, dtype=bool)
+    begins[first[packing.lengths > 0]] = True  # chunks that a packing does not have leave the last state as it is
+    begins[0] &= not continued
+    return {"slots": slots.astype(np.int32), "sources": sources.astype(np.int32), "begins": begins}
 
 
-class FixedChunks(Chunks):
-    """The chunks of whole documents one after another, a step each, as many for every pack, for CUDA graphs.
+class FixedChunks(TokenChunks):
+    """The chunks of documents one after another, a step each, as many for every pack, for CUDA graphs.
 
     Args:
         tables: the tables of `fixed_chunks`, on a device.
+        past, future: True if other ranks have tokens of the stream before these, and after them.
     """
 
-    def __init__(self, tables: Mapping[str, Tensor]) -> None:
+    def __init__(self, tables: Mapping[str, Tensor], *, past: bool = False, future: bool = False) -> None:
         self.slots, self.sources, self.begins = tables["slots"], tables["sources"], tables["begins"]
-        self.num_chunks = self.num_known = len(self.begins)
-        self.single = PieceClass([0], [(number, 1) for number in range(self.num_chunks)])
-        self.first = self.middle = self.last = PieceClass([], [])
+        self.num_chunks = len(self.begins)
+        self.num_known = 0 if past else self.num_chunks
+        self.single = self.first = self.middle = self.last = PieceClass([], [])
+        whole = PieceClass([0], [(number, 1) for number in range(self.num_chunks)])
+        setattr(self, ("middle" if future else "last") if past else "first" if future else "single", whole)
 
 
 def _slots(
@@ -158,13 +165,13 @@ class Parts:
         past, future = (none, none) if call.segments is None else (call.segments.past, call.segments.future)
         widths = np.append(SHORT, CHUNK)
         kind = np.where(past | future, len(SHORT), np.searchsorted(SHORT, lengths))
-        self.chunks, self.spans, start = list[Chunks](), list[tuple[int, int]](), 0
+        self.chunks, self.spans, start = list[TokenChunks](), list[tuple[int, int]](), 0
         for number, width in enumerate(widths.tolist()):
             members = np.flatnonzero((kind == number) & (lengths > 0))
             if members.size or width == CHUNK:
                 packing = Packing(lengths[members] if members.size else [0])
                 own = (past[members], future[members]) if members.size else (none[:1], none[:1])
-                self.chunks.append(Chunks(packing, *own, call.device, width))
+                self.chunks.append(TokenChunks(packing, *own, call.device, width))
                 self.spans.append((start, start + packing.total))
                 start += packing.total
         order = np.argsort(np.repeat(kind, lengths), kind="stable")

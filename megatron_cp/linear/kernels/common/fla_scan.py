@@ -41,7 +41,7 @@ def _offsets(packing: Packing, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class _SelectedSegments:
     """A selection of n of a rank's segments, end to end in the order of the rows, for fla's internal functions.
 
     Attributes:
@@ -75,12 +75,12 @@ class _Pieces:
         return states.new_zeros(count, *states.shape[1:]).index_copy_(0, self.places, states)
 
 
-def _pieces(call: LinearCall, chosen: BoolArray) -> _Pieces:
-    key = ("fla pieces", chosen.tobytes())
-    return call.segments_table(key, lambda: _make_pieces(call, np.flatnonzero(chosen)))
+def _selected(call: LinearCall, chosen: BoolArray) -> _SelectedSegments:
+    key = ("fla selection", chosen.tobytes())
+    return call.segments_table(key, lambda: _select(call, np.flatnonzero(chosen)))
 
 
-def _make_pieces(call: LinearCall, numbers: np.ndarray) -> _Pieces:
+def _select(call: LinearCall, numbers: np.ndarray) -> _SelectedSegments:
     starts, lengths = call.packing.cu_seqlens[numbers], call.packing.lengths[numbers]
     chunks = -(-lengths // CHUNK)
     segment = np.repeat(np.arange(numbers.size), chunks)
@@ -94,7 +94,7 @@ def _make_pieces(call: LinearCall, numbers: np.ndarray) -> _Pieces:
         "cu_seqlens": np.append(0, np.cumsum(lengths)),
         "chunk_indices": np.stack([segment, np.arange(segment.size) - chunk_offsets[segment]], 1),
     }
-    return _Pieces(
+    return _SelectedSegments(
         numbers.size,
         on_device(numbers, call.device, torch.int64),
         runs,
@@ -140,7 +140,7 @@ class _ChunkTerms(NamedTuple):
     kept: list[Tensor]
 
 
-class _Backward(NamedTuple):
+class _BegunBackward(NamedTuple):
     """The results of backward up to the arrival of the states' gradients."""
 
     chunks: _ChunkTerms
@@ -162,9 +162,9 @@ class DeltaScan(LocalScan):
         assert call.segments is not None
         past, future = call.segments.past, call.segments.future
         self.scale = scale
-        self.all = _pieces(call, np.ones_like(past))
-        self.waiting, self.leaving = _pieces(call, past), _pieces(call, future)
-        self.passing = _pieces(call, past & future)
+        self.all = _selected(call, np.ones_like(past))
+        self.waiting, self.leaving = _selected(call, past), _selected(call, future)
+        self.passing = _selected(call, past & future)
 
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
         chunks = self._chunk_terms(tensors)
@@ -185,7 +185,7 @@ class DeltaScan(LocalScan):
         do = gradient.contiguous()[None]
         h, v_new = self._states(chunks, states)
         dv, dmatrix = self._chunk_gradients(tensors, chunks, do, v_new)
-        begun = _Backward(chunks, do, h, v_new, dv, dmatrix)
+        begun = _BegunBackward(chunks, do, h, v_new, dv, dmatrix)
         wanted = torch.empty_like(states)
         if self.waiting.count:
             _, wanted, _ = chunk_gated_delta_rule_bwd_dhu(
@@ -205,7 +205,7 @@ class DeltaScan(LocalScan):
         found = self._gradients(tensors, begun, dh, dv)
         return [gradient.squeeze(0).to(x.dtype) for gradient, x in zip(found, tensors, strict=True)]
 
-    def _final_states(self, pieces: _Pieces, chunks: _ChunkTerms, states: Tensor | None) -> Tensor:
+    def _final_states(self, pieces: _SelectedSegments, chunks: _ChunkTerms, states: Tensor | None) -> Tensor:
         """Returns the states `[n, h, dk, dv]` after segments, starting from `states` or zero; dv is that of u."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
@@ -233,7 +233,7 @@ class DeltaScan(LocalScan):
         )
         return h, v_new
 
-    def _backward_arguments(self, pieces: _Pieces, begun: _Backward) -> dict[str, Any]:
+    def _backward_arguments(self, pieces: _SelectedSegments, begun: _BegunBackward) -> dict[str, Any]:
         chunks = begun.chunks
         assert chunks.q is not None
         rows = {"q": chunks.q, "k": chunks.k, "w": chunks.w, "do": begun.do, "dv": begun.dv, **chunks.decay}
@@ -258,7 +258,7 @@ class DeltaScan(LocalScan):
         """Returns the gradient of v_new by the outputs of its chunk, and that of the chunks' matrices if saved."""
 
     @abstractmethod
-    def _gradients(self, tensors: Sequence[Tensor], begun: _Backward, dh: Tensor, dv: Tensor) -> list[Tensor]:
+    def _gradients(self, tensors: Sequence[Tensor], begun: _BegunBackward, dh: Tensor, dv: Tensor) -> list[Tensor]:
         """Returns the gradients of the inputs, given those of the states after each chunk and of v_new."""
 
     def _summed_gradient(self, dg: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class GdnScan(DeltaScan):
         dv = chunk_bwd_dv_local(q=chunks.q, k=chunks.k, g=g, do=do, scale=self.scale, **self.all.tables)
         return dv, None
 
-    def _gradients(self, tensors: Sequence[Tensor], begun: _Backward, dh: Tensor, dv: Tensor) -> list[Tensor]:
+    def _gradients(self, tensors: Sequence[Tensor], begun: _BegunBackward, dh: Tensor, dv: Tensor) -> list[Tensor]:
         from fla.ops.common.chunk_o import chunk_bwd_dqkwg
         from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
 
@@ -363,7 +363,7 @@ class KdaScan(DeltaScan):
         dscores, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new, do=do, A=chunks.kept[1], scale=self.scale, **self.all.tables)
         return dv, dscores
 
-    def _gradients(self, tensors: Sequence[Tensor], begun: _Backward, dh: Tensor, dv: Tensor) -> list[Tensor]:
+    def _gradients(self, tensors: Sequence[Tensor], begun: _BegunBackward, dh: Tensor, dv: Tensor) -> list[Tensor]:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
         from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
 
@@ -379,3 +379,44 @@ class KdaScan(DeltaScan):
         # These are the gradients of every head; those of heads that share a key head are added.
         dq, dk = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dq, dk))
         return [dq, dk, dv, self._summed_gradient(dg), dbeta]
+
+
+class Gdn2Scan(KdaScan):
+    """The scan of Gated DeltaNet-2: KDA's, with a gate for each feature of the key in place of a write strength."""
+
+    def _chunk_terms(self, tensors: Sequence[Tensor]) -> _ChunkTerms:
+        from fla.ops.gdn2.chunk_intra import chunk_gdn2_fwd_intra
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        q, k, v, g, b = (x[None] for x in tensors)
+        g = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **self.all.tables)
+        w, u, _, decayed_k, scores, matrix = chunk_gdn2_fwd_intra(
+            q=q, k=k, v=v, gk=g, b=b, w_gate=torch.ones_like(v), scale=self.scale, **self.all.tables
+        )
+        return _ChunkTerms(None, decayed_k, w, u, {"gk": g}, [g, scores, matrix])
+
+    def _recompute_chunk_terms(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _ChunkTerms:
+        from fla.ops.gdn2.wy_fast import recompute_w_u_fwd_gdn2
+
+        q, k, v, _, b = (x[None] for x in tensors)
+        g, _, matrix = kept
+        w, u, decayed_q, decayed_k = recompute_w_u_fwd_gdn2(
+            k=k, v=v, b=b, w_gate=torch.ones_like(v), A=matrix, q=q, gk=g, **self.all.tables
+        )
+        return _ChunkTerms(decayed_q, decayed_k, w, u, {"gk": g}, kept)
+
+    def _gradients(self, tensors: Sequence[Tensor], begun: _BegunBackward, dh: Tensor, dv: Tensor) -> list[Tensor]:
+        from fla.ops.gdn2.chunk_bwd import chunk_gdn2_bwd_wy_dqkg_fused
+        from fla.ops.gdn2.chunk_intra import chunk_gdn2_bwd_intra
+
+        q, k, v, _, b = (x[None] for x in tensors)
+        g, _, matrix = begun.chunks.kept
+        dq, dk, dv, db, _, dg, dmatrix = chunk_gdn2_bwd_wy_dqkg_fused(
+            q=q, k=k, v=v, v_new=begun.v_new, g=g, b=b, w_gate=torch.ones_like(v), A=matrix, h=begun.h, do=begun.do,
+            dh=dh, dv=dv, scale=self.scale, **self.all.tables,
+        )  # fmt: skip
+        dq, dk, db, dg = chunk_gdn2_bwd_intra(
+            q=q, k=k, g=g, b=b, dAqk=begun.dmatrix, dAkk=dmatrix, dq=dq, dk=dk, db=db, dg=dg, **self.all.tables
+        )
+        return [dq, dk, dv, self._summed_gradient(dg), db]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.softmax.kernels.common.partials import Cover, Rows
+from megatron_cp.softmax.kernels.common.sums import Cover, RowIndex
 from megatron_cp.softmax.kernels.common.varlen_calls import (
-    Axis,
     DeviceAxis,
     DeviceCalls,
-    Segments,
-    Window,
+    DeviceSegments,
+    SegmentAxis,
+    WindowLimits,
     is_tall,
     limits_of,
     rounds_of,
@@ -43,9 +43,9 @@ class Pattern:
         covers: the cover of queries and that of keys by the rounds of all calls.
     """
 
-    windows: tuple[Window, ...]
-    rounds: dict[Window, tuple[IntArray, IntArray]]
-    longest: dict[Window, tuple[int, int]]
+    windows: tuple[WindowLimits, ...]
+    rounds: dict[WindowLimits, tuple[IntArray, IntArray]]
+    longest: dict[WindowLimits, tuple[int, int]]
     covers: tuple[Cover, Cover]
 
     @classmethod
@@ -62,7 +62,7 @@ class Pattern:
             axes = (own[:, 0], own[:, 1]), (own[:, 2], own[:, 3])
             rounds[window] = (rounds_of(*axes[0]), rounds_of(*axes[1]))
             longest[window] = (int((axes[0][1] - axes[0][0]).max()), int((axes[1][1] - axes[1][0]).max()))
-            for found, axis in zip(parts, (Axis.from_ranges(*axis) for axis in axes), strict=True):
+            for found, axis in zip(parts, (SegmentAxis.from_ranges(*axis) for axis in axes), strict=True):
                 found += [axis.rows[places] for places in axis.rounds]
         covers = Cover.from_parts(parts[0], num_queries), Cover.from_parts(parts[1], num_keys)
         return cls(windows, rounds, longest, covers)
@@ -83,7 +83,7 @@ class FixedCalls:
             raise ArgumentError("mask", f"one of {len(bands)} bands for {num_documents} documents", _REFUSED, _REMEDY)
         windows = pattern.windows * (len(bands) // each)
         _check_windows(bands[: num_documents * each], windows[: num_documents * each])
-        self._axes: dict[Window, tuple[_FixedAxis, _FixedAxis]] = {}
+        self._axes: dict[WindowLimits, tuple[_FixedAxis, _FixedAxis]] = {}
         hidden = np.ones(num_queries, dtype=bool), np.ones(num_keys, dtype=bool)
         for window, (query_rounds, key_rounds) in pattern.rounds.items():
             own = bands[[w == window for w in windows]]
@@ -135,12 +135,12 @@ class FixedCalls:
                     ("queries", "keys"), axes, self._pattern.longest[window], firsts, strict=True
                 )
             ]  # fmt: skip
-            calls.append(Segments(window, *device_axes))
+            calls.append(DeviceSegments(window, *device_axes))
         return DeviceCalls(calls, *self._pattern.covers, (tables["hidden queries"], tables["hidden keys"]))
 
 
 class _FixedAxis:
-    """An `Axis` of a call with `capacity` segments, of which the padding document's are not filled.
+    """A `SegmentAxis` of a call with `capacity` segments, of which the padding document's are not filled.
 
     `rounds` are those of the segments of one document.
     """
@@ -148,7 +148,7 @@ class _FixedAxis:
     def __init__(
         self, starts: IntArray, ends: IntArray, rounds: IntArray, num_segments: int, capacity: int, num_rows: int
     ) -> None:
-        axis = Axis.from_ranges(starts, ends) if len(starts) else None
+        axis = SegmentAxis.from_ranges(starts, ends) if len(starts) else None
         self.rows = axis.rows if axis is not None else np.zeros(0, dtype=np.int64)
         filled = axis.offsets[: num_segments + 1] if axis is not None else np.zeros(1, dtype=np.int64)
         self.offsets = np.concatenate([filled, np.full(capacity - num_segments, filled[-1])])
@@ -169,8 +169,8 @@ class _FixedAxis:
 
     def on_device(self, tables: Mapping[str, Tensor], longest: int, is_first: list[bool]) -> DeviceAxis:
         everything = slice(0, len(self.rows))
-        rows: Rows = everything if self._whole else tables["rows"]
-        rounds: list[tuple[Rows, Rows, bool]]
+        rows: RowIndex = everything if self._whole else tables["rows"]
+        rounds: list[tuple[RowIndex, RowIndex, bool]]
         if self.num_rounds == 1:
             rounds = [(everything, rows, is_first[0])]
         else:
@@ -181,7 +181,7 @@ class _FixedAxis:
         return DeviceAxis(rows, tables["offsets"], longest, rounds)
 
 
-def _check_windows(bands: IntArray, windows: tuple[Window, ...]) -> None:
+def _check_windows(bands: IntArray, windows: tuple[WindowLimits, ...]) -> None:
     """Refuses bands whose limits differ from those of their window."""
     reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]]) - 1  # limits that hide nothing
     limits, wanted = np.stack(limits_of(bands)), np.array(windows).T

@@ -23,13 +23,13 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.softmax.kernels.base import Tiles
-from megatron_cp.softmax.kernels.common.partials import Cover, Rows
+from megatron_cp.softmax.kernels.common.sums import Cover, RowIndex
 
-Window = tuple[int, int]  # left, right
+WindowLimits = tuple[int, int]  # left, right
 
 
 @dataclass(frozen=True)
-class Axis:
+class SegmentAxis:
     """The queries or the keys of a call.
 
     Attributes:
@@ -44,7 +44,7 @@ class Axis:
     rounds: tuple[IntArray, ...]
 
     @classmethod
-    def from_ranges(cls, starts: IntArray, ends: IntArray) -> Axis:
+    def from_ranges(cls, starts: IntArray, ends: IntArray) -> SegmentAxis:
         lengths = ends - starts
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -60,9 +60,9 @@ class Axis:
 class SegmentCall:
     """A call: segments under one window."""
 
-    window: Window
-    queries: Axis
-    keys: Axis
+    window: WindowLimits
+    queries: SegmentAxis
+    keys: SegmentAxis
 
 
 def segment_calls(bands: IntArray) -> list[SegmentCall]:
@@ -72,7 +72,7 @@ def segment_calls(bands: IntArray) -> list[SegmentCall]:
     calls = []
     for window in dict.fromkeys(windows):
         q0, q1, k0, k1 = bands[[w == window for w in windows]].T[:4]
-        calls.append(SegmentCall(window, Axis.from_ranges(q0, q1), Axis.from_ranges(k0, k1)))
+        calls.append(SegmentCall(window, SegmentAxis.from_ranges(q0, q1), SegmentAxis.from_ranges(k0, k1)))
     return calls
 
 
@@ -101,7 +101,7 @@ def limits_of(bands: IntArray) -> tuple[IntArray, IntArray]:
     return np.where(left < k1 - k0 - 1, left, -1), np.where(right < q1 - q0 - 1, right, -1)
 
 
-def _windows(bands: IntArray) -> list[Window]:
+def _windows(bands: IntArray) -> list[WindowLimits]:
     """Chooses a window for each band, greedily so that few windows differ.
 
     A limit that hides no pair of a band fits it, so documents shorter than a window share a call with longer ones.
@@ -109,8 +109,8 @@ def _windows(bands: IntArray) -> list[Window]:
     limits = np.stack(limits_of(bands), axis=1)
     reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]], axis=1) - 1  # limits that hide no pair
     tall = is_tall(bands)
-    windows: list[Window] = [(-1, -1)] * len(bands)
-    found: dict[Window, None] = {}
+    windows: list[WindowLimits] = [(-1, -1)] * len(bands)
+    found: dict[WindowLimits, None] = {}
     for number in np.argsort((limits < 0).sum(axis=1), kind="stable").tolist():
         own = tuple(limits[number].tolist())
         if not tall[number]:
@@ -141,7 +141,7 @@ def rounds_of(starts: IntArray, ends: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class DeviceAxis:
-    """An `Axis` on a device.
+    """A `SegmentAxis` on a device.
 
     Attributes:
         rows: the rows to gather; a slice, and so a view, where they are in the call's order already.
@@ -150,17 +150,17 @@ class DeviceAxis:
         rounds: for each round, its positions in the call, their rows, and True if no earlier part has any of them.
     """
 
-    rows: Rows
+    rows: RowIndex
     offsets: torch.Tensor
     longest: int
-    rounds: list[tuple[Rows, Rows, bool]]
+    rounds: list[tuple[RowIndex, RowIndex, bool]]
 
 
 @dataclass(frozen=True)
-class Segments:
+class DeviceSegments:
     """A `SegmentCall` on a device: the arguments of an operator."""
 
-    window: Window
+    window: WindowLimits
     queries: DeviceAxis
     keys: DeviceAxis
 
@@ -187,7 +187,7 @@ class DeviceCalls:
             results are undefined; None where there are none.
     """
 
-    calls: list[Segments]
+    calls: list[DeviceSegments]
     queries: Cover
     keys: Cover
     hidden: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -236,7 +236,7 @@ def _make_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
     q_first, k_first = (iter(cover.is_first) for cover in covers)
     return DeviceCalls(
         [
-            Segments(call.window, _axis(call.queries, q_first, device), _axis(call.keys, k_first, device))
+            DeviceSegments(call.window, _axis(call.queries, q_first, device), _axis(call.keys, k_first, device))
             for call in calls
         ],
         covers[0],
@@ -244,12 +244,12 @@ def _make_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
     )
 
 
-def _axis(axis: Axis, is_first: Iterator[bool], device: torch.device) -> DeviceAxis:
+def _axis(axis: SegmentAxis, is_first: Iterator[bool], device: torch.device) -> DeviceAxis:
     rounds = [(_rows(places, device), _rows(axis.rows[places], device), next(is_first)) for places in axis.rounds]
     return DeviceAxis(_rows(axis.rows, device), on_device(axis.offsets, device), axis.longest, rounds)
 
 
-def _rows(rows: IntArray, device: torch.device) -> Rows:
+def _rows(rows: IntArray, device: torch.device) -> RowIndex:
     """Returns consecutive rows as a slice, other rows as an index."""
     first, last = int(rows[0]), int(rows[-1])
     if np.array_equal(rows, np.arange(first, last + 1)):

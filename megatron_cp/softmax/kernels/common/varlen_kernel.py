@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.common.partials import GradientSum, OutputSum, Rows
-from megatron_cp.softmax.kernels.common.varlen_calls import Segments, device_calls
+from megatron_cp.softmax.kernels.common.sums import GradientSum, OutputSum, RowIndex
+from megatron_cp.softmax.kernels.common.varlen_calls import DeviceSegments, device_calls
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
@@ -36,12 +36,14 @@ class SegmentedAttention(AttentionKernel):
         return size, size
 
     @abstractmethod
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: DeviceSegments, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
         """Returns `out` `[n, h, d]` and `lse` `[h, n]` of one call."""
 
     @abstractmethod
     def attend_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: DeviceSegments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Returns dq, dk and dv of one call, given `out` and `lse` of the whole softmax."""
@@ -98,7 +100,7 @@ class SegmentedAttention(AttentionKernel):
                 gradient.masked_fill_(hidden[:, None, None], 0)
 
 
-def _take(x: Tensor, rows: Rows) -> Tensor:
+def _take(x: Tensor, rows: RowIndex) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
@@ -118,5 +120,5 @@ def common_refusal(call: AttentionCall) -> str | None:
     if call.scale <= 0:
         return f"is known to be right for scales above 0, not for {call.scale}; use reference"
     if call.dropout:
-        return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
+        return f"has no dropout that is the same on any number of ranks, and dropout is {call.dropout}; use reference"
     return None

@@ -107,6 +107,18 @@ GRANITE = {  # Granite-4.0-H-Tiny
     "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "tie_word_embeddings": True,
     "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
 }  # fmt: skip
+QWEN3_5 = {  # the text of Qwen3.5-9B
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "vocab_size": 248320, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 12288,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_5_MOE = QWEN3_5 | {  # the text of Qwen3.5-35B-A3B
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10, "moe_intermediate_size": 512,
+    "num_experts": 256, "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 
 # Parameters of the published checkpoints, exactly, or as far as their names say.
 PUBLISHED = [
@@ -126,6 +138,13 @@ PUBLISHED = [
     (MAMBA2, 7.29e9, 0.005e9),
     (BAMBA, 9.78e9, 0.005e9),
     (GRANITE, 6_939_037_248, 0),
+    # The text of Qwen2-VL-7B, Qwen2.5-VL-7B, Qwen3-VL-8B and Qwen3-VL-30B-A3B has the shape of models above.
+    (QWEN2 | {"model_type": "qwen2_vl_text"}, 7_615_616_512, 0),
+    (QWEN2 | {"model_type": "qwen2_5_vl_text"}, 7_615_616_512, 0),
+    (QWEN3 | {"model_type": "qwen3_vl_text"}, 8_190_735_360, 0),
+    (QWEN3_MOE | {"model_type": "qwen3_vl_moe_text"}, 30_532_122_624, 0),
+    (QWEN3_5, 8_953_803_264, 0),  # as transformers builds it, like the next
+    (QWEN3_5_MOE, 34_660_610_688, 0),
 ]
 
 

@@ -146,7 +146,7 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--hybrid-layer-pattern MM/M", "--hybrid-layer-pattern: got 'MM/M'; allowed: a pattern without /"),
         (SMALL + "--hybrid-layer-pattern *X", "layer-pattern[1]: got 'X'; allowed: M or G or * or + or - or E"),
         (SMALL + "--hybrid-layer-pattern ''", "blocks: got 0; allowed: an integer from 1"),
-        (SMALL + "--hybrid-layer-pattern M --hybrid-override-pattern M", "nothing beside --hybrid-layer-pattern"),
+        (SMALL + "--hybrid-layer-pattern M --hybrid-override-pattern M", "nothing together with --hybrid-layer"),
         (SMALL + "--hybrid-layer-pattern E", "--num-experts: got None"),
     ],
 )

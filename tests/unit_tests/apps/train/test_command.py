@@ -51,7 +51,7 @@ def test_compare_says_the_limits_of_codecs(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "losses by more than 0.001; with --cp-codec gradients by more than 0.2 (fp8), 0.4" in said
+    assert "losses by more than 0.001; with --cp-codec, gradients by more than 0.2 (fp8), 0.4" in said
     assert "(int8) or losses by more than 0.02" in said
 
 

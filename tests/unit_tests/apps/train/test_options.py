@@ -51,7 +51,7 @@ def test_rejects_numbers_that_cannot_be(entry):
         ({"lr_warmup_iters": 100}, "lr_warmup_iters: .* less than the 100 steps"),
         ({"adam_beta1": 1.0}, "adam_beta1: .* less than 1"),
         ({"seed": 2**63}, "seed: .* less than 2\\*\\*63"),
-        ({"spec": ("os",)}, "spec: .* hybrid_stack_spec or .* Layers of your own train in a Megatron job of your own"),
+        ({"spec": ("os",)}, "spec: .* hybrid_stack_spec or .* To train other layers, use a Megatron job of your own"),
         ({"cp_hardware": "no_such_machine"}, "cp_hardware: .* h100"),
         ({"cp_comm_type": ("a2a", "nonsense")}, "cp_comm_type: got 'nonsense'"),
         ({"window_size": (-2, 0)}, "window_size: .* -1 for all"),

@@ -17,20 +17,21 @@ pytest.importorskip("megatron.core")
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.experimental_attention_variant import absorbed_mla, dsa
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron import specs
+from megatron_cp.megatron import slots, specs
 from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention, refusals
 from megatron_cp.megatron.layers import multi_latent_attention as latent_module
 from megatron_cp.megatron.layers.attention import CoreAttention
+from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import no_heads, spec_options
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
@@ -78,7 +79,7 @@ def test_a_layer_searches_for_tiles_as_its_flags_say():
     latent = with_options(configure(MLATransformerConfig), flags)
     assert latent.cp_search == 3.0
     config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
-    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
+    found = {scheme: slots._search(config, scheme) for scheme in config.cp_comm_type}
     assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0}}
 
 
@@ -238,7 +239,7 @@ def test_rejects_a_stage_without_the_layer_whose_choice_it_shares():
     layer.layer_number, layer.skip_topk = 2, True
     SparseCoreAttention._refuse_a_choice_of_another_stage(layer)
     layer.layer_number, layer.source_layer = 4, 3
-    says = "--dsa-indexer-topk-freq: got '2: layer 4 takes the choice of layer 3'"
+    says = "--dsa-indexer-topk-freq: got '2: layer 4 uses the keys that layer 3 chose'"
     rejects(says, SparseCoreAttention._refuse_a_choice_of_another_stage, layer)
 
 
@@ -284,12 +285,24 @@ def test_local_latent_attention_has_torchs_norms_beside_an_installed_transformer
         monkeypatch.setattr(module, "HAVE_TE", True)
     config = configure(cls=MLATransformerConfig, qk_layernorm=True, transformer_impl="local")
     latent = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
-    found = MLASelfAttention._resolve_qk_norm_config(types.SimpleNamespace(config=config), latent.submodules)
+    found = {}
+
+    def resolve(self, config, submodules, **others):
+        """What the constructor of Megatron's layer begins with; dev takes the modules as they are."""
+        self.__dict__["config"] = config
+        resolved = getattr(self, "_resolve_qk_norm_config", vars)(submodules)
+        found.update(resolved)
+        raise InterruptedError
+
+    monkeypatch.setattr(multi_latent_attention.MLASelfAttention, "__init__", resolve)
+    with pytest.raises(InterruptedError):
+        MLASelfAttention(config, latent.submodules)
     assert found["q_layernorm"] is found["kv_layernorm"] is Norm
+    assert config.transformer_impl == "local"
 
 
 def test_warns_of_a_ring_of_all_layers():
-    with pytest.warns(UserWarning, match="--cp-comm-type p2p is for softmax layers alone. Mamba has no keys"):
+    with pytest.warns(UserWarning, match="--cp-comm-type p2p is only for softmax layers. Mamba has no keys"):
         check_comm_type(configure(context_parallel_size=2, cp_comm_type="p2p"), "p2p", "Mamba")
 
 
@@ -350,6 +363,13 @@ def build_sparse(**changes):
 
 def with_shards(cls=OurConfig, context_parallel_size=2, **flags):
     return with_options(configure(cls, context_parallel_size=context_parallel_size), argparse.Namespace(**flags))
+
+
+def with_dynamic(**flags):
+    """With three data-parallel ranks of two context-parallel ones."""
+    given = {"max_seqlen_per_dp_cp_rank": None, "min_dynamic_context_parallel_size": 1, "micro_batch_size": 1}
+    sizes = {"context_parallel_size": 2, "data_parallel_size": 3, "seq_length": 65}
+    return with_options(configure(OurConfig), argparse.Namespace(cp_dynamic=True, **sizes | given | flags))
 
 
 def with_latent_options(**options):
@@ -413,15 +433,34 @@ REJECTED = [
     ("cp-latent-mode", "'Identity as linear_kv_up_proj'", project_by_another, {}),
     ("cp-latent-mode", "'expand'", infer_with_latents, {}),
     ("hybrid-context-parallel", "True", build_despite, {"hybrid_context_parallel": True}),
+    ("cp-transport", "'hierarchical'; allowed: .*--dynamic-context-parallel", build_ours,
+     {"cp_dynamic": True, "cp_transport": "hierarchical"}),
+    ("cp-comm-type", r"'a2a\+p2p'; allowed: .*--dynamic-context-parallel", build_ours,
+     {"cp_dynamic": True, "cp_comm_type": "a2a+p2p"}),
+    ("calculate-per-token-loss", "False; allowed: .*--dynamic-context-parallel", build_ours,
+     {"cp_dynamic": True, "calculate_per_token_loss": False}),
+    ("dsa-indexer-loss-coeff", r"0\.1; allowed: .*--dynamic-context-parallel", build_ours,
+     {"cp_dynamic": True, "dsa_indexer_n_heads": 2, "dsa_indexer_loss_coeff": 0.1}),
+    ("moe-aux-loss-coeff", r"0\.1; allowed: .*--dynamic-context-parallel", build_ours,
+     {**EXPERTS, "cp_dynamic": True, "moe_aux_loss_coeff": 0.1}),
+    ("moe-z-loss-coeff", r"0\.1; allowed: .*--dynamic-context-parallel", build_ours,
+     {**EXPERTS, "cp_dynamic": True, "moe_z_loss_coeff": 0.1}),
+    *((flag, given, with_dynamic, changes) for flag, given, changes in (
+        ("min-dynamic-context-parallel-size", "7; allowed: from 1 to 6", {"min_dynamic_context_parallel_size": 7}),
+        ("max-seqlen-per-dp-cp-rank", "32; allowed: at least 33", {"max_seqlen_per_dp_cp_rank": 32}),
+        ("micro-batch-size", "2", {"micro_batch_size": 2}),
+        ("context-parallel-size", "1; allowed: at least 2", {"context_parallel_size": 1}),
+        ("use-megatron-fsdp", "True", {"use_megatron_fsdp": True}),
+    )),
     ("cuda-graph-impl", "'local'; allowed: .*GraphTables", build_despite, {"cuda_graph_impl": "local"}),
-    ("experimental-attention-variant", "'csa'; allowed: .*leave --spec out", build_spec,
+    ("experimental-attention-variant", "'csa'; allowed: .*leave out --spec", build_spec,
      {"experimental_attention_variant": "csa"}),
     ("mamba-training-ssm-states-dtype", r"torch\.bfloat16", build_mamba,
      {"mamba_training_ssm_states_dtype": torch.bfloat16}),
     ("cp-comm-type", "'p2p'", build_mamba,
      {"layer_number": 2, "context_parallel_size": 2, "cp_comm_type": ["a2a", "p2p"]}),
-    *((flag, "True", with_shards, {"cls": cls, flag.replace("-", "_"): True})
-      for flag in ("use-megatron-fsdp", "use-torch-fsdp2") for cls in (OurConfig, MLATransformerConfig)),
+    *(("use-torch-fsdp2", "True", with_shards, {"cls": cls, "use_torch_fsdp2": True})
+      for cls in (OurConfig, MLATransformerConfig)),
     # Experts whose ranks must be equal, and those that depend on which tokens share a rank.
     ("moe-token-dispatcher-type", "'allgather'", build,
      {**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}),
@@ -445,10 +484,48 @@ def test_rejects(flag, given, make, options):
     rejects(f"^--{flag}: got {given}" + ("" if "; allowed: " in given else "; allowed: "), make, **options)
 
 
+@pytest.mark.parametrize(
+    ("impl", "modules", "reason"),
+    [
+        ("full_iteration", [], "The graph of a whole step"),
+        ("transformer_engine", ["attn", "mlp"], "These graphs take tensors only"),
+        ("transformer_engine", [], "These graphs take tensors only"),
+        ("local", ["mamba"], "Megatron looks for a graph by the fields of packed_seq_params"),
+        ("local", ["mlp"], "Megatron captures layers with an MLP whole"),
+        ("local", ["moe"], "Megatron looks for a graph by the fields of packed_seq_params"),
+        ("transformer_engine", ["moe"], "Experts of a fixed capacity"),
+    ],
+)
+@pytest.mark.parametrize("cls", [OurConfig, MLATransformerConfig])
+def test_rejects_each_of_megatrons_graphs_with_its_reason_when_flags_are_read(impl, modules, reason, cls):
+    graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": [CudaGraphModule[name] for name in modules]}
+    config = set_on(configure(cls), graphs)
+    rejects(f"--cuda-graph-impl: got '{impl}'; allowed: none. {reason}", with_options, config, argparse.Namespace())
+
+
+def test_rejects_batches_that_megatrons_graphs_were_not_captured_for():
+    def given(impl, *batches):
+        module = ContextParallelModule()
+        module.config = types.SimpleNamespace(cuda_graph_impl=impl)
+        for lengths, align in batches:
+            module.check_graphs(Layout.contiguous(Packing(lengths), 2).padded(align=align))
+
+    given("none", ([6, 2], 1), ([7], 1))
+    given("local", ([6, 2], 1), ([1, 7], 1))
+    rejects(r"'\[3, 4\] rows on the ranks'; allowed: \[4, 4\], as of the first", given, "local", ([8], 1), ([7], 1))
+    rejects("'pads in some batches'", given, "local", ([8], 1), ([7], 4))
+    given("local", ([7], 4), ([3, 4], 4))
+    rejects("for a batch with pads", given, "transformer_engine", ([7], 4))
+
+
 def test_options_that_are_refused_elsewhere_are_taken():
     assert configure(OurConfig, cp_layout="auto").cp_layout == "auto"
-    with_shards(context_parallel_size=1, use_megatron_fsdp=True)
+    with_shards(context_parallel_size=1, use_torch_fsdp2=True)
+    with_shards(use_megatron_fsdp=True)
     with_shards(use_torch_fsdp2=False)
+    with_dynamic(max_seqlen_per_dp_cp_rank=33, min_dynamic_context_parallel_size=6)
+    with_dynamic(context_parallel_size=1, data_parallel_size=1)
+    build_ours(**EXPERTS, cp_dynamic=True)
 
 
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])

@@ -10,9 +10,10 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds
-from megatron_cp.planner.predict.program import Edges, Program
+from megatron_cp.planner.predict.hardware import Rates
+from megatron_cp.planner.predict.kernel_times import attention_seconds, rule_seconds
 from megatron_cp.planner.predict.simulate import simulate
+from megatron_cp.planner.predict.workload import Edges, Workload
 
 # attention/vllm/0.24.0 of h100_sxm, vllm_flash_attn_fa3; attention/sglang/0.5.14 of b200_sxm, trtllm_mha. Head size
 # 128, 32 query heads, 8 of keys: documents and tokens of each.
@@ -57,21 +58,21 @@ ALL_TO_ALL = [
 def attention_ms(on, documents, tokens):
     packing = Packing([tokens] * documents)
     step = plan_attention(packing, Layout.contiguous(packing, 1), heads=32, kv_heads=8, head_dim=128).attend
-    seconds = attention_seconds(step, machine(on).hardware, 2, np.array([0]), np.array([32]), forward=True)
+    seconds = attention_seconds(step, Rates(machine(on).hardware, 2, forward=True), np.array([0]), np.array([32]))
     return 1e3 * seconds[0, 0]
 
 
 def rule_ms(kind, heads, documents, tokens):
     packing = Packing([tokens] * documents)
     plan = plan_linear(packing, Layout.contiguous(packing, 1), kind, heads=heads, head_dim=128, mode="headwise")
-    return 1e3 * rule_seconds(plan, machine("h100").hardware, 2, forward=True)[0]
+    return 1e3 * rule_seconds(plan, Rates(machine("h100").hardware, 2, forward=True))[0]
 
 
 def all_to_all_ms(ranks, elements):
     senders, receivers = (each.ravel() for each in np.meshgrid(np.arange(ranks), np.arange(ranks)))
-    program, nbytes = Program(ranks), np.full(ranks * ranks, 2 * elements // ranks)
-    program.wait(program.start("all-to-all", Edges.from_messages(senders, receivers, nbytes)))
-    return 1e3 * simulate(program, machine("h100").topology(ranks)).seconds
+    workload, nbytes = Workload(ranks), np.full(ranks * ranks, 2 * elements // ranks)
+    workload.wait(workload.start("all-to-all", Edges.from_messages(senders, receivers, nbytes)))
+    return 1e3 * simulate(workload, machine("h100").topology(ranks)).seconds
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import pytest
 
 import megatron_cp as cp
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.program import Work
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict.hardware import Rates
+from megatron_cp.planner.predict.walk import workload_of
+from megatron_cp.planner.predict.workload import TimedWork
 
 PACKING = cp.Packing([12, 20])
 SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
@@ -13,8 +14,8 @@ SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 
 def copies(plan, *, forward):
     """The copies of heads and those that order rows."""
-    operations = program_of(plan, machine("h100").hardware, 2, forward=forward).operations
-    names = [each.name for each in operations if isinstance(each, Work) and each.kind == "copy"]
+    operations = workload_of(plan, Rates(machine("h100").hardware, 2, forward)).operations
+    names = [each.name for each in operations if isinstance(each, TimedWork) and each.kind == "copy"]
     return [name for name in names if name.endswith(" heads") or name.startswith("order ")]
 
 

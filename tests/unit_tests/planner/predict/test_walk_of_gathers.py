@@ -5,7 +5,8 @@ import pytest
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict.hardware import Rates
+from megatron_cp.planner.predict.walk import workload_of
 
 
 def bytes_between_hosts(name, hosts, scheme="all_gather"):
@@ -14,13 +15,13 @@ def bytes_between_hosts(name, hosts, scheme="all_gather"):
     plan = plan_attention(
         packing, Layout.contiguous(packing, len(hosts)), heads=2, head_dim=8, scheme=scheme, head_chunks=1
     )
-    program = program_of(plan, machine(name).hardware, 2, forward=True, hosts=hosts)
+    workload = workload_of(plan, Rates(machine(name).hardware, 2, forward=True), hosts)
     far = 0
-    for each in program.transfers:
+    for each in workload.transfers:
         edges = each.edges
         pairs = zip(edges.senders.tolist(), edges.receivers.tolist(), edges.nbytes.tolist(), strict=True)
         far += sum(nbytes for sender, receiver, nbytes in pairs if hosts[sender] != hosts[receiver])
-    return far, [each.name for each in program.transfers]
+    return far, [each.name for each in workload.transfers]
 
 
 @pytest.mark.parametrize(("hosts", "copies"), [((0, 0, 1, 1), 4), ((0,) * 4 + (1,) * 4, 8), ((0, 0, 1, 1, 2, 2), 12)])

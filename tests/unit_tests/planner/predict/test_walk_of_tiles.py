@@ -1,41 +1,42 @@
-"""Tests of a program of assigned tiles, operation by operation, against results worked out by hand."""
+"""Tests of the workload of assigned tiles, operation by operation, against results worked out by hand."""
 
 import numpy as np
 
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.predict import machine, walk_attention, walk_base
-from megatron_cp.planner.predict.program import Start, Wait, Work
-from megatron_cp.planner.predict.walk import program_of
+from megatron_cp.planner.predict import machine, walk
+from megatron_cp.planner.predict.hardware import Rates
+from megatron_cp.planner.predict.walk import workload_of
+from megatron_cp.planner.predict.workload import Arrival, TimedWork, Transfer
 from tests.random_tiles import assign_all_to
 
 ITEM = 2
 KEYS, QUERIES, RESULTS = 4 + 2, 4, 2 + 1  # elements of a row of one head
 
 
-def pairs_of_calls(step, shapes, hardware, item_size, kv_ranks, heads, *, forward):
+def pairs_of_calls(step, shapes, rates, kv_ranks, heads):
     return shapes.pairs[:, kv_ranks] * heads
 
 
 def operations(monkeypatch, *, forward):
     """Rank 0 computes all of two ranks' eight tokens; a copy takes its bytes, a kernel its pairs of heads."""
     assign_all_to(monkeypatch, 0)
-    monkeypatch.setattr(walk_base, "copy_seconds", lambda _, nbytes, passes: np.asarray(nbytes) * passes)
-    monkeypatch.setattr(walk_attention, "seconds_of_calls", pairs_of_calls)
+    monkeypatch.setattr(walk, "copy_seconds", lambda _, nbytes, passes: np.asarray(nbytes) * passes)
+    monkeypatch.setattr(walk, "seconds_of_calls", pairs_of_calls)
     packing = Packing([8])
     plan = plan_attention(
         packing, Layout.contiguous(packing, 2), heads=3, kv_heads=3, head_dim=4, value_head_dim=2,
         mask=Mask.full(packing), scheme="tiled", head_chunks=2,
     )  # fmt: skip
     found = []
-    for each in program_of(plan, machine().hardware, ITEM, forward=forward).operations:
+    for each in workload_of(plan, Rates(machine().hardware, ITEM, forward)).operations:
         match each:
-            case Work(name, _, seconds):
+            case TimedWork(name, _, seconds):
                 if name != "start a transfer":
                     found.append((name, seconds.tolist()))
-            case Start(name, key, edges):
+            case Transfer(name, key, edges):
                 found.append((f"start {key}", list(zip(edges.senders, edges.receivers, edges.nbytes, strict=True))))
-            case Wait(key):
+            case Arrival(key):
                 found.append((f"wait {key}", None))
     return found
 

@@ -1,5 +1,6 @@
 """Both stages and the bound against every answer of small problems, and against known optima of six masks."""
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +18,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.tiles import TileProblem, TileWeights, fast, solve, tiles_of
 from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
-from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
+from megatron_cp.planner.tiles.problem import AxisChunks, check, cost, loads, longest_first
 from tests.tile_masks import MASKS, block_problem, table_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
@@ -63,7 +64,7 @@ def test_no_answer_is_below_the_bound(weights):
     for blocks in (2, 3):
         for bits in classes(blocks):
             problem = of_bits(bits, blocks, blocks, weights)
-            free = problem._but(load_cap=problem.total)
+            free = dataclasses.replace(problem, load_cap=problem.total)
             best = least(problem)
             bound = lower_bound(problem)
             assert bound <= best, bits
@@ -99,7 +100,7 @@ def drawn(seed):
     chunks = []
     for count in (rows, columns):
         starts = np.concatenate([[0], np.cumsum(random.integers(1, 4, count))])
-        chunks.append(Chunks(starts[:-1], int(starts[-1]), np.arange(count), random.integers(0, ranks, count)))
+        chunks.append(AxisChunks(starts[:-1], int(starts[-1]), np.arange(count), random.integers(0, ranks, count)))
     hosts = random.integers(0, 2, ranks) if seed % 3 == 0 else None
     weights = TileWeights(*random.integers(0, 5, 4).tolist())
     return TileProblem(ranks, *chunks, *np.nonzero(table), table[table > 0], weights, hosts=hosts, host_cost=3)
@@ -231,7 +232,7 @@ def test_a_problem_too_large_to_write_down_is_said_so(monkeypatch):
     start = fast.search(problem)
     large = table_problem(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
     at_query_owners = np.repeat(np.arange(64), 64)
-    with pytest.warns(UserWarning, match="4096 tiles on 64 ranks .* makes random moves alone"):
+    with pytest.warns(UserWarning, match="4096 tiles on 64 ranks .* makes only random moves"):
         ranks, bound = exact_stage.search(large, at_query_owners, seconds=0.01)
     assert bound == 0 < cost(large, ranks) < cost(large, at_query_owners)
     with warnings.catch_warnings():
