@@ -1,4 +1,4 @@
-"""Images in other people's trainers: models that take them, and batches without images."""
+"""Batches without images in other people's trainers, beside replicas that have some."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.batch import RankTokens
-from megatron_cp.transformers.images import MODALITIES, check_images
+from megatron_cp.transformers.image_items import IMAGE, MODALITIES
+from megatron_cp.transformers.images import tower_rows
 from megatron_cp.transformers.sources import refers_to
-
-
-def takes_images(model: Any) -> bool:
-    """Returns True if `ContextParallel.shard` takes this model's images."""
-    try:
-        return check_images(model, {MODALITIES[0].pixels: True})
-    except ArgumentError:
-        return False
 
 
 def always_run_tower(model: Any) -> None:
@@ -30,8 +22,7 @@ def always_run_tower(model: Any) -> None:
     """
     if not any(hasattr(model.config.vision_config, name) for name in ("spatial_merge_size", "image_size")):
         return
-    method = MODALITIES[0].method
-    owner = next(each for each in model.modules() if refers_to(inspect.unwrap(type(each).forward), method))
+    owner = next(each for each in model.modules() if refers_to(inspect.unwrap(type(each).forward), IMAGE.method))
     owner.register_forward_pre_hook(_embed_with_tower, with_kwargs=True)
 
 
@@ -42,21 +33,17 @@ def _embed_with_tower(
     if ids is None or given.get("cp_batch") is None or any(given.get(each.pixels) is not None for each in MODALITIES):
         return None
     embeds = model.get_input_embeddings()(RankTokens.plain(ids))
-    found = getattr(model, MODALITIES[0].method)(**_blank(model.config.vision_config, embeds))
-    made = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-    for each in made:
-        rows = each if isinstance(each, Tensor) else torch.cat(tuple(each))
+    for rows in tower_rows(getattr(model, IMAGE.method)(**_blank(model.config.vision_config, embeds))):
         embeds = embeds + 0 * rows.sum().to(embeds)
     return args, {**given, "input_ids": None, "inputs_embeds": embeds}
 
 
 def _blank(vision: Any, like: Tensor) -> dict[str, Tensor]:
     """Returns the smallest image that a tower takes."""
-    images = MODALITIES[0]
     merge = getattr(vision, "spatial_merge_size", None)
     if merge is None:
         size = vision.image_size
-        return {images.pixels: like.new_zeros(1, 3, *((size, size) if isinstance(size, int) else size))}
+        return {IMAGE.pixels: like.new_zeros(1, 3, *((size, size) if isinstance(size, int) else size))}
     patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.tensor([[1, merge, merge]], device=like.device)
-    return {images.pixels: like.new_zeros(merge**2, patch), images.grids: grid}
+    return {IMAGE.pixels: like.new_zeros(merge**2, patch), IMAGE.grids: grid}

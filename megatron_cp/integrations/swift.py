@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.gather import gather
 from megatron_cp.integrations import require
-from megatron_cp.integrations.images import always_run_tower, takes_images
+from megatron_cp.integrations.images import always_run_tower
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
+from megatron_cp.transformers.images import takes_images
 
 _STOCK = "Only the trainer's own passes over whole batches run over the ranks: generate and score with other processes."
 

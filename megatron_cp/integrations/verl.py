@@ -18,9 +18,10 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.integrations import require
-from megatron_cp.integrations.images import always_run_tower, takes_images
+from megatron_cp.integrations.images import always_run_tower
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
+from megatron_cp.transformers.images import takes_images
 
 _ROLLED, _TEMPERATURE = (
     "input_ids_rmpad_rolled",

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from megatron_cp.batch.branched import label_rows
+from megatron_cp.batch.branched import LabelRows, label_rows
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.batch.shard import batch_seed, prepare_plans
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import Group, RankGroup
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.layout.packing import IntArray, SequencePacking
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -36,7 +36,7 @@ from megatron_cp.transformers.batch import PlannedBatch, RankTokens, ShardedBatc
 from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
-from megatron_cp.transformers.images import Images, TowerRows, check_images, check_tokens, without_images
+from megatron_cp.transformers.images import Images, without_images
 from megatron_cp.transformers.swap import (
     NAME,
     check_own_forwards,
@@ -201,63 +201,39 @@ class ContextParallel:
             ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
             PlanMismatchError: another rank has another batch.
         """
-        if isinstance(batch, Packing) and not isinstance(batch, SequencePacking):
-            allowed = "a packing of from_sequences, which has tokens"
-            raise ArgumentError("batch", batch, allowed, "Else {'input_ids': ids, 'lengths': packing}.")
-        if isinstance(batch, SequencePacking):
-            ids = torch.from_numpy(batch.tokens.copy())[None]
-            batch = {"input_ids": ids, "labels": ids, "lengths": batch}
-        _check_batch(batch)
+        whole = _as_mapping(batch)
+        _check_batch(whole)
         check_additions(self._model)
-        whole, has_images = batch, check_images(self._model, batch)
-        batch = without_images(batch)
+        batch = without_images(self._model, whole)
         packing = packing_of(batch)
         ids = batch["input_ids"][0].long()
-        check_tokens(self._model, whole, ids)
-        images = Images(self._model, whole, ids, packing) if has_images else None
-        plans = self._plans(batch.get("cp_plans"), packing)
-        masks = images.masks(self._mask_names()) if images is not None else {}
-        if masks:
-            slots = (slot_under(slot, masks) for slot in self.slots)
-            plans = BatchPlan(plans.layout, dict.fromkeys(slots).keys())
+        images = Images(self._model, whole, ids, packing)
+        masks = images.masks(self._mask_names())
+        plans = self._plans(batch.get("cp_plans"), packing, masks)
         layout, device = plans.layout, self._device() if device is None else torch.device(device)
         mixed = batch_seed(ids, 0 if seed is None else checked_integer("seed", seed, 0))
         if agree and self.cp_size > 1:
             tensors = {name: value for name, value in whole.items() if isinstance(value, Tensor)}
-            if images is not None and images.positions is not None:
+            if images.positions is not None:
                 tensors["position_ids"] = images.positions  # of lists too, such as seconds between frames
             for name, value in tensors.items():
                 check_on_host(name, value)
             check_agreement(plans, self._ranks, seed=mixed, tensors=tensors)
         prepare_plans(plans, self.rank, device)
-        values: dict[str, Any] = {
-            name: value
-            for name, value in batch.items()
-            if not isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN
-        }
-        positions = None if images is None else images.positions
-        if positions is None:
-            positions = self._positions(batch, layout)
+
+        values = {name: value for name, value in batch.items() if name not in DOCUMENT_KEYS + _OWN}
+        dealt = [name for name, value in values.items() if isinstance(value, Tensor)]
+        values |= {name: self._rows(_per_token(name, values[name], packing), layout) for name in dealt}
+        values["input_ids"] = self._rows(ids, layout)
+        values["position_ids"] = self._positions(batch, images.positions, layout)
+        branched, of_labels = None, label_rows(layout, self.rank, device)
+        if of_labels is None:
+            labels, num_items = self._labels(batch, layout)
+            values |= {} if labels is None else {"labels": labels, "shift_labels": labels}
         else:
-            positions = layout.shard(positions.movedim(-1, 0), self.rank).movedim(0, -1).contiguous()
-        values["input_ids"], values["position_ids"] = self._rows(ids, layout), positions
-        num_items, of_labels = 0, label_rows(layout, self.rank, device)
-        branched, dealt = None, list[str]()
-        if of_labels is not None:
-            if (stream := _branched_labels(batch, layout)) is not None:
-                num_items = int((packing.copies() * (stream != IGNORE_INDEX).numpy()).sum())
-                branched = of_labels.layout.shard(stream, self.rank).to(device)
-        elif (labels := self._labels(batch, layout)) is not None:
-            values["labels"] = values["shift_labels"] = labels
-            num_items = _num_items(batch, layout)
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN:
-                values[name] = self._rows(_per_token(name, value, packing), layout)
-                dealt.append(name)
-        tower_rows: dict[str, TowerRows] = {}
-        if images is not None:
-            of_images, tower_rows = images.shard(self._model, layout, self._ranks, self._kernel, device)
-            values |= of_images
+            branched, num_items = _branched_labels(batch, of_labels, self.rank)
+        of_images, tower_rows = images.shard(self._model, layout, self._ranks, self._kernel, device)
+        values |= of_images
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["input_ids"] = moved["input_ids"].as_subclass(RankTokens)
         moved["use_cache"] = False
@@ -327,18 +303,24 @@ class ContextParallel:
             raise ArgumentError("device", None, "the device on which the model runs", remedy)
         return self._model.device
 
-    def _plans(self, given: object, packing: Packing) -> BatchPlan:
+    def _plans(self, given: object, packing: Packing, masks: Mapping[str, Mask]) -> BatchPlan:
+        """Returns the plans of a batch, with the masks of its images in place of those that layers have in text."""
         if given is None:
-            return self.planner(packing)
-        if not isinstance(given, BatchPlan) or given.layout.packing != packing or given.cp_size != self.cp_size:
+            given = self.planner(packing)
+        elif not isinstance(given, BatchPlan) or given.layout.packing != packing or given.cp_size != self.cp_size:
             raise ArgumentError("cp_plans", given, "what planner(lengths) made of this batch's documents")
-        return given
+        if not masks:
+            return given
+        return BatchPlan(given.layout, dict.fromkeys(slot_under(slot, masks) for slot in self.slots).keys())
 
     def _rows(self, stream: Tensor, layout: Layout, fill: float = 0) -> Tensor:
         """Returns this rank's rows `[1, t, ...]` of a stream `[total, ...]`."""
         return layout.shard(stream, self.rank, pad_value=fill)[None]
 
-    def _positions(self, batch: Mapping[str, Any], layout: Layout) -> Tensor:
+    def _positions(self, batch: Mapping[str, Any], of_images: Tensor | None, layout: Layout) -> Tensor:
+        """Returns this rank's positions: those of images, else the batch's, else those in each document."""
+        if of_images is not None:
+            return _along_tokens(of_images, layout, self.rank)
         ids = batch.get("position_ids")
         if ids is None:
             return torch.from_numpy(np.asarray(layout.positions(self.rank), np.int64))[None]
@@ -351,19 +333,21 @@ class ContextParallel:
             if not torch.equal(ids[0].long(), own):
                 remedy = "Leave them out, or pass packing.positions()."
                 raise ArgumentError("position_ids", ids[0].tolist(), "positions along each path", remedy)
-        rows = layout.shard(ids.movedim(-1, 0).long(), self.rank)
-        return rows.movedim(0, -1).contiguous()
+        return _along_tokens(ids.long(), layout, self.rank)
 
-    def _labels(self, batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
-        """Returns `[1, t]`: the token that each of this rank's tokens predicts; None without labels."""
+    def _labels(self, batch: Mapping[str, Any], layout: Layout) -> tuple[Tensor | None, int]:
+        """Returns `[1, t]` the token that each of this rank's tokens predicts, and how many all ranks' tokens do."""
         if (shifted := batch.get("shift_labels")) is not None:
             check_loss(self._model, shifts=False)
-            return self._rows(_labels_of("shift_labels", shifted, layout.packing), layout, IGNORE_INDEX)
+            stream = _labels_of("shift_labels", shifted, layout.packing)
+            return self._rows(stream, layout, IGNORE_INDEX), int((stream != IGNORE_INDEX).sum())
         if (labels := batch.get("labels")) is None:
-            return None
+            return None, 0
         check_loss(self._model, shifts=True)
         stream = _labels_of("labels", labels, layout.packing)
-        return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None]
+        counted = stream != IGNORE_INDEX
+        counted[layout.packing.cu_seqlens[:-1][layout.packing.lengths > 0]] = False  # nothing predicts a first token
+        return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None], int(counted.sum())
 
 
 def _check_model(model: object) -> None:
@@ -410,6 +394,17 @@ def _check_layerdrop(model: PreTrainedModel) -> None:
                 raise ArgumentError(f"{place}.{name}".replace("..", "."), value, "0", remedy)
 
 
+def _as_mapping(batch: Mapping[str, Any] | Packing) -> Mapping[str, Any]:
+    """Returns a batch of keys, also of a packing that has tokens."""
+    if not isinstance(batch, Packing):
+        return batch
+    if not isinstance(batch, SequencePacking):
+        allowed = "a packing of from_sequences, which has tokens"
+        raise ArgumentError("batch", batch, allowed, "Else {'input_ids': ids, 'lengths': packing}.")
+    ids = torch.from_numpy(batch.tokens.copy())[None]
+    return {"input_ids": ids, "labels": ids, "lengths": batch}
+
+
 def _check_batch(batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
         raise ArgumentError("batch", f"a {type(batch).__name__}", "a mapping, such as {'input_ids': ids}")
@@ -420,6 +415,11 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
             remedy = "Leave it out. Images are given as pixel_values, and the model makes everything else from them."
             raise ArgumentError(name, type(batch[name]).__name__, "None", remedy)
     check_arguments(batch)
+
+
+def _along_tokens(positions: Tensor, layout: Layout, rank: int) -> Tensor:
+    """Returns a rank's rows of positions `[..., total]`, whose last axis is that of tokens."""
+    return layout.shard(positions.movedim(-1, 0), rank).movedim(0, -1).contiguous()
 
 
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
@@ -436,22 +436,15 @@ def _labels_of(name: str, labels: Tensor, packing: Packing) -> Tensor:
     return _per_token(name, labels, packing).long()
 
 
-def _branched_labels(batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
-    """Returns `[total]` the labels of documents that branch, each at its own place; None without labels."""
-    assert layout.packing.branches is not None
+def _branched_labels(batch: Mapping[str, Any], rows: LabelRows, rank: int) -> tuple[Tensor | None, int]:
+    """Returns `[p]` the labels of a rank's rows where documents branch, and the number of labels in all documents."""
+    packing = rows.layout.packing
+    assert packing.branches is not None
     if batch.get("shift_labels") is not None:
         raise ArgumentError("shift_labels", "labels", "labels where documents branch", "A token may predict several.")
     if (labels := batch.get("labels")) is None:
-        return None
-    first = torch.from_numpy(layout.packing.branches.predecessors < 0)  # nothing predicts it
-    return _labels_of("labels", labels, layout.packing).masked_fill(first, IGNORE_INDEX)
-
-
-def _num_items(batch: Mapping[str, Any], layout: Layout) -> int:
-    """Counts the whole batch's labels that are not ignored."""
-    shifted = batch.get("shift_labels")
-    labels = batch["labels"] if shifted is None else shifted
-    counted = (labels[0] != IGNORE_INDEX).numpy().copy()
-    if shifted is None:
-        counted[layout.packing.cu_seqlens[:-1][layout.packing.lengths > 0]] = False  # nothing predicts a first token
-    return int(counted.sum())
+        return None, 0
+    first = torch.from_numpy(packing.branches.predecessors < 0)  # nothing predicts it
+    stream = _labels_of("labels", labels, packing).masked_fill(first, IGNORE_INDEX)
+    count = int((packing.copies() * (stream != IGNORE_INDEX).numpy()).sum())
+    return rows.layout.shard(stream, rank).to(rows.rows.device), count

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host
-from megatron_cp.transformers.images import IMAGE_KEYS
+from megatron_cp.transformers.image_items import IMAGE_KEYS
 
 
 def flatten_rows(batch: Mapping[str, Any], *, padded_left: bool = False) -> tuple[Mapping[str, Any], Tensor | None]:

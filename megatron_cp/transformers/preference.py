@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from megatron_cp.errors import ArgumentError
 from megatron_cp.transformers.additions import Share
 from megatron_cp.transformers.enable import ContextParallel
-from megatron_cp.transformers.images import IMAGE_KEYS
+from megatron_cp.transformers.image_items import IMAGE_KEYS
 from megatron_cp.transformers.padding import flatten_rows, restore_rows
 from megatron_cp.transformers.swap import is_swapped
 from megatron_cp.transformers.trainer_base import RanksMixin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
-from megatron_cp.planner.images import SPLIT
+from megatron_cp.planner.images import SPLIT, Pieces
 from megatron_cp.softmax.attention import attention
+from megatron_cp.transformers.image_items import Items, Modality
 
 NAME = "megatron_cp_tower"  # in AttentionInterface
 WINDOWED = "cp_windowed"  # an attribute of the attention of towers that are split: True for windows
@@ -65,74 +66,86 @@ def attention_of(tower: Any) -> list[tuple[nn.Module, bool]]:
     return [(block.attn, whole is not None and number not in whole) for number, block in enumerate(tower.blocks)]
 
 
+@dataclass(frozen=True, eq=False)
+class TowerPart:
+    """One rank's part of a tower.
+
+    Attributes:
+        inputs: its pixels and what belongs to them, by the names of the model's arguments.
+        num_rows: the number of rows of output that it makes.
+        order: `[rows]` the row at each place of the tower's order, of the rows of all ranks.
+        arguments: the other arguments of the method that calls the tower.
+    """
+
+    inputs: dict[str, Tensor]
+    num_rows: int
+    order: IntArray
+    arguments: Mapping[str, Any]
+
+
 def split_tower(
-    tower: Any, modality: str, pixels: Tensor, grids: Tensor, pieces: Sequence[Sequence[tuple[int, int]]],
-    group: RankGroup, kernel: str, device: torch.device,
-) -> tuple[Tensor, Tensor, IntArray, dict[str, Any]]:  # fmt: skip
-    """Returns this rank's part of what a tower is given, and of its rows.
+    tower: Any, modality: Modality, items: Items, pieces: Pieces, group: RankGroup, kernel: str, device: torch.device
+) -> TowerPart:
+    """Returns this rank's part of a tower whose images are split.
 
     Args:
         tower: a tower that `tower_of` returned.
-        modality: "image" or "video".
-        pixels: `[patches, features]` of all images.
-        grids: `[frames, 3]` 1, and the rows and columns of patches of each.
+        modality: images or videos.
+        items: those of the whole batch, with grids.
         pieces: of each rank, ranges of the tower's output rows in the order in which its layers have them.
         group: the ranks.
         kernel: the kernel of attention.
         device: where the tower runs.
-
-    Returns:
-        The pixels of this rank, a grid of as many patches, `[rows]` the output row at each place of the tower's order,
-        and the other arguments of the method that calls the tower.
     """
-    from transformers import vision_utils
-
-    merge = int(tower.spatial_merge_size)
-    unit, patches = merge**2, len(pixels)
-    order, windows = torch.arange(patches // unit), None
-    if hasattr(tower, "fullatt_block_indexes"):
-        order, ends = vision_utils.get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
-        windows = Packing(np.diff(ends.numpy()))
-    rows = (order[:, None] * unit + torch.arange(unit)).flatten()
+    merge, grids = int(tower.spatial_merge_size), items.beside[modality.grids]
+    unit = merge**2
+    order, windows = _order_and_windows(tower, grids, len(items.pixels) // unit)
     fragments = [[(begin * unit, end * unit) for begin, end in of_rank] for of_rank in pieces]
-    frames = Packing((grids[:, 1] * grids[:, 2]).numpy())
-    plans = [
-        None if packing is None else _plans(tower, packing, fragments, unit, pixels.element_size())
-        for packing in (frames, windows)
-    ]
-    layout = plans[0].layout  # type: ignore[union-attr]
-    for each in plans:
+    frames = _plan(tower, Packing((grids[:, 1] * grids[:, 2]).numpy()), fragments)
+    plans = TowerPlans(frames, None if windows is None else _plan(tower, windows, fragments), group, kernel)
+    for each in (plans.frames, plans.windows):
         if each is not None:
             prepare_plans(each, group.rank, device)
+    mine = frames.layout.shard((order[:, None] * unit + torch.arange(unit)).flatten(), group.rank)
+    given = {f"{modality.name}_{name}": each.to(device) for name, each in _positions(tower, grids, mine).items()}
+    grid = torch.tensor([[1, merge, len(mine) // merge]])
+    inputs = {modality.pixels: items.pixels[mine], modality.grids: grid}
+    return TowerPart(inputs, len(mine) // unit, order.numpy(), {**given, "cp_tower": plans})
 
-    mine = layout.shard(rows, group.rank)
 
-    def own(values: Tensor) -> Tensor:
-        return values[mine]
+def _order_and_windows(tower: Any, grids: Tensor, num_rows: int) -> tuple[Tensor, Packing | None]:
+    """Returns the output row at each place of the tower's order, and its windows of patches; None without windows."""
+    from transformers.vision_utils import get_vision_window_index
 
-    count = int(layout.row_counts[group.rank])
-    given = {"position_ids": own(vision_utils.get_vision_position_ids(grids, merge))}
-    given["cu_seqlens"] = torch.tensor([0, count], dtype=torch.int32)
-    if windows is not None:
-        given["window_index"], given["cu_window_seqlens"] = torch.arange(count // unit), given["cu_seqlens"]
+    if not hasattr(tower, "fullatt_block_indexes"):
+        return torch.arange(num_rows), None
+    order, ends = get_vision_window_index(grids, int(tower.spatial_merge_size), tower.window_size, tower.patch_size)
+    return order, Packing(np.diff(ends.numpy()))
+
+
+def _positions(tower: Any, grids: Tensor, mine: Tensor) -> dict[str, Tensor]:
+    """Returns what a tower would compute from the grids of its patches, for some of them, as of one frame."""
+    from transformers import vision_utils
+
+    merge, ends = int(tower.spatial_merge_size), torch.tensor([0, len(mine)], dtype=torch.int32)
+    given = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)[mine], "cu_seqlens": ends}
+    if hasattr(tower, "fullatt_block_indexes"):
+        given |= {"window_index": torch.arange(len(mine) // merge**2), "cu_window_seqlens": ends}
     if hasattr(tower, "num_grid_per_side"):
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             grids, tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners, merge
         )
-        given["interp_indices"], given["interp_weights"] = own(indices), own(weights)
-    arguments: dict[str, Any] = {f"{modality}_{name}": value.to(device) for name, value in given.items()}
-    arguments["cp_tower"] = TowerPlans(plans[0], plans[1], group, kernel)  # type: ignore[arg-type]
-    return own(pixels), torch.tensor([[1, merge, count // merge]]), order.numpy(), arguments
+        given |= {"interp_indices": indices[mine], "interp_weights": weights[mine]}
+    return given
 
 
-def _plans(
-    tower: Any, packing: Packing, fragments: Sequence[Sequence[tuple[int, int]]], unit: int, item_size: int
-) -> BatchPlan:
+def _plan(tower: Any, packing: Packing, fragments: Pieces) -> BatchPlan:
+    """Plans the attention of layers that see the documents of a packing."""
     attn = tower.blocks[0].attn
     heads, head_dim = int(attn.num_heads), int(attn.qkv.in_features) // int(attn.num_heads)
     # A rank without a piece has pad rows, copies of the first patch, since a tower cannot run on none.
-    layout = Layout.from_fragments(packing, fragments).padded(min_rows=unit)
-    return BatchPlan(layout, [AttentionSpec(heads, head_dim=head_dim, mask="full", item_size=item_size)])
+    layout = Layout.from_fragments(packing, fragments).padded(min_rows=int(tower.spatial_merge_size) ** 2)
+    return BatchPlan(layout, [AttentionSpec(heads, head_dim=head_dim, mask="full", item_size=tower.dtype.itemsize)])
 
 
 @no_compile

@@ -234,6 +234,59 @@ def test_refuses_pixels_that_shard_did_not_return():
         parallel._model(**{**rows, **half}, num_items_in_batch=rows.num_items)
 
 
+def test_every_rank_refuses_pixels_of_the_whole_batch():
+    """Also a rank without images, whose tower makes rows that nobody reads."""
+    model = build("Qwen3VL")
+    batch = packed([document(model, 5, [(1, 4, 4), (1, 4, 8)])])
+
+    def main(group):
+        own = copy.deepcopy(model)
+        rows = enable_context_parallel(own, group).shard(batch)
+        whole = {name: batch[name] for name in ("pixel_values", "image_grid_thw")}
+        with pytest.raises(ArgumentError, match=r'batch: got "12 rows .* output"; allowed: [48], as shard'):
+            own(**{**rows, **whole}, num_items_in_batch=rows.num_items)
+        return int(rows["cp_batch"].tower_rows["get_image_features"].source.row_counts[group.rank])
+
+    assert sorted(run_ranks(main, 3)) == [0, 4, 8]
+
+
+def touching(model):
+    """A batch of a document whose two images have no text between them."""
+    batch = packed([document(model, 5, [(1, 4, 4), (1, 4, 8)])])
+    ids = batch["input_ids"][0]
+    images = (ids == IMAGE).nonzero()[:, 0]
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    kept[images[3] + 1 : images[4]] = False
+    rows = {name: batch[name][:, kept] for name in ("input_ids", "labels", "mm_token_type_ids")}
+    return {**batch, **rows, "lengths": [int(kept.sum())]}
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Glm4v"])
+def test_every_rank_refuses_images_that_the_models_positions_cannot_tell_apart(name, monkeypatch):
+    model = build(name)
+    batch = touching(model)
+    total = batch["lengths"][0]
+
+    def nothing_is_sent(*args, **named):
+        raise AssertionError("ranks compared a batch that is refused")
+
+    def main(group):
+        parallel = enable_context_parallel(copy.deepcopy(model), group)
+        with pytest.raises(ArgumentError, match=says):
+            parallel.shard(batch)
+
+    says = (
+        rf"position_ids: got None; allowed: \[axes, 1, {total}\] where \w+Model.get_rope_index fails. For document 0 "
+        rf"it raised RuntimeError: .*text between images that touch, or pass position_ids \[axes, 1, {total}\]"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_cp.transformers.enable.check_agreement", nothing_is_sent)
+        run_ranks(main, 2)
+    given = torch.arange(total).expand(3, 1, -1)
+    found = enable_context_parallel(model, None).shard({**batch, "position_ids": given})
+    assert torch.equal(found["position_ids"], given)
+
+
 def test_images_that_see_both_ways_keep_the_window():
     packing = Packing([9, 3])
     types = np.array([0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0])
