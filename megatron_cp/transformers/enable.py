@@ -229,7 +229,8 @@ class ContextParallel:
         branched, of_labels = None, label_rows(layout, self.rank, device)
         if of_labels is None:
             labels, num_items = self._labels(batch, layout)
-            values |= {} if labels is None else {"labels": labels, "shift_labels": labels}
+            if labels is not None:
+                values["labels"] = values["shift_labels"] = labels
         else:
             branched, num_items = _branched_labels(batch, of_labels, self.rank)
         of_images, tower_rows = images.shard(self._model, layout, self._ranks, self._kernel, device)

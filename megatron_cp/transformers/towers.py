@@ -115,10 +115,10 @@ def split_tower(
 
 def _order_and_windows(tower: Any, grids: Tensor, num_rows: int) -> tuple[Tensor, Packing | None]:
     """Returns the output row at each place of the tower's order, and its windows of patches; None without windows."""
-    from transformers.vision_utils import get_vision_window_index
-
     if not hasattr(tower, "fullatt_block_indexes"):
         return torch.arange(num_rows), None
+    from transformers.vision_utils import get_vision_window_index
+
     order, ends = get_vision_window_index(grids, int(tower.spatial_merge_size), tower.window_size, tower.patch_size)
     return order, Packing(np.diff(ends.numpy()))
 
