@@ -338,12 +338,13 @@ def over_ranks(model, tokens, lengths, size, autocast=None, changed=None, **opti
             out = own(**batch, num_items_in_batch=max(batch.num_items, 1))
         out.loss.backward()
         assert len(batch.plans.kinds) == planned  # every layer is of a kind that was planned
-        gradients, logits = gradients_of(own), out.logits.detach()
+        gradients = gradients_of(own)
         assert {each.dtype for each in gradients.values()} <= {own.dtype}
-        log_probs = cp.gather(token_log_probs(logits, batch), batch)[0]
+        with torch.no_grad():
+            log_probs = cp.gather(token_log_probs(out.logits, batch), batch)[0]
         with cp.disabled():
             own(input_ids=tokens[None, :5], use_cache=False)
-        return out.loss.item(), cp.gather(logits, batch)[0], gradients, log_probs
+        return out.loss.item(), cp.gather(out.logits.detach(), batch)[0], gradients, log_probs
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*compute nothing here.*")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.torch_private import version_of
+from megatron_cp.transformers.logits import ChunkedLogits, chunked_loss
 
 NEFTUNE = "It divides noise by the number of rows, and a rank has only a part of the rows."
 _SHARES = (
@@ -73,8 +74,9 @@ class TokenLoss:
         self.value: Tensor | None = None
         self.follows, self.node = False, None
 
-    def __call__(self, *args: Any, **named: Any) -> Tensor:
-        loss = self.function(*args, **named)
+    def __call__(self, logits: Any, *args: Any, **named: Any) -> Tensor:
+        chunked = isinstance(logits, ChunkedLogits)
+        loss = chunked_loss(self.function, logits, *args, **named) if chunked else self.function(logits, *args, **named)
         self.loss, self.value = loss, loss.detach().clone()
         return loss
 

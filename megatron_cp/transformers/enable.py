@@ -37,6 +37,7 @@ from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
 from megatron_cp.transformers.images import Images, without_images
+from megatron_cp.transformers.logits import ChunkedLogits, check_chunked_head
 from megatron_cp.transformers.swap import (
     NAME,
     check_own_forwards,
@@ -94,6 +95,7 @@ def enable_context_parallel(
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
     kernel: str = "auto",
+    logit_rows: int | None = None,
 ) -> ContextParallel:
     """Makes a model's attention and linear layers run over the ranks of a group. Parameters are not changed.
 
@@ -114,6 +116,9 @@ def enable_context_parallel(
         align: every rank's rows are filled up to a multiple of it.
         kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists. Layers that
             choose keys have none.
+        logit_rows: the head computes the logits of so many rows at a time, and only where a loss or `token_log_probs`
+            needs them, so that the logits of all rows are never in memory. The model then returns `ChunkedLogits`,
+            whose `full()` computes all. None for logits of all rows at once.
 
     Raises:
         ArgumentError: the model is wrapped already, or has layers or outputs that are not computed exactly here.
@@ -135,7 +140,10 @@ def enable_context_parallel(
         remedy = "They compute in torch, without kernels of their own."
         raise ArgumentError("kernel", kernel, "auto for layers that choose keys", remedy)
     planner = BatchPlanner(tuple(planned.values()), ranks.size, layout, checked_integer("align", align, 1))
-    return ContextParallel(model, ranks, planner, kernel, planned)
+    if logit_rows is not None:
+        checked_integer("logit_rows", logit_rows, 1)
+        check_chunked_head(model)
+    return ContextParallel(model, ranks, planner, kernel, planned, logit_rows)
 
 
 class ContextParallel:
@@ -148,11 +156,13 @@ class ContextParallel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, ranks: RankGroup, planner: BatchPlanner, kernel: str, slots: dict[str, Slot]
-    ) -> None:
+        self, model: PreTrainedModel, ranks: RankGroup, planner: BatchPlanner, kernel: str, slots: dict[str, Slot],
+        logit_rows: int | None = None,
+    ) -> None:  # fmt: skip
         self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
+        self._logit_rows = logit_rows
         copy_configs(model)  # else other models of the same configuration would get our attention too
-        self._attention = swap_in(model, slots)
+        self._attention = swap_in(model, slots, logit_rows)
         check_own_forwards(model)
 
     @property
@@ -245,8 +255,9 @@ class ContextParallel:
         return ShardedBatch(moved)
 
     def gather(
-        self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False, are_labels: bool | None = None
-    ) -> Tensor:
+        self, rows: Tensor | ChunkedLogits, batch: ShardedBatch, *, same_loss: bool = False,
+        are_labels: bool | None = None,
+    ) -> Tensor:  # fmt: skip
         """Gathers rows `[1, t, ...]` of all ranks, such as logits or losses, into `[1, total, ...]`; differentiable.
 
         Args:
@@ -256,6 +267,8 @@ class ContextParallel:
             are_labels: where documents branch, True for values of labels, such as those of `token_log_probs`, which
                 come in the order of the tokens that are predicted, and False for values of rows. None elsewhere.
         """
+        if isinstance(rows, ChunkedLogits):
+            rows = rows.full()
         if rows.ndim < 2 or rows.shape[0] != 1:
             raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
         layout = batch.layout
@@ -293,7 +306,7 @@ class ContextParallel:
         try:
             yield
         finally:
-            swap_in(self._model, self._slots)
+            swap_in(self._model, self._slots, self._logit_rows)
 
     def _mask_names(self) -> Iterator[str]:
         return (str(slot.mask) for slot in dict.fromkeys(self.slots) if isinstance(slot, AttentionSpec))

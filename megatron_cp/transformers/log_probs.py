@@ -7,20 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_cp.batch.branched import LabelRows
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.batch import ShardedBatch
+from megatron_cp.transformers.logits import ChunkedLogits
 
 
-def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float | Tensor = 1.0) -> Tensor:
+def token_log_probs(
+    logits: Tensor | ChunkedLogits, batch: ShardedBatch, *, temperature: float | Tensor = 1.0
+) -> Tensor:
     """Returns the log-probability of each label, in at least fp32; differentiable.
 
     A rank computes those of its own rows, exactly as one rank does. `parallel.gather(token_log_probs(...), batch)`
     returns them for the whole batch, in the order of its tokens; where documents branch with `are_labels=True`.
 
     Args:
-        logits: this rank's logits, `[1, t, vocabulary]`.
+        logits: this rank's logits, `[1, t, vocabulary]`, as the model returns them.
         batch: the batch, with labels, that the model was called with.
         temperature: the logits are divided by it: a positive number, or one for each row, `[1, t]`, as `shard` deals
             them from `[1, tokens]`.
@@ -38,12 +42,30 @@ def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float |
     if logits.shape[:-1] != rows:
         raise ArgumentError("logits", list(logits.shape), f"{[*rows, 'vocabulary']}")
     is_label = labels != IGNORE_INDEX
+    if isinstance(logits, ChunkedLogits):
+        return _of_chunks(logits, labels.flatten(), of_labels, _checked_temperature(temperature, rows))
     wide = logits.to(accumulation_dtype(logits.dtype)) / _checked_temperature(temperature, rows)
     chosen, normaliser = labels.where(is_label, 0), wide.logsumexp(-1)
     if of_labels is not None:
         picked = wide[0, of_labels.rows, chosen] - normaliser[0, of_labels.rows]
         return torch.where(is_label, picked, 0.0)[None]
     return torch.where(is_label, wide.gather(-1, chosen[..., None])[..., 0] - normaliser, 0.0)
+
+
+def _of_chunks(
+    logits: ChunkedLogits, labels: Tensor, of_labels: LabelRows | None, temperature: float | Tensor
+) -> Tensor:
+    """Returns `[1, p]` the log-probability of each label, computed from the logits of a few rows at a time."""
+    scales = torch.as_tensor(temperature, device=labels.device).reshape(-1, 1).expand(logits.shape[1], 1)
+    if of_labels is not None:
+        logits, scales = logits.rows(of_labels.rows), scales[of_labels.rows]
+
+    def of_chunk(chunk: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
+        wide, is_label = chunk.to(accumulation_dtype(chunk.dtype)) / scales, labels != IGNORE_INDEX
+        chosen = wide.gather(-1, labels.where(is_label, 0)[:, None])[:, 0]
+        return torch.where(is_label, chosen - wide.logsumexp(-1), 0.0)
+
+    return logits.map(of_chunk, labels, scales)
 
 
 def _checked_temperature(temperature: float | Tensor, rows: Sequence[int]) -> float | Tensor:

@@ -16,12 +16,13 @@ from transformers import __version__ as transformers_version
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
-from megatron_cp.transformers import towers
+from megatron_cp.transformers import logits, towers
 from megatron_cp.transformers.additions import drop_token_loss, keep_token_loss
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
 from megatron_cp.transformers.calls import LAYERS, Layers, run_checked
 from megatron_cp.transformers.heads import has_head
 from megatron_cp.transformers.indexers import IndexerRows, indexer_rows, is_indexer
+from megatron_cp.transformers.logits import ChunksRows
 from megatron_cp.transformers.mixers import check_activation, mixer_family
 from megatron_cp.transformers.slots import attention_slot, is_attention
 from megatron_cp.transformers.towers import TowerPlans, tower_of
@@ -114,7 +115,7 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(tuple(towers))]
 
 
-def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
+def swap_in(model: PreTrainedModel, slots: dict[str, Slot], logit_rows: int | None = None) -> Any:
     """Replaces the model's layers by ours. Returns the name of the attention implementation that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
@@ -139,6 +140,11 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
             setattr(indexer, SLOT, slot)
             if not isinstance(indexer, _GivesRows):
                 _become(indexer, _derived(_GivesRows, type(indexer), type(indexer).__name__))
+    if logit_rows is not None:
+        head: Any = model.get_output_embeddings()
+        setattr(head, logits.ROWS, logit_rows)
+        if not isinstance(head, _ChunksRows):
+            _become(head, _derived(_ChunksRows, type(head), type(head).__name__))
     if (tower := tower_of(model)) is not None:
         AttentionInterface.register(towers.NAME, towers.tower_attention)
         for module, is_windowed in towers.attention_of(tower):
@@ -216,7 +222,7 @@ def swap_out(model: PreTrainedModel, attention: Any) -> None:
     """Restores the model's own layers and the attention implementation that it had."""
     drop_token_loss(model)
     for module in model.modules():
-        for name in (SLOT, LAYERS):
+        for name in (SLOT, LAYERS, logits.ROWS):
             if name in vars(module):
                 delattr(module, name)
         # fully_shard derives a class from ours, and its forward runs the stock one without SLOT.
@@ -353,6 +359,10 @@ class _SplitsImages(_Derived):
             return stock(*args, cp_tower=cp_tower, **others)
         finally:
             vars(self)["config"] = own
+
+
+class _ChunksRows(ChunksRows, _Derived):
+    """The mixin of heads."""
 
 
 class _CheckedCall(_Derived):

@@ -97,3 +97,12 @@ ALSO_CHOOSING = ("AXK2", "Dots3Note")  # have nothing that the others have not
 @pytest.mark.few
 def test_queries_choose_as_on_each_document_alone(name, size, scheme):
     assert_is_the_stock_class(name, THREE, size, scheme=scheme)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.thorough) for name in MODELS]
+)
+@pytest.mark.parametrize("logit_rows", [1, 7, 500])
+@pytest.mark.few
+def test_logits_of_a_few_rows_at_a_time(name, logit_rows):
+    assert_is_the_stock_class(name, FOUR, 3, logit_rows=logit_rows)
