@@ -2,6 +2,9 @@ from . import nn as nn
 from .batch.gradients import reduce_gradients as reduce_gradients
 from .batch.graph_tables import GraphTables as GraphTables
 from .batch.loss import token_loss as token_loss
+from .batch.memory import linear_cross_entropy as linear_cross_entropy
+from .batch.memory import run_in_chunks as run_in_chunks
+from .batch.memory import saved_on_host as saved_on_host
 from .batch.shard import LocalBatch as LocalBatch
 from .batch.shard import shard_batch as shard_batch
 from .errors import ArgumentError as ArgumentError

@@ -56,16 +56,17 @@ def _of_chunks(
     logits: ChunkedLogits, labels: Tensor, of_labels: LabelRows | None, temperature: float | Tensor
 ) -> Tensor:
     """Returns `[1, p]` the log-probability of each label, computed from the logits of a few rows at a time."""
-    scales = torch.as_tensor(temperature, device=labels.device).reshape(-1, 1).expand(logits.shape[1], 1)
+    scales = [temperature[0]] if isinstance(temperature, Tensor) and temperature.ndim else []
     if of_labels is not None:
-        logits, scales = logits.rows(of_labels.rows), scales[of_labels.rows]
+        logits, scales = logits.at(of_labels.rows), [each[of_labels.rows] for each in scales]
 
-    def of_chunk(chunk: Tensor, labels: Tensor, scales: Tensor) -> Tensor:
-        wide, is_label = chunk.to(accumulation_dtype(chunk.dtype)) / scales, labels != IGNORE_INDEX
+    def of_chunk(chunk: Tensor, labels: Tensor, *scales: Tensor) -> Tensor:
+        wide, is_label = chunk.to(accumulation_dtype(chunk.dtype)), labels != IGNORE_INDEX
+        wide = wide / (scales[0] if scales else temperature)
         chosen = wide.gather(-1, labels.where(is_label, 0)[:, None])[:, 0]
         return torch.where(is_label, chosen - wide.logsumexp(-1), 0.0)
 
-    return logits.map(of_chunk, labels, scales)
+    return logits.rows_of(of_chunk, labels, *scales)
 
 
 def _checked_temperature(temperature: float | Tensor, rows: Sequence[int]) -> float | Tensor:

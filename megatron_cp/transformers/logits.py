@@ -42,23 +42,25 @@ class ChunkedLogits:
         weight: Any = self._head.weight
         return torch.Size([*self._rows.shape[:-1], len(weight)])
 
-    def sum(self, function: Callable[..., Tensor], *beside: Tensor) -> Tensor:
+    def sum_of(self, function: Callable[..., Tensor], *beside: Tensor) -> Tensor:
         """Returns the sum over chunks of a function of their logits `[n, vocabulary]`, which returns a scalar."""
         return self._run(sum_in_chunks, function, beside)
 
-    def map(self, function: Callable[..., Tensor], *beside: Tensor) -> Tensor:
+    def rows_of(self, function: Callable[..., Tensor], *beside: Tensor) -> Tensor:
         """Returns `[1, t, ...]`: for each row what a function returns of logits `[n, vocabulary]`."""
         return self._run(rows_in_chunks, function, beside)[None]
 
-    def rows(self, places: Tensor) -> ChunkedLogits:
+    def at(self, places: Tensor) -> ChunkedLogits:
         """Returns the logits of some rows `[p]`."""
         return ChunkedLogits(self._head, self._rows[:, places], self._chunk_rows, self._done)
 
     def full(self) -> Tensor:
         """Returns all logits."""
-        return self.map(lambda logits: logits)
+        return self.rows_of(lambda logits: logits)
 
     def _run(self, run: Callable[..., Tensor], function: Callable[..., Tensor], beside: Sequence[Tensor]) -> Tensor:
+        if not isinstance(self._head, ChunksRows):
+            raise ArgumentError("logits", "those of an enabled model", "their use outside of parallel.disabled()")
         scales = [x for _, args, _ in self._done for x in args if isinstance(x, Tensor) and x.requires_grad]
 
         def logits_of(stock: Callable[..., Tensor]) -> Tensor:
@@ -141,7 +143,7 @@ def chunked_loss(
         )
         return loss
 
-    return logits.sum(of_chunk, labels)
+    return logits.sum_of(of_chunk, labels)
 
 
 def check_chunked_head(model: Any) -> None:
@@ -163,6 +165,5 @@ class ChunksRows:
         stock = super().forward  # type: ignore[misc]
         if isinstance(rows, HeadCall):
             return rows.function(stock)
-        chunk_rows = vars(self).get(ROWS)
         head: Any = self
-        return stock(rows) if chunk_rows is None else ChunkedLogits(head, rows, chunk_rows)
+        return ChunkedLogits(head, rows, vars(self)[ROWS])

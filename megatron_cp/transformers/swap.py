@@ -141,10 +141,12 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot], logit_rows: int | No
             if not isinstance(indexer, _GivesRows):
                 _become(indexer, _derived(_GivesRows, type(indexer), type(indexer).__name__))
     if logit_rows is not None:
-        head: Any = model.get_output_embeddings()
-        setattr(head, logits.ROWS, logit_rows)
-        if not isinstance(head, _ChunksRows):
-            _become(head, _derived(_ChunksRows, type(head), type(head).__name__))
+        # Adapters of the head that were made after it was swapped in are copies of it.
+        heads = [each for each in modules.values() if logits.ROWS in vars(each)] or [model.get_output_embeddings()]
+        for head in heads:
+            setattr(head, logits.ROWS, logit_rows)
+            if not isinstance(head, _ChunksRows):
+                _become(head, _derived(_ChunksRows, type(head), type(head).__name__))
     if (tower := tower_of(model)) is not None:
         AttentionInterface.register(towers.NAME, towers.tower_attention)
         for module, is_windowed in towers.attention_of(tower):
@@ -222,7 +224,7 @@ def swap_out(model: PreTrainedModel, attention: Any) -> None:
     """Restores the model's own layers and the attention implementation that it had."""
     drop_token_loss(model)
     for module in model.modules():
-        for name in (SLOT, LAYERS, logits.ROWS):
+        for name in (SLOT, LAYERS):
             if name in vars(module):
                 delattr(module, name)
         # fully_shard derives a class from ours, and its forward runs the stock one without SLOT.

@@ -1,0 +1,181 @@
+"""Memory that context parallelism does not spread: logits, the activations of an MLP, and tensors saved for backward.
+
+Each of these gives the same numbers as without it. They may be used together, and with recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_tensor
+from megatron_cp.executor.chunks import rows_in_chunks
+from megatron_cp.layout.layout import IGNORE_INDEX
+
+_ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, chunk_rows: int = 1024,
+    scale: float = 1.0, softcap: float | None = None, ignore_index: int = IGNORE_INDEX,
+) -> Tensor:  # fmt: skip
+    """Returns the loss of each row, whose logits `hidden @ weight.T + bias` are made of a few rows at a time.
+
+    It takes the place of a model's head and `cross_entropy(..., reduction="none")`, for `token_loss`. Backward computes
+    the logits again: three products with the weights become four.
+
+    Args:
+        hidden: `[t, hidden]` rows before the head; differentiable.
+        weight: `[vocabulary, hidden]`; differentiable. Its gradient is summed over chunks in at least float32.
+        labels: `[t]` tokens that the rows predict; the loss of `ignore_index` is 0.
+        bias: `[vocabulary]`, or None; differentiable.
+        chunk_rows: rows whose logits are in memory at the same time, in the type of `hidden` and in at least float32.
+        scale: the logits are multiplied by it, and then capped: Cohere's `logit_scale`, or 1 / a temperature.
+        softcap: the logits become `softcap * tanh(logits / softcap)`, as in Gemma.
+        ignore_index: the label of rows without a loss.
+
+    Returns:
+        `[t]` in at least float32.
+
+    Raises:
+        ArgumentError: tensors of other shapes or types, or labels outside of the vocabulary.
+
+    Example:
+        >>> hidden, weight = torch.eye(2, requires_grad=True), torch.eye(3, 2)
+        >>> [round(loss, 3) for loss in linear_cross_entropy(hidden, weight, torch.tensor([0, -100])).tolist()]
+        [0.551, 0.0]
+    """
+    chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
+    _check_head(hidden, weight, labels, bias)
+    if not abs(as_number(scale)) < float("inf"):
+        raise ArgumentError("scale", scale, "a number")
+    if softcap is not None and not as_number(softcap) > 0:
+        raise ArgumentError("softcap", softcap, "a positive number, or None")
+
+    def losses_of(rows: Tensor, labels: Tensor) -> Tensor:
+        logits = functional.linear(rows, weight, bias)
+        logits = logits.to(accumulation_dtype(logits.dtype)) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return functional.cross_entropy(logits, labels, reduction="none", ignore_index=ignore_index)
+
+    parameters = [weight] if bias is None else [weight, bias]
+    return rows_in_chunks(losses_of, hidden, labels, parameters=parameters, chunk_rows=chunk_rows)
+
+
+def _check_head(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    for name, each in (("hidden", hidden), ("weight", weight)):
+        if not isinstance(each, Tensor) or each.ndim != 2 or each.dtype not in DTYPES:
+            given = f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+            allowed = "[t, hidden]" if name == "hidden" else "[vocabulary, hidden]"
+            remedy = "The rows of a batch [1, t, hidden] are hidden[0]."
+            raise ArgumentError(name, given, f"{allowed} of a floating type", remedy)
+    same_dtype = not torch.is_autocast_enabled(hidden.device.type)
+    check_tensor("weight", weight, (len(weight), hidden.shape[1]), like=hidden, same_dtype=same_dtype)
+    if bias is not None:
+        check_tensor("bias", bias, (len(weight),), like=hidden, same_dtype=same_dtype)
+    if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64 or labels.device != hidden.device:
+        given = f"{labels.dtype} {list(labels.shape)} on {labels.device}"
+        raise ArgumentError("labels", given, f"int64 [{len(hidden)}] on {hidden.device}, one label for each row")
+
+
+def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
+    """Makes a module run on so many rows at a time, such as an MLP or a mixture of experts. Returns the module.
+
+    What it saves for backward is that of one chunk: backward runs each chunk again. So its forward costs twice its
+    operations. Its parameters, their names and their gradients stay.
+
+    Args:
+        module: any module that computes each row from that row, and is called with rows `[t, hidden]`,
+            `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many.
+        chunk_rows: the rows of a chunk.
+
+    Raises:
+        ArgumentError: here, a module that is called in chunks already. When it is called, another shape or result, or
+            modules inside of it that FSDP shards by themselves, whose gradients would be lost.
+    """
+    chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError("module", type(module).__name__, "a torch.nn.Module")
+    if "forward" in vars(module):
+        raise ArgumentError("module", "a module with a forward of its own", "one with the forward of its class")
+    setattr(module, _ROWS, chunk_rows)
+    vars(module)["forward"] = MethodType(_forward_in_chunks, module)
+    return module
+
+
+def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> Tensor:
+    stock = type(module).forward
+    if not isinstance(rows, Tensor) or rows.ndim not in (2, 3) or (rows.ndim == 3 and 1 not in rows.shape[:2]):
+        given = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ArgumentError("rows", given, "[t, hidden], [1, t, hidden] or [t, 1, hidden] for a module in chunks")
+    if any(isinstance(each, FSDPModule) for each in module.modules() if each is not module):
+        remedy = "Shard the whole module, or none of it."
+        raise ArgumentError("module", "modules inside that FSDP shards by themselves", "none in chunks", remedy)
+    axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
+
+    def of_chunk(chunk: Tensor) -> Tensor:
+        found = stock(module, chunk if axis is None else chunk.unsqueeze(axis), *args, **named)
+        if not isinstance(found, Tensor) or found.shape[: rows.ndim - 1].numel() != len(chunk):
+            given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ArgumentError("module", f"one that returns {given}", "one that returns a tensor with a row for each")
+        return found if axis is None else found.squeeze(axis)
+
+    flat = rows if axis is None else rows.squeeze(axis)
+    found = rows_in_chunks(of_chunk, flat, parameters=list(module.parameters()), chunk_rows=getattr(module, _ROWS))
+    return found if axis is None else found.unsqueeze(axis)
+
+
+@contextlib.contextmanager
+def saved_on_host(min_bytes: int = 2**20) -> Iterator[None]:
+    """Keeps what autograd saves within the context in pinned host memory, until backward needs it. A context manager.
+
+    Used around a forward with recomputation of each layer, it holds the layers' inputs: one tensor of a layer. Weights
+    are not moved, nor are tensors of fewer bytes. Tensors on the host already stay as they are.
+
+    Args:
+        min_bytes: smaller tensors stay on their device.
+    """
+    min_bytes = checked_integer("min_bytes", min_bytes, 0)
+    with torch.autograd.graph.saved_tensors_hooks(_pack_from(min_bytes), _unpack):
+        yield
+
+
+def _pack_from(min_bytes: int) -> Callable[[Tensor], Any]:
+    def pack(saved: Tensor) -> Any:
+        if _on_host(saved) or _is_weight(saved) or saved.numel() * saved.element_size() < min_bytes:
+            return saved
+        host = torch.empty(saved.shape, dtype=saved.dtype, device="cpu", pin_memory=saved.is_cuda)
+        return saved.device, host.copy_(saved, non_blocking=True)
+
+    return pack
+
+
+def _on_host(saved: Tensor) -> bool:
+    return saved.device.type == "cpu"
+
+
+def _is_weight(saved: Tensor) -> bool:
+    """Returns True for a weight, its transpose, or what autocast made of it."""
+    base = saved if saved._base is None else saved._base
+    node = base.grad_fn
+    if node is not None and node.name() == "ToCopyBackward0":
+        above = node.next_functions[0][0]
+        return above is not None and above.name() == "torch::autograd::AccumulateGrad"
+    return base.is_leaf and base.requires_grad
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, host = packed
+    found: Tensor = host.to(device, non_blocking=True)
+    return found

@@ -1,0 +1,139 @@
+"""Logits of a few rows at a time (`logit_rows`): wrappers of models, log-probabilities, and what is refused."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_cp import ArgumentError, Packing
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.transformers import enable_context_parallel, token_log_probs
+from tests.limits import limit
+from tests.transformers_cases import build, over_ranks, stock, wide, worst_gradient
+
+LENGTHS = (37, 1, 22)
+CLOSE = 2e-12
+
+
+def tokens_of():
+    return torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
+
+def with_lora(model):
+    """Returns the model with an adapter of its attention and its head."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    return get_peft_model(model, adapter)
+
+
+@pytest.mark.parametrize("changed", [None, with_lora, lambda model: model.model.requires_grad_(False) and model])
+def test_gradients_are_those_of_all_logits(changed):
+    model, tokens = build("Gemma2", tie_word_embeddings=False), tokens_of()
+    with wide():
+        expected, found = (
+            over_ranks(model, tokens, LENGTHS, 2, changed=changed, logit_rows=rows) for rows in (None, 7)
+        )
+    assert found[2].keys() == expected[2].keys()
+    assert abs(found[0] - expected[0]) < CLOSE
+    assert worst_gradient(found[2], expected[2])[0] < CLOSE
+
+
+def on_the_head(model):
+    """Returns the model with an adapter that adds to its logits."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))
+
+
+class Scores(torch.nn.Module):
+    """A head of another kind."""
+
+    def forward(self, rows):
+        return rows
+
+
+def with_head(head):
+    model = build("Llama")
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize(
+    ("message", "model", "rows", "changed"),
+    [
+        ("logit_rows: got 0", lambda: build("Llama"), 0, None),
+        ("logit_rows: got True", lambda: build("Llama"), True, None),
+        ("logit_rows: got 'no head'", lambda: build("Llama").model, 4, None),
+        ("logit_rows: got 'a Scores'", lambda: with_head(Scores()), 4, None),
+        ("logit_rows: got 'a model that calls add with its logits", lambda: build("Llama"), 4, on_the_head),
+    ],
+)
+def test_refusals(message, model, rows, changed):
+    with pytest.raises(ArgumentError, match=message):
+        call(model(), rows, changed)
+
+
+def call(model, rows, changed):
+    cp, tokens = enable_context_parallel(model, None, logit_rows=rows), tokens_of()
+    changed(model)(**cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)}))
+
+
+def test_a_loss_of_the_models_own_is_refused():
+    model, tokens = build("Llama"), tokens_of()
+    cp = enable_context_parallel(model, None, logit_rows=4)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().sum()
+    batch = cp.shard({"input_ids": tokens[None], "shift_labels": tokens[None], "lengths": list(LENGTHS)})
+    with pytest.raises(ArgumentError, match="logit_rows: got 'a model that calls sum with its logits'"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("temperature", [0.7, "rows"])
+def test_log_probabilities_and_their_gradients(temperature):
+    tokens, found = tokens_of(), []
+    for rows in (None, 7):
+        model = build("Gemma2")
+        cp = enable_context_parallel(model, None, logit_rows=rows)
+        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+        by = 1 + batch["input_ids"].as_subclass(torch.Tensor) / 97 if temperature == "rows" else temperature
+        log_probs = token_log_probs(model(**batch).logits, batch, temperature=by)
+        (log_probs * torch.linspace(-1, 1, log_probs.shape[1])).sum().backward()
+        found.append((log_probs.detach(), {name: each.grad for name, each in model.named_parameters()}))
+    assert (found[0][0] - found[1][0]).abs().max() < CLOSE
+    assert worst_gradient(found[1][1], found[0][1])[0] < CLOSE
+
+
+def steps_with_fsdp(world, separately):
+    """Returns loss, logits and gradients under FSDP2, whose last group of parameters has the head or not."""
+    mesh, own = init_device_mesh("cpu", (world.size,)), build("Gemma2", tie_word_embeddings=False)
+    cp = enable_context_parallel(own, mesh, logit_rows=7)
+    for each in (*own.model.layers, *((own.lm_head,) if separately else ()), own):
+        fully_shard(each, mesh=mesh)
+    tokens = tokens_of()
+    for _ in range(2):
+        own.zero_grad()
+        with wide():
+            batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+            out = own(**batch, num_items_in_batch=batch.num_items)
+            with torch.no_grad():
+                logits = cp.gather(out.logits, batch)[0]  # before backward, after which weights are sharded again
+            (out.loss * world.size).backward()
+    dist.all_reduce(total := out.loss.detach().clone())
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in own.named_parameters()}
+    return total.item(), logits, gradients
+
+
+@pytest.mark.parametrize("separately", [False, True])
+def test_fsdp_equals_the_stock_class(separately):
+    found = run_ranks(partial(steps_with_fsdp, separately=separately), 2, kind="processes", timeout=limit(60))[0]
+    with wide():
+        loss, logits, gradients = stock(build("Gemma2", tie_word_embeddings=False), Packing(LENGTHS), tokens_of())
+    assert abs(found[0] - loss) < CLOSE
+    assert (found[1] - logits).abs().max() < CLOSE
+    assert worst_gradient(found[2], gradients)[0] < CLOSE

@@ -1,0 +1,173 @@
+"""Levers of memory: the same numbers as without them, what they keep, and what they refuse."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron_cp import ArgumentError, linear_cross_entropy, run_in_chunks, saved_on_host
+from megatron_cp.batch import memory
+from tests.peak_memory import PeakMemory
+
+HIDDEN, VOCABULARY = 16, 53
+CLOSE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def head_of(rows, dtype, *, bias=True):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, HIDDEN).to(dtype), (0.3 * torch.randn(VOCABULARY, HIDDEN)).to(dtype)
+    labels = torch.randint(0, VOCABULARY, (rows,))
+    labels[::3] = -100
+    return hidden, weight, labels, torch.randn(VOCABULARY).to(dtype) if bias else None
+
+
+def losses_of_all_logits(hidden, weight, labels, bias, scale, softcap):
+    logits = functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return functional.cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("rows", [0, 1, 7, 64])
+@pytest.mark.parametrize(("scale", "softcap", "bias"), [(1.0, None, False), (0.5, 2.0, True)])
+def test_losses_and_gradients_are_those_of_all_logits(dtype, rows, scale, softcap, bias):
+    hidden, weight, labels, shift = head_of(rows, dtype, bias=bias)
+    given = (hidden, weight) if shift is None else (hidden, weight, shift)
+    found = []
+    for function in (partial(linear_cross_entropy, chunk_rows=5), losses_of_all_logits):
+        leaves = [each.clone().requires_grad_() for each in given]
+        shifted = None if shift is None else leaves[2]
+        losses = function(*leaves[:2], labels, bias=shifted, scale=scale, softcap=softcap)
+        (losses * torch.linspace(-1, 2, rows, dtype=losses.dtype)).sum().backward()
+        found.append((losses.detach(), *(each.grad for each in leaves)))
+    assert found[0][0].dtype == torch.promote_types(dtype, torch.float32)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        largest = theirs.abs().max().item() if theirs.numel() else 0.0
+        assert not ours.numel() or (ours - theirs).abs().max().item() <= CLOSE[dtype] * max(largest, 1)
+
+
+def test_a_weights_gradient_of_many_chunks_is_rounded_once():
+    """In bf16, with whole numbers: a sum over 512 chunks that is rounded after each would stop growing at 256."""
+    rows = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(rows, weight, torch.zeros(512, dtype=torch.int64), chunk_rows=1).sum().backward()
+    assert weight.grad[:, 0].tolist() == [-256.0, 256.0]
+
+
+def test_logits_of_all_rows_are_never_there():
+    hidden, weight, labels, _ = head_of(640, torch.float32)
+    weight = torch.randn(4096, HIDDEN)
+    peaks = []
+    for chunk_rows in (640, 16):
+        hidden.grad = None
+        with (peak := PeakMemory()):
+            linear_cross_entropy(hidden.requires_grad_(), weight, labels, chunk_rows=chunk_rows).sum().backward()
+        peaks.append(peak.peak)
+    assert peaks[0] > 2 * 640 * 4096 * 4
+    assert peaks[1] < 8 * 16 * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        ("hidden: got 'torch.float32 .1, 6, 16.'", {"hidden": torch.zeros(1, 6, HIDDEN)}),
+        ("hidden: got 'torch.int64", {"hidden": torch.zeros(6, HIDDEN, dtype=torch.int64)}),
+        ("weight: got 'torch.float32 .53, 8.", {"weight": torch.zeros(VOCABULARY, 8)}),
+        ("weight: got 'torch.float64", {"weight": torch.zeros(VOCABULARY, HIDDEN).double()}),
+        ("bias: got 'torch.float32 .2.", {"bias": torch.zeros(2)}),
+        ("labels: got 'torch.int64 .5.", {"labels": torch.zeros(5, dtype=torch.int64)}),
+        ("labels: got 'torch.int32", {"labels": torch.zeros(6, dtype=torch.int32)}),
+        ("chunk_rows: got 0", {"chunk_rows": 0}),
+        ("softcap: got 0", {"softcap": 0}),
+        ("scale: got 'x'", {"scale": "x"}),
+    ],
+)
+def test_refused_heads(message, changed):
+    given = {
+        "hidden": torch.zeros(6, HIDDEN), "weight": torch.zeros(VOCABULARY, HIDDEN),
+        "labels": torch.zeros(6, dtype=torch.int64), **changed,
+    }  # fmt: skip
+    with pytest.raises((ArgumentError, TypeError, ValueError), match=message):
+        linear_cross_entropy(**given)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8)).double()
+
+
+@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (13, 1, 8), (1, 8), (0, 8)])
+def test_modules_in_chunks(shape):
+    plain, chunked = mlp(), copy.deepcopy(run_in_chunks(mlp(), 5))  # a copy runs its own weights
+    rows, gradient = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for _ in "ab")
+    found = []
+    for module in (chunked, plain):
+        leaf = rows.clone().requires_grad_()
+        torch.manual_seed(2)
+        parts = [leaf] if module is chunked else leaf.flatten(0, -2).split(5)
+        out = torch.cat([module(part) for part in parts]).view(shape)
+        out.backward(gradient)
+        found.append((out.detach(), leaf.grad, *(each.grad for each in module.parameters())))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+class Pair(nn.Module):
+    def forward(self, rows):
+        return rows, rows
+
+
+class Mean(nn.Module):
+    def forward(self, rows):
+        return rows.mean(-2)
+
+
+@pytest.mark.parametrize(
+    ("message", "module", "chunk_rows", "shape"),
+    [
+        ("chunk_rows: got 0", mlp, 0, (3, 8)),
+        ("module: got 'function'", lambda: mlp, 4, (3, 8)),
+        ("module: got 'a module with a forward of its own'", lambda: run_in_chunks(mlp(), 4), 4, (3, 8)),
+        ("rows: got .2, 3, 8.", mlp, 4, (2, 3, 8)),
+        ("module: got 'one that returns tuple'", Pair, 4, (3, 8)),
+        ("module: got 'one that returns .8.'", Mean, 4, (3, 8)),
+    ],
+)
+def test_refused_modules(message, module, chunk_rows, shape):
+    module = module()
+    with pytest.raises(ArgumentError, match=message):
+        run_in_chunks(module, chunk_rows)(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_is_saved_moves_to_the_host_but_for_weights_and_small_tensors(monkeypatch, autocast):
+    moved = []
+    monkeypatch.setattr(memory, "_on_host", lambda saved: False)
+    unpack = memory._unpack
+
+    def noted(packed):
+        if isinstance(packed, tuple):
+            moved.append(packed[1])
+        return unpack(packed)
+
+    monkeypatch.setattr(memory, "_unpack", noted)
+    module, rows = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(64, 8).requires_grad_()
+    found = []
+    for context in (saved_on_host(64 * 32), None):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if context is None:
+                out = module(rows * 1)
+            else:
+                with context:
+                    out = module(rows * 1)
+        out.float().sum().backward()
+        found.append([each.grad for each in module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert {tuple(each.shape) for each in moved} == ({(64, 32)} if autocast else {(64, 8), (64, 32)})
