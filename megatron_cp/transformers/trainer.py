@@ -23,6 +23,7 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.additions import Share, equal, is_scaled
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
+from megatron_cp.transformers.logits import ChunkedLogits
 from megatron_cp.transformers.padding import flatten_rows, restore_rows
 from megatron_cp.transformers.trainer_base import OWN_LOSS, RanksMixin, another_loss
 
@@ -82,7 +83,7 @@ class ContextParallelMixin(RanksMixin):
         if loss is not None and self._group is not None:
             dist.all_reduce(loss, group=self._group)
             loss = loss / self.context_parallel.cp_size
-        logits = recursively_apply(self._whole, logits)
+        logits = recursively_apply(self._whole, _full(logits))
         return loss, logits, labels.to(self.args.device) if isinstance(labels, Tensor) else labels
 
     def _whole(self, rows: Tensor) -> Tensor:
@@ -172,6 +173,13 @@ class ContextParallelMixin(RanksMixin):
             yield
         finally:
             self.model_accepts_loss_kwargs, self._sums_shares = accepts, False
+
+
+def _full(outputs: Any) -> Any:
+    """Returns a model's outputs with all logits in place of `ChunkedLogits`."""
+    if isinstance(outputs, tuple):
+        return tuple(map(_full, outputs))
+    return outputs.full() if isinstance(outputs, ChunkedLogits) else outputs
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -138,21 +138,22 @@ def mean_loss(model, data):
     return torch.cat(losses).mean().item()
 
 
-def on_rank(world, kind, name, folder):
+def on_rank(world, kind, name, folder, **options):
     """accelerate finds its ranks in the environment, and keeps what it found: a process has one trainer."""
     as_launched(world, 29999)
-    return by_trainer(kind, name, folder, world.size, scheme="exact")
+    return by_trainer(kind, name, folder, world.size, scheme="exact", **options)
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "options"),
     [
-        pytest.param(PackingTrainer, marks=pytest.mark.any_cpu),
-        pytest.param(ContextParallelTrainer, marks=pytest.mark.thorough),
+        pytest.param(PackingTrainer, {}, marks=pytest.mark.any_cpu),
+        pytest.param(ContextParallelTrainer, {}, marks=pytest.mark.thorough),
+        pytest.param(ContextParallelTrainer, {"cp_options": {"logit_rows": 9}}, marks=pytest.mark.thorough),
     ],
 )
-def test_trainers_train_as_one_rank(kind, tmp_path):
-    run = partial(on_rank, kind=kind, name="Qwen3Next", folder=tmp_path)
+def test_trainers_train_as_one_rank(kind, options, tmp_path):
+    run = partial(on_rank, kind=kind, name="Qwen3Next", folder=tmp_path, **options)
     logged, expected, steps, evaluated = run_ranks(run, 2, kind="processes", timeout=limit(200))[0]
     assert evaluated is None or evaluated[0] == pytest.approx(evaluated[1], abs=FLOAT64)
     assert steps == STEPS
