@@ -17,11 +17,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.chunks import rows_in_chunks, sum_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
 
-_DONE_TO_EACH = (
-    Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div,
-    torch.true_divide, Tensor.tanh, torch.tanh, Tensor.float, Tensor.to, Tensor.contiguous,
-    Tensor.detach,
-)  # fmt: skip
+# Functions that act on each logit by itself.
+_DONE_TO_EACH = frozenset(("mul", "__rmul__", "div", "true_divide", "tanh", "float", "to", "contiguous", "detach"))
 _FULL = "Without logit_rows the head computes the logits of all rows; out.logits.full() returns those of this call."
 
 
@@ -81,38 +78,37 @@ class ChunkedLogits:
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         own = next(x for x in args if isinstance(x, cls))
-        return own._noted(func, args, kwargs or {})
+        return own._noted(func.__name__, func, args, kwargs or {})
 
-    def _noted(self, func: Any, args: Sequence[Any], named: dict[str, Any]) -> ChunkedLogits:
+    def _noted(self, name: str, func: Any, args: Sequence[Any], named: dict[str, Any]) -> ChunkedLogits:
         others = [x for x in args if x is not self]
         is_scale = all(not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] == x.numel() for x in others)
-        if func not in _DONE_TO_EACH or not is_scale:
-            name = getattr(func, "__name__", str(func))
+        if name not in _DONE_TO_EACH or not is_scale:
             raise ArgumentError("logit_rows", f"a model that calls {name} with its logits", "None for it", _FULL)
         done = (func, tuple(_PLACE if x is self else x for x in args), named)
         return ChunkedLogits(self._head, self._rows, self._chunk_rows, (*self._done, done))
 
     def __mul__(self, other: Any) -> ChunkedLogits:
-        return self._noted(torch.mul, (self, other), {})
+        return self._noted("mul", torch.mul, (self, other), {})
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> ChunkedLogits:
-        return self._noted(torch.div, (self, other), {})
+        return self._noted("div", torch.div, (self, other), {})
 
     def __add__(self, other: Any) -> ChunkedLogits:
-        return self._noted(torch.add, (self, other), {})
+        return self._noted("add", torch.add, (self, other), {})
 
     __radd__ = __add__
 
     def __getitem__(self, place: Any) -> ChunkedLogits:
-        return self._noted(Tensor.__getitem__, (self, place), {})
+        return self._noted("getitem", Tensor.__getitem__, (self, place), {})
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(Tensor, name, None)
         if name.startswith("__") or not callable(method):
             raise AttributeError(name)
-        return lambda *args, **named: self._noted(method, (self, *args), named)
+        return lambda *args, **named: self._noted(name, method, (self, *args), named)
 
 
 _PLACE = object()  # of the logits, among the arguments of what is done to them
