@@ -64,6 +64,8 @@ def register(cp_size: int | None = None, **options: Any) -> None:
     def init(self: Any, **named: Any) -> None:
         if getattr(named.get("data_collator"), "neat_packing", False):
             named["data_collator"] = collate_packed
+        else:
+            check_collator(named.get("data_collator"))
         ContextParallelMixin.__init__(self, **named, **options)
 
     tuner.get_train_args = checked_args
@@ -82,6 +84,19 @@ def check_arguments(model: Any, data: Any, training: Any, finetuning: Any) -> No
         for name, remedy in _REFUSED.items():
             if value := getattr(group, name, None):
                 raise ArgumentError(name, value, "none", remedy)
+
+
+def check_collator(collator: Any) -> None:
+    """Refuses LlamaFactory's collator of rows with images, which adds one to text too."""
+    template = getattr(collator, "template", None)
+    plugin = getattr(template, "mm_plugin", None)
+    for name in ("image_token", "video_token", "audio_token"):
+        if (token := getattr(plugin, name, None)) is not None:
+            remedy = (
+                "Train on text, packed: this template adds an image or a sound to batches without. On images, train "
+                "with ContextParallelTrainer."
+            )
+            raise ArgumentError(f"template.mm_plugin.{name}", token, "None, or neat_packing: true", remedy)
 
 
 def collate_packed(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
