@@ -102,6 +102,25 @@ REFUSED = {
     "odd grid": (
         "Qwen3VL", lambda b: changed(b, image_grid_thw=torch.tensor([[1, 3, 16]])), "image_grid_thw.*multiples of 2",
     ),
+    "flat grids": (
+        "Qwen3VL", lambda b: changed(b, image_grid_thw=b["image_grid_thw"].flatten()), r"thw: got \[1, 4, 4, ",
+    ),
+    "empty grid": (
+        "Qwen3VL", lambda b: changed(b, image_grid_thw=torch.tensor([[1, 4, 12], [1, 0, 4]])), "image_grid_thw: got",
+    ),
+    "flat pixels": (
+        "Qwen3VL", lambda b: changed(b, pixel_values=b["pixel_values"][:, 0]), r"got \[48\]; allowed: .48, features",
+    ),
+    "no places": (
+        "Gemma4", lambda b: changed(b, image_position_ids=None), "image_position_ids: got None; allowed",
+    ),
+    "short places": (
+        "Gemma4", lambda b: changed(b, image_position_ids=b["image_position_ids"][:, 1:]), r"got \[2, 127, 2\]",
+    ),
+    "no patches": (
+        "Gemma4", lambda b: changed(b, image_position_ids=b["image_position_ids"].new_full((2, 128, 2), -1)),
+        "pixel_values: got 'an image without a row for a token'",
+    ),
     "no grids": ("Qwen2_5_VL", lambda b: changed(b, image_grid_thw=None), "image_grid_thw: got None.*Processors"),
     "two documents": ("Qwen3VL", moved_image, "image 1 with tokens in documents 0 and 1.*inside an"),
     "other types": (
@@ -194,6 +213,26 @@ def test_ranks_compare_seconds_in_lists():
     run_ranks(main, 2)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "values"),
+    [
+        ("Qwen3VL", "image_grid_thw", ([[1, 4, 8]], [[1, 8, 4]])),
+        ("Gemma3", "token_type_ids", (None, [[0] * 3 + [1] * 4 + [0] * 2])),
+    ],
+)
+def test_ranks_compare_what_else_images_have(model, name, values):
+    model = build(model)
+    batch = packed([document(model, 3, [(1, 4, 8)])])
+
+    def main(group):
+        parallel = enable_context_parallel(copy.deepcopy(model), group)
+        given = values[group.rank]
+        with pytest.raises(PlanMismatchError):
+            parallel.shard({**batch, name: None if given is None else torch.tensor(given)})
+
+    run_ranks(main, 2)
+
+
 @pytest.mark.parametrize("most", [0, 10**9])
 def test_elements_of_large_tensors_are_not_sent_with_an_error(most, monkeypatch):
     monkeypatch.setattr("megatron_cp.executor.agreement.MOST_ELEMENTS", most)
@@ -258,6 +297,8 @@ def test_images_that_see_both_ways_keep_the_window():
             for i in range(12)
         ]
         assert np.array_equal(seen, np.array(expected))
+    with pytest.raises(ArgumentError, match="mask: got 'chunk:4'; allowed: causal or a window"):
+        _both_ways(Mask.named(packing, "chunk:4"), spans)
 
 
 def test_a_compiler_does_not_trace_the_move_of_rows():
