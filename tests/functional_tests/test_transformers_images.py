@@ -166,6 +166,23 @@ def test_a_disabled_model_takes_whole_images_and_generates(name, size, monkeypat
     assert abs(sum(losses).item() - loss) < CLOSE
 
 
+@pytest.mark.parametrize(("name", "size"), [("Gemma3", 2), ("Gemma4", 3)])
+def test_a_gemma_sees_causally_without_types_or_if_its_configuration_says_so(name, size):
+    causal = {} if name == "Gemma3" else {**MODELS[name][2]["text_config"], "use_bidirectional_attention": None}
+    model = build(name, **({"text_config": causal} if causal else {}))
+    documents = [document(model, *each, seed=number) for number, each in enumerate(PACKS["mixed"])]
+    if not causal:
+        documents = [{key: each[key] for key in each if key != "token_type_ids"} for each in documents]
+    with wide():
+        loss, logits, gradients = stock(model, documents)
+        found = over_ranks(model, packed(documents), size)
+    assert (case(name, "mixed")[2][1] - logits).abs().max() > 1e-6  # types, or the configuration, change the answer
+    assert abs(found[0] - loss) < CLOSE
+    assert (found[1] - logits).abs().max() < CLOSE
+    worst, parameter = worst_gradient(found[2], gradients)
+    assert worst < CLOSE, parameter
+
+
 @pytest.mark.parametrize("images", ["split", "whole"])
 def test_recomputes_a_tower_by_the_same_plans(images, monkeypatch):
     if images == "split":
@@ -182,6 +199,8 @@ def test_images_are_dealt_by_cost_and_large_ones_split(monkeypatch):
     batch = packed([document(model, 3, [(1, 16, 16), (1, 4, 4), (1, 4, 4), (1, 4, 8)]), document(model, 2)])
     whole = over_ranks(model, batch, 3, layout="contiguous")[3]
     assert [of_rank["pixel_values"] for of_rank in whole] == [256, 32, 32]
+    few = packed([document(model, 3, [(1, 16, 16), (1, 4, 8)])])  # the third rank runs its tower on the cheapest
+    assert [of_rank["pixel_values"] for of_rank in over_ranks(model, few, 3)[3]] == [256, 32, 32]
     monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 20)  # of 64 rows: three pieces at most
     split = over_ranks(model, batch, 3, layout="contiguous")[3]
     assert sorted(of_rank["pixel_values"] for of_rank in split) == [100, 104, 116]

@@ -275,9 +275,9 @@ def test_refuses_pixels_that_shard_did_not_return():
 
 def test_images_that_see_both_ways_keep_the_window():
     packing = Packing([9, 3])
-    types = np.array([0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0])
+    types = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0])  # two images touch, of two documents
     spans = _spans_of(types, packing)
-    assert spans.tolist() == [[1, 5], [6, 8], [9, 10]]
+    assert spans.tolist() == [[1, 5], [6, 9], [9, 10]]
     for name, left in (("causal", 100), ("window:2,0", 2)):
         found = _both_ways(Mask.named(packing, name), spans)
         seen = np.zeros((12, 12), dtype=bool)
