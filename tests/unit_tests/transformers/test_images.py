@@ -37,6 +37,12 @@ def test_a_batch_of_images_has_this_ranks_share():
     assert torch.equal(parallel.shard({**batch, "position_ids": given})["position_ids"], given)
 
 
+def test_a_batch_plans_the_masks_that_its_images_give():
+    parallel, batch = made("Gemma3")
+    planned = {kind.mask.name for kind in parallel.shard(batch)["cp_batch"].plans.kinds}
+    assert planned == {"causal with images both ways", "window:5,0 with images both ways"}
+
+
 def test_text_alone_may_have_types():
     parallel, _ = made("Qwen3VL")
     ids = torch.arange(3, 10)[None]
