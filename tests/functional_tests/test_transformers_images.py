@@ -110,6 +110,22 @@ def test_every_scheme_computes_the_attention_of_split_images(name, scheme, size,
     assert worst < 1e-12, parameter
 
 
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_rank_may_have_no_piece_of_the_images_that_are_split(name, monkeypatch):
+    skip_without_split(name)
+    monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 1)
+    model = build(name)
+    documents = [document(model, 3, [(1, 4, 4)]), document(model, 2)]
+    with wide():
+        loss, logits, gradients = stock(model, documents)
+        found = over_ranks(model, packed(documents), 5)
+    assert sorted(of_rank["pixel_values"] for of_rank in found[3]) == [4, 4, 4, 4, 4]  # the fifth are pad rows
+    assert abs(found[0] - loss) < CLOSE
+    assert (found[1] - logits).abs().max() < CLOSE
+    worst, parameter = worst_gradient(found[2], gradients)
+    assert worst < CLOSE, parameter
+
+
 @pytest.mark.parametrize(("name", "pack", "size"), [
     ("Qwen2_5_VL", "mixed", 2), ("Qwen2_5_VL", "both", 3), ("Gemma3", "mixed", 3), ("Gemma3", "one image", 2),
 ])  # fmt: skip

@@ -295,7 +295,8 @@ def test_rejects_images_of_a_gemma_whose_types_verl_dropped(name, types, patches
     rejects(f"{types}: got None; allowed: the types of all .*causal inside", engine.prepare_model_inputs,
             micro_batch(without))  # fmt: skip
     engine.prepare_model_inputs(micro_batch(documents))
-    engine.prepare_model_inputs(micro_batch([document(model, *each) for each in PACKS["text"]]))
+    text = document(model, 6)
+    engine.prepare_model_inputs(micro_batch([{name: text[name] for name in text if name != types}]))
 
 
 def test_a_gemma_that_sees_images_causally_needs_no_types_of_verl(patches):
