@@ -51,7 +51,7 @@ _REFUSED = {
     **dict.fromkeys(_LOSSES, _LOSS),
     "trainer_cls": "Derive your class from ContextParallelMixin instead.",
     **dict.fromkeys(("pretraining_dataset", "streaming", "tensor_parallel_size", "expert_parallel_size"), _UNTRIED),
-    "processor_type": "Images are not distributed. Train on text.",
+    "processor_type": "We have not run its data with images. Train on text, or on images with ContextParallelTrainer.",
 }
 
 

@@ -23,6 +23,9 @@ from megatron_cp.transformers.trainer import ContextParallelMixin
 
 _STAGE = "Their trainers need whole rows, or a loss of their own."
 _OTHER = "It runs another trainer, or replaces layers itself."
+_IMAGES = (
+    "We have not run LlamaFactory's rows with images. Train on text, packed, or on images with ContextParallelTrainer."
+)
 _REFUSED = {
     "predict_with_generate": "Generate without context parallelism, from the saved model.",
     "use_mca": _OTHER,
@@ -64,6 +67,8 @@ def register(cp_size: int | None = None, **options: Any) -> None:
     def init(self: Any, **named: Any) -> None:
         if getattr(named.get("data_collator"), "neat_packing", False):
             named["data_collator"] = collate_packed
+        else:
+            check_collator(named.get("data_collator"))
         ContextParallelMixin.__init__(self, **named, **options)
 
     tuner.get_train_args = checked_args
@@ -84,11 +89,20 @@ def check_arguments(model: Any, data: Any, training: Any, finetuning: Any) -> No
                 raise ArgumentError(name, value, "none", remedy)
 
 
+def check_collator(collator: Any) -> None:
+    """Refuses LlamaFactory's collator of rows with images and sounds, which adds one to batches of text too."""
+    template = getattr(collator, "template", None)
+    plugin = getattr(template, "mm_plugin", None)
+    for name in ("image_token", "video_token", "audio_token"):
+        if (token := getattr(plugin, name, None)) is not None:
+            raise ArgumentError(f"template.mm_plugin.{name}", token, "None, or neat_packing: true", _IMAGES)
+
+
 def collate_packed(features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Returns a batch of one row from packed rows, whose `attention_mask` numbers their documents."""
     for name in ("images", "videos", "audios"):
         if any(each.get(name) for each in features):
-            raise ArgumentError(name, "files in a row", "none", "Train on text: these are not distributed.")
+            raise ArgumentError(name, "files in a row", "none", _IMAGES)
     return join_documents(features)
 
 

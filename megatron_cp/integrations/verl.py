@@ -29,6 +29,8 @@ _ROLLED, _TEMPERATURE = (
 )  # verl's names, of rows that the model does not take
 
 _NOT_TAKEN = ("cu_seqlens", "cu_seqlens_cpu", "images_seqlens")
+# Models whose attention is causal inside images without these types of tokens, which verl's data sets drop.
+_TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 
 class ContextParallelEngineMixin:
@@ -43,8 +45,8 @@ class ContextParallelEngineMixin:
         context_parallel: the `ContextParallel` of the model, once it is built.
 
     Raises:
-        ArgumentError: fused kernels, static padding, `use_remove_padding=False`, or a model whose classes another
-            engine of the process has patched.
+        ArgumentError: fused kernels, static padding, `use_remove_padding=False`, images of a Gemma without types of
+            tokens, or a model whose classes another engine of the process has patched.
     """
 
     cp_options: Mapping[str, Any] = {}
@@ -53,6 +55,7 @@ class ContextParallelEngineMixin:
     ulysses_sequence_parallel_size: int
     use_ulysses_sp: bool
     _kinds: frozenset[type]
+    _types: str | None
     _sharded: ShardedBatch
 
     def _build_module(self) -> Any:
@@ -61,6 +64,7 @@ class ContextParallelEngineMixin:
             module = super()._build_module()  # type: ignore[misc]
         self._kinds = frozenset(kind for each in module.modules() for kind in type(each).__mro__)
         _check_forwards(self._kinds)
+        self._types = _types_of(module.config)
         ranks = self.ulysses_parallel_group or ThreadGroup.create(1)[0]
         if takes_images(module):
             always_run_tower(module)
@@ -83,6 +87,9 @@ class ContextParallelEngineMixin:
         whole = {name: x for name, x in inputs.items() if x is not None and name not in _NOT_TAKEN}
         whole |= {name: results[name][None] for name in (_ROLLED, _TEMPERATURE)}
         host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in whole.items()}
+        if self._types is not None and self._types not in host and any(name.startswith("pixel") for name in host):
+            remedy = "Without them its attention would be causal inside images, and verl drops them: train it on text."
+            raise ArgumentError(self._types, None, f"the types of all {host['input_ids'].shape[1]} tokens", remedy)
         host["lengths"] = micro_batch["input_ids"].offsets().diff().cpu()
         self._sharded = self.context_parallel.shard(host, device=inputs["input_ids"].device)
         rows = dict(self._sharded)
@@ -107,6 +114,14 @@ class ContextParallelEngineMixin:
             yield
         finally:
             self.ulysses_sequence_parallel_size, self.use_ulysses_sp = before
+
+
+def _types_of(config: Any) -> str | None:
+    """Returns the types of tokens by which a model sees both ways inside images; None for models that see causally."""
+    is_gemma4 = getattr(config, "model_type", None) == "gemma4"
+    if is_gemma4 and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+        return None
+    return _TYPES.get(getattr(config, "model_type", ""))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 In float64 throughout: loss, logits, and the gradient of every parameter, those of the tower too.
 """
 
+import copy
 import functools
 import re
 from pathlib import Path
@@ -13,11 +14,15 @@ pytest.importorskip("transformers")
 
 import torch
 
+from megatron_cp import ArgumentError
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.batch import AttentionSpec
+from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from megatron_cp.transformers.towers import tower_of
 from tests.covering import covering
 from tests.image_cases import MODELS, WITH_TILES, build, document, over_ranks, packed, sampled_wide, stock
-from tests.transformers_cases import wide, worst_gradient
+from tests.transformers_cases import gradients_of, summed, wide, worst_gradient
 
 CLOSE = 2e-12
 # Text, images and videos of each document.
@@ -74,6 +79,126 @@ def test_equals_the_stock_class_on_each_document_alone(name, pack, size, layout,
     assert found[2].keys() == gradients.keys()
 
 
+# Every scheme that a tower's plan may have, at numbers of ranks that it takes: two exchanges want a product.
+OF_TOWERS = [
+    (name, scheme.name, size)
+    for scheme in SCHEMES.values()
+    for size in ((4, 6) if scheme.exchanges_heads and scheme.exchanges_keys else (2, 3, 5))
+    for name in ("Qwen2_5_VL", "Qwen3VL")
+]
+
+
+@pytest.mark.parametrize(("name", "scheme", "size"), OF_TOWERS)
+@pytest.mark.few
+def test_every_scheme_computes_the_attention_of_split_images(name, scheme, size, monkeypatch):
+    skip_without_split(name)
+    planned = []
+
+    def spec(*args, **named):
+        planned.append(AttentionSpec(*args, **named, scheme=scheme))
+        return planned[-1]
+
+    monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 1)
+    monkeypatch.setattr("megatron_cp.transformers.towers.AttentionSpec", spec)
+    model, batch, (loss, logits, gradients) = case(name, "mixed")
+    with wide():
+        found = over_ranks(model, batch, size)
+    assert len(planned) == size * (1 + hasattr(tower_of(model), "fullatt_block_indexes"))
+    assert abs(found[0] - loss) < 1e-12
+    assert (found[1] - logits).abs().max() < 1e-12
+    worst, parameter = worst_gradient(found[2], gradients)
+    assert worst < 1e-12, parameter
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_rank_may_have_no_piece_of_the_images_that_are_split(name, monkeypatch):
+    skip_without_split(name)
+    monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 1)
+    model = build(name)
+    documents = [document(model, 3, [(1, 4, 4)]), document(model, 2)]
+    with wide():
+        loss, logits, gradients = stock(model, documents)
+        found = over_ranks(model, packed(documents), 5)
+    assert sorted(of_rank["pixel_values"] for of_rank in found[3]) == [4, 4, 4, 4, 4]  # the fifth are pad rows
+    assert abs(found[0] - loss) < CLOSE
+    assert (found[1] - logits).abs().max() < CLOSE
+    worst, parameter = worst_gradient(found[2], gradients)
+    assert worst < CLOSE, parameter
+
+
+@pytest.mark.parametrize(("name", "pack", "size"), [
+    ("Qwen2_5_VL", "mixed", 2), ("Qwen2_5_VL", "both", 3), ("Gemma3", "mixed", 3), ("Gemma3", "one image", 2),
+])  # fmt: skip
+def test_log_probabilities_are_those_of_each_document_alone(name, pack, size):
+    model, batch, (_, logits, _) = case(name, pack)
+    ids, lengths = batch["input_ids"][0], torch.tensor(batch["lengths"])
+    is_last = torch.zeros(len(ids), dtype=torch.bool).index_fill(0, lengths.cumsum(0) - 1, True)
+    scores = logits.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0].where(~is_last, 0.0)
+    weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def main(group):
+        own = copy.deepcopy(model)
+        parallel = enable_context_parallel(own, group)
+        shard = parallel.shard({**batch, "cp_plans": parallel.planner(batch["lengths"])})
+        rows = token_log_probs(own(**shard, num_items_in_batch=shard.num_items).logits, shard)
+        every = parallel.gather(rows, shard, same_loss=True)[0]
+        (every.exp() * weights).sum().backward()  # a loss of log-probabilities, as in reinforcement learning
+        return every.detach(), gradients_of(own)
+
+    with wide():
+        found, gradients = zip(*run_ranks(main, size), strict=True)
+        ((_, expected),) = run_ranks(main, 1)
+    assert all((every - scores).abs().max() < CLOSE for every in found)
+    worst, parameter = worst_gradient(summed(gradients), expected)
+    assert worst < CLOSE, parameter
+
+
+@pytest.mark.parametrize(("name", "size"), [("Qwen2_5_VL", 2), ("Qwen3VL", 3), ("Gemma3", 3)])
+def test_a_disabled_model_takes_whole_images_and_generates(name, size, monkeypatch):
+    monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 1)
+    model, batch, (loss, logits, _) = case(name, "mixed")
+    alone = document(model, *PACKS["mixed"][2], seed=2)
+    greedy = {"max_new_tokens": 4, "do_sample": False}
+    expected = copy.deepcopy(model)
+    expected.set_attn_implementation("eager")
+    begin = sum(batch["lengths"][:2])
+
+    def main(group):
+        own = copy.deepcopy(model)
+        parallel = enable_context_parallel(own, group)
+        shard = parallel.shard(batch)
+        with parallel.disabled():
+            found = own(**alone, use_cache=False).logits[0].detach(), own.generate(**alone, **greedy)
+            with pytest.raises(ArgumentError, match=r"ContextParallel\.shard"):
+                own(**shard)
+        with torch.no_grad():
+            return *found, own(**shard, num_items_in_batch=shard.num_items).loss
+
+    with wide():
+        answers = expected.generate(**alone, **greedy)
+        rows, found, losses = zip(*run_ranks(main, size), strict=True)
+    assert all((each - logits[begin : begin + len(each)]).abs().max() < CLOSE for each in rows)
+    assert all(torch.equal(each, answers) for each in found)
+    assert abs(sum(losses).item() - loss) < CLOSE
+
+
+@pytest.mark.parametrize(("name", "size"), [("Gemma3", 2), ("Gemma4", 3)])
+def test_a_gemma_sees_causally_without_types_or_if_its_configuration_says_so(name, size):
+    causal = {} if name == "Gemma3" else {**MODELS[name][2]["text_config"], "use_bidirectional_attention": None}
+    model = build(name, **({"text_config": causal} if causal else {}))
+    documents = [document(model, *each, seed=number) for number, each in enumerate(PACKS["mixed"])]
+    if not causal:
+        documents = [{key: each[key] for key in each if key != "token_type_ids"} for each in documents]
+    with wide():
+        loss, logits, gradients = stock(model, documents)
+        found = over_ranks(model, packed(documents), size)
+    assert (case(name, "mixed")[2][1] - logits).abs().max() > 1e-6  # types, or the configuration, change the answer
+    assert abs(found[0] - loss) < CLOSE
+    assert (found[1] - logits).abs().max() < CLOSE
+    worst, parameter = worst_gradient(found[2], gradients)
+    assert worst < CLOSE, parameter
+
+
 @pytest.mark.parametrize("images", ["split", "whole"])
 def test_recomputes_a_tower_by_the_same_plans(images, monkeypatch):
     if images == "split":
@@ -90,6 +215,8 @@ def test_images_are_dealt_by_cost_and_large_ones_split(monkeypatch):
     batch = packed([document(model, 3, [(1, 16, 16), (1, 4, 4), (1, 4, 4), (1, 4, 8)]), document(model, 2)])
     whole = over_ranks(model, batch, 3, layout="contiguous")[3]
     assert [of_rank["pixel_values"] for of_rank in whole] == [256, 32, 32]
+    few = packed([document(model, 3, [(1, 16, 16), (1, 4, 8)])])  # the third rank runs its tower on the cheapest
+    assert [of_rank["pixel_values"] for of_rank in over_ranks(model, few, 3)[3]] == [256, 32, 32]
     monkeypatch.setattr("megatron_cp.planner.images.LEAST_PIECE", 20)  # of 64 rows: three pieces at most
     split = over_ranks(model, batch, 3, layout="contiguous")[3]
     assert sorted(of_rank["pixel_values"] for of_rank in split) == [100, 104, 116]

@@ -39,6 +39,7 @@ KINDS = {
     "Trainer, Gemma3": {"sft": False, "name": "Gemma3", "max_steps": 5},
     "DPOTrainer, Qwen2_5_VL": {"name": "Qwen2_5_VL", "preference": "DPO", "max_steps": 4},
     "KTOTrainer, Qwen2_5_VL": {"name": "Qwen2_5_VL", "preference": "KTO", "max_steps": 4},
+    "DPOTrainer, Gemma3": {"name": "Gemma3", "preference": "DPO", "max_steps": 3},
 }  # fmt: skip
 
 

@@ -256,6 +256,23 @@ def test_rejects_arguments_of_llamafactory_that_it_does_not_compute(llamafactory
     rejects(message, llamafactory["llamafactory.train.tuner"].get_train_args, changed)
 
 
+@pytest.mark.parametrize("token", ["image_token", "video_token", "audio_token"])
+def test_rejects_templates_with_images_whose_rows_are_not_packed(llamafactory, monkeypatch, token):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    given = []
+    monkeypatch.setattr(adapter.ContextParallelMixin, "__init__", lambda self, **named: given.append(named))
+    adapter.register(1)
+    kind = llamafactory["llamafactory.train.sft.workflow"].CustomSeq2SeqTrainer
+    plugin = types.SimpleNamespace(image_token=None, video_token=None, audio_token=None)
+    collator = types.SimpleNamespace(neat_packing=False, template=types.SimpleNamespace(mm_plugin=plugin))
+    kind(data_collator=collator)
+    setattr(plugin, token, "<pad>")
+    rejects(rf"template.mm_plugin.{token}: got '<pad>'; allowed: None, or neat_packing", kind, data_collator=collator)
+    kind(data_collator=types.SimpleNamespace(**{**vars(collator), "neat_packing": True}))
+    assert [named["data_collator"] for named in given] == [collator, adapter.collate_packed]
+
+
 def test_rejects_images_in_packed_rows_and_sizes_that_do_not_divide_the_processes(llamafactory, monkeypatch):
     from megatron_cp.integrations import llamafactory as adapter
 

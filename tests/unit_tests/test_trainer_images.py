@@ -19,7 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.integrations import swift as swift_adapter
 from megatron_cp.integrations.swift import ContextParallelSequenceMixin
 from megatron_cp.integrations.verl import ContextParallelEngineMixin
-from tests.image_cases import build, document, packed, stock
+from tests.image_cases import MODELS, build, document, packed, stock
 from tests.refusals import rejects
 from tests.stand_ins import stand_in
 from tests.transformers_cases import gradients_of, summed, wide, worst_gradient
@@ -137,18 +137,19 @@ class Wrapper(nn.Module):
         return self.model(*args, **given)
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize(("name", "pack"), CASES)
 @pytest.mark.few
-def test_swift_passes_images_on(name, pack, is_wrapped, monkeypatch):
+def test_swift_passes_images_on(name, pack, is_wrapped, size, monkeypatch):
     model = case(name, pack)[0]
     if name == "Qwen3_5":  # ms-swift's refuses rings
         layer = next(each for each in model.modules() if type(each).__name__ == "Qwen3_5GatedDeltaNet")
         monkeypatch.setattr(type(layer), "forward", refused)
-    compare_swift(name, pack, is_wrapped, SequenceOfSwift, Template, load_as_swift)
+    compare_swift(name, pack, is_wrapped, SequenceOfSwift, Template, load_as_swift, size)
 
 
-def compare_swift(name, pack, is_wrapped, sequence_of_swift, template, load):
+def compare_swift(name, pack, is_wrapped, sequence_of_swift, template, load, size=2):
     """Compares a step through the mixin with the stock class, as ms-swift takes it, with its classes or stand-ins."""
     model, documents, (_, *expected) = case(name, pack)
     count = sum(each["input_ids"].shape[1] - 1 for each in documents)
@@ -169,7 +170,7 @@ def compare_swift(name, pack, is_wrapped, sequence_of_swift, template, load):
         return sequence.gather(logits.detach(), dim=1)[0], gradients_of(own)
 
     with wide():
-        logits, gradients = zip(*run_ranks(main, 2), strict=True)
+        logits, gradients = zip(*run_ranks(main, size), strict=True)
     others = check((logits[0], summed(gradients)), expected)
     assert bool(others) == (pack == "text")
 
@@ -218,6 +219,10 @@ def patches(monkeypatch):
     return made
 
 
+# What verl passes on of a processor's answer; Gemma's types of tokens are of the pack's tokens.
+OF_IMAGES = ("pixel", "image_", "video_grid", "token_type_ids", "mm_token_type_ids")
+
+
 class EngineOfVerl:
     """Builds a model and answers as verl's engine does without sequence parallelism."""
 
@@ -233,7 +238,7 @@ class EngineOfVerl:
     def prepare_model_inputs(self, documents):
         text, positions = positions_of(self.model, documents["all"])
         batch = packed(documents["all"])
-        ids, given = batch["input_ids"], {name: batch[name] for name in batch if "pixel" in name or "grid" in name}
+        ids, given = batch["input_ids"], {name: batch[name] for name in batch if name.startswith(OF_IMAGES)}
         if "image_grid_thw" in given:
             given["images_seqlens"] = given["image_grid_thw"].prod(1)
         positions = text[None] if positions is None else torch.cat([text[None, None], positions])
@@ -251,9 +256,10 @@ def micro_batch(documents):
     return {"all": documents, "input_ids": rows}
 
 
-@pytest.mark.parametrize(("name", "pack"), CASES)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("name", "pack"), [*CASES, ("Gemma3", "images"), ("Gemma3", "text")])
 @pytest.mark.few
-def test_verl_passes_images_on(name, pack, patches):
+def test_verl_passes_images_on(name, pack, size, patches):
     model, documents, (_, logits, gradients) = case(name, pack)
     lengths = [each["input_ids"].shape[1] for each in documents]
     ids = torch.cat([each["input_ids"][0] for each in documents]).roll(-1)
@@ -273,10 +279,32 @@ def test_verl_passes_images_on(name, pack, patches):
         return every.detach(), {name: each / ranks.size for name, each in gradients_of(own).items()}  # as FSDP's mean
 
     with wide():
-        found, of_ranks = zip(*run_ranks(main, 2), strict=True)
+        found, of_ranks = zip(*run_ranks(main, size), strict=True)
     others = check((found[0], summed(of_ranks)), (scores, gradients))
     assert bool(others) == (pack == "text")
     assert patches.count == 0
+
+
+@pytest.mark.parametrize(("name", "types"), [("Gemma3", "token_type_ids"), ("Gemma4", "mm_token_type_ids")])
+def test_rejects_images_of_a_gemma_whose_types_verl_dropped(name, types, patches):
+    model = build(name)
+    documents = [document(model, *each) for each in PACKS["images"]]
+    without = [{name: each[name] for name in each if name != types} for each in documents]
+    engine = Engine(model, None, patches)
+    engine._build_module()
+    rejects(f"{types}: got None; allowed: the types of all .*causal inside", engine.prepare_model_inputs,
+            micro_batch(without))  # fmt: skip
+    engine.prepare_model_inputs(micro_batch(documents))
+    text = document(model, 6)
+    engine.prepare_model_inputs(micro_batch([{name: text[name] for name in text if name != types}]))
+
+
+def test_a_gemma_that_sees_images_causally_needs_no_types_of_verl(patches):
+    text = {**MODELS["Gemma4"][2]["text_config"], "use_bidirectional_attention": None}
+    engine = Engine(model := build("Gemma4", text_config=text), None, patches)
+    engine._build_module()
+    found = document(model, *PACKS["images"][0])
+    engine.prepare_model_inputs(micro_batch([{name: found[name] for name in found if name != "mm_token_type_ids"}]))
 
 
 def test_rejects_models_that_another_engine_of_verl_patched(patches):

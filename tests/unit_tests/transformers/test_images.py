@@ -37,6 +37,12 @@ def test_a_batch_of_images_has_this_ranks_share():
     assert torch.equal(parallel.shard({**batch, "position_ids": given})["position_ids"], given)
 
 
+def test_a_batch_plans_the_masks_that_its_images_give():
+    parallel, batch = made("Gemma3")
+    planned = {kind.mask.name for kind in parallel.shard(batch)["cp_batch"].plans.kinds}
+    assert planned == {"causal with images both ways", "window:5,0 with images both ways"}
+
+
 def test_text_alone_may_have_types():
     parallel, _ = made("Qwen3VL")
     ids = torch.arange(3, 10)[None]
@@ -101,6 +107,25 @@ REFUSED = {
     ),
     "odd grid": (
         "Qwen3VL", lambda b: changed(b, image_grid_thw=torch.tensor([[1, 3, 16]])), "image_grid_thw.*multiples of 2",
+    ),
+    "flat grids": (
+        "Qwen3VL", lambda b: changed(b, image_grid_thw=b["image_grid_thw"].flatten()), r"thw: got \[1, 4, 4, ",
+    ),
+    "empty grid": (
+        "Qwen3VL", lambda b: changed(b, image_grid_thw=torch.tensor([[1, 4, 12], [1, 0, 4]])), "image_grid_thw: got",
+    ),
+    "flat pixels": (
+        "Qwen3VL", lambda b: changed(b, pixel_values=b["pixel_values"][:, 0]), r"got \[48\]; allowed: .48, features",
+    ),
+    "no places": (
+        "Gemma4", lambda b: changed(b, image_position_ids=None), "image_position_ids: got None; allowed",
+    ),
+    "short places": (
+        "Gemma4", lambda b: changed(b, image_position_ids=b["image_position_ids"][:, 1:]), r"got \[2, 127, 2\]",
+    ),
+    "no patches": (
+        "Gemma4", lambda b: changed(b, image_position_ids=b["image_position_ids"].new_full((2, 128, 2), -1)),
+        "pixel_values: got 'an image without a row for a token'",
     ),
     "no grids": ("Qwen2_5_VL", lambda b: changed(b, image_grid_thw=None), "image_grid_thw: got None.*Processors"),
     "two documents": ("Qwen3VL", moved_image, "image 1 with tokens in documents 0 and 1.*inside an"),
@@ -190,6 +215,26 @@ def test_ranks_compare_seconds_in_lists():
         parallel = enable_context_parallel(copy.deepcopy(model), group)
         with pytest.raises(PlanMismatchError, match="position_ids"):
             parallel.shard({**batch, "second_per_grid_ts": [0.5 + group.rank]})
+
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "values"),
+    [
+        ("Qwen3VL", "image_grid_thw", ([[1, 4, 8]], [[1, 8, 4]])),
+        ("Gemma3", "token_type_ids", (None, [[0] * 3 + [1] * 4 + [0] * 2])),
+    ],
+)
+def test_ranks_compare_what_else_images_have(model, name, values):
+    model = build(model)
+    batch = packed([document(model, 3, [(1, 4, 8)])])
+
+    def main(group):
+        parallel = enable_context_parallel(copy.deepcopy(model), group)
+        given = values[group.rank]
+        with pytest.raises(PlanMismatchError):
+            parallel.shard({**batch, name: None if given is None else torch.tensor(given)})
 
     run_ranks(main, 2)
 
@@ -289,9 +334,9 @@ def test_every_rank_refuses_images_that_the_models_positions_cannot_tell_apart(n
 
 def test_images_that_see_both_ways_keep_the_window():
     packing = Packing([9, 3])
-    types = np.array([0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0])
+    types = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0])  # two images touch, of two documents
     spans = _spans_of(types, packing)
-    assert spans.tolist() == [[1, 5], [6, 8], [9, 10]]
+    assert spans.tolist() == [[1, 5], [6, 9], [9, 10]]
     for name, left in (("causal", 100), ("window:2,0", 2)):
         found = _both_ways(Mask.named(packing, name), spans)
         seen = np.zeros((12, 12), dtype=bool)
@@ -311,6 +356,8 @@ def test_images_that_see_both_ways_keep_the_window():
             for i in range(12)
         ]
         assert np.array_equal(seen, np.array(expected))
+    with pytest.raises(ArgumentError, match="mask: got 'chunk:4'; allowed: causal or a window"):
+        _both_ways(Mask.named(packing, "chunk:4"), spans)
 
 
 def test_a_compiler_does_not_trace_the_move_of_rows():
