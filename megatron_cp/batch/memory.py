@@ -99,8 +99,8 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
         chunk_rows: the rows of a chunk.
 
     Raises:
-        ArgumentError: here, a module that is called in chunks already. When it is called, another shape or result, or
-            modules inside of it that FSDP shards by themselves, whose gradients would be lost.
+        ArgumentError: here, a module that has a forward of its own already. When it is called, another shape or
+            result, parts that FSDP shards by themselves, or weights that DeepSpeed's ZeRO-3 shards.
     """
     chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
     if not isinstance(module, nn.Module):
@@ -117,9 +117,10 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> T
     if not isinstance(rows, Tensor) or rows.ndim not in (2, 3) or (rows.ndim == 3 and 1 not in rows.shape[:2]):
         given = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ArgumentError("rows", given, "[t, hidden], [1, t, hidden] or [t, 1, hidden] for a module in chunks")
-    if any(isinstance(each, FSDPModule) for each in module.modules() if each is not module):
-        remedy = "Shard the whole module, or none of it."
-        raise ArgumentError("module", "modules inside that FSDP shards by themselves", "none in chunks", remedy)
+    is_split = any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
+    if is_split or any(hasattr(each, "ds_status") for each in module.parameters()):
+        remedy = "Let FSDP shard the whole module; with ZeRO-3, recompute whole layers instead."
+        raise ArgumentError("module", "one whose parts gather their own weights", "weights in one place", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
 
     def of_chunk(chunk: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 from transformers import Trainer
 
@@ -23,6 +23,18 @@ OWN_LOSS = (
     "term that is not a sum over tokens would be wrong. For a loss of your own, write the loop: parallel.shard, "
     "then token_log_probs or parallel.gather."
 )
+
+
+class _OfTensorParallelism:
+    """A mesh whose dimension "tp" has the context-parallel ranks, as far as accelerate's data loaders read it."""
+
+    mesh_dim_names = ("tp",)
+
+    def __init__(self, ranks: Any) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, name: str) -> Any:
+        return self._ranks
 
 
 class RanksMixin:
@@ -90,6 +102,9 @@ class RanksMixin:
         if config is not None:  # an earlier trainer, or Accelerator, may have made it
             config.__class__, config.is_hidden = Parallelism, True
         self._mesh = self.accelerator.torch_device_mesh if config is not None and config.cp_size > 1 else None
+        if self._mesh is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            ranks = self._mesh["cp"]  # accelerate gives DeepSpeed's ranks of this name the same batches, and no others
+            self.accelerator._prepare_device_mesh = lambda: _OfTensorParallelism(ranks)
         if self._mesh is not None:
             self._sums_shares, self._gather_of_all = False, self.accelerator.gather_for_metrics
             self.accelerator.gather_for_metrics = self._gather_for_metrics
