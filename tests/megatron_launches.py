@@ -42,6 +42,7 @@ LINES = [
      " --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-modules mlp --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-scope attn", {"--cuda-graph-impl"}),
+    (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-scope mlp --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", {"--cuda-graph-impl"}),
     (f"{CP2} {GPT} --enable-cuda-graph", {"--enable-cuda-graph"}),
     (f"{CP2} {GPT} --external-cuda-graph", {"--external-cuda-graph"}),
