@@ -71,7 +71,8 @@ def test_equals_the_stock_class_on_each_document_alone(name, size, layout, schem
 
 
 @pytest.mark.parametrize(
-    ("name", "changed"), [("OlmoHybrid", ("linear_allow_neg_eigval", False)), ("BailingHybrid", ("kda_safe_gate", False))]
+    ("name", "changed"),
+    [("OlmoHybrid", ("linear_allow_neg_eigval", False)), ("BailingHybrid", ("kda_safe_gate", False))],
 )
 def test_options_of_linear_layers_are_read_from_the_configuration(name, changed):
     assert build(name).config.get_text_config().to_dict()[changed[0]] is True  # by default, as the cases above have it
