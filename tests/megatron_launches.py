@@ -42,8 +42,12 @@ LINES = [
      " --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-modules mlp --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-scope attn", {"--cuda-graph-impl"}),
+    (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-scope mlp --cp-layout contiguous", set()),
     (f"{CP2} {GPT} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", {"--cuda-graph-impl"}),
     (f"{CP2} {GPT} --enable-cuda-graph", {"--enable-cuda-graph"}),
+    (f"{CP2} {GPT} --external-cuda-graph", {"--external-cuda-graph"}),
+    (f"{CP2} {GPT} --cuda-graph-impl transformer_engine --cuda-graph-modules mlp --cp-layout contiguous"
+     " --dynamic-context-parallel --max-seqlen-per-dp-cp-rank 96", {"--cuda-graph-impl"}),
     (f"{CP2} {GPT} --use-torch-fsdp2 --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion"
      " --ckpt-format torch_dcp", {"--use-torch-fsdp2"}),
     (f"--context-parallel-size 1 {GPT} --use-torch-fsdp2 --untie-embeddings-and-output-weights"

@@ -32,7 +32,10 @@ CONTIGUOUS: dict[str, Any] = {  # in a contiguous layout
     "mamba chunkwise": cp.LinearSpec("mamba", 6, 2, 16, 16, mode="chunkwise"),
     "conv1d chunkwise": cp.LinearSpec("conv1d", 64, 2, 16, 16, mode="chunkwise"),
 }
-MASKED = ("a2a", "window", "p2p", "all_gather", "exact")
+PRODUCTS: dict[str, Any] = {  # on a number of ranks that is a product
+    name: cp.AttentionSpec(6, 2, 16, 16, scheme=name) for name in ("a2a+p2p", "a2a+all_gather", "a2a+exact")
+}
+MASKED = ("a2a", "window", "p2p", "all_gather", "exact", *PRODUCTS)
 _SIZES: dict[str, Any] = {
     "lengths": (CAPACITY,), "heads": 6, "groups": 2, "head_dim": 16, "value_head_dim": 16, "dtype": "bfloat16",
 }  # fmt: skip
@@ -72,10 +75,12 @@ def _results(
 
 
 def run_on_rank(
-    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, layout_name: str = "zigzag"
+    group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, layout_name: str = "zigzag",
+    kinds: dict[str, Any] | None = None,
 ) -> list[dict[str, Tensor]]:  # fmt: skip
     """Returns, for each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
-    step, kinds = (2 * group.size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
+    step, known = (2 * group.size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
+    kinds = kinds or known
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=step, layout=layout_name)
     found = []
     for lengths in packs:
@@ -94,15 +99,17 @@ def run_on_rank(
 
 
 def errors_of(
-    found: dict[str, Tensor], lengths: list[int], size: int, dtype: torch.dtype, layout_name: str = "zigzag"
+    found: dict[str, Tensor], lengths: list[int], size: int, dtype: torch.dtype, layout_name: str = "zigzag",
+    kinds: dict[str, Any] | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Returns each stream's error against one rank in float64, as a share of its largest; padding is left out."""
-    step, kinds = (2 * size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
+    step, known = (2 * size, KINDS) if layout_name == "zigzag" else (1, CONTIGUOUS)
     sizes = [-(-length // step) * step for length in lengths]
     layout = cp.Layout.contiguous(cp.Packing([*sizes, CAPACITY - sum(sizes)]), 1)
     errors = {}
-    for name, kind in kinds.items():
+    for name, kind in (kinds or known).items():
         is_masked = name in MASKED
+        kind = replace(kind, scheme="a2a") if is_masked else kind
         plan = cp.BatchPlan(layout, [kind], lengths=[*sizes, 0]).plan(kind) if is_masked else kind.plan(layout)
         call = replace(CALLS[name.split()[0]], kernel="reference")
         tokens = sum(sizes) if is_masked else CAPACITY

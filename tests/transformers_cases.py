@@ -43,6 +43,13 @@ _DSA = {
 HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]}
 TRAINED = {"Llama": {}, "Qwen3Next": HYBRID}
 
+_NEMOTRON = {
+    **{name: value for name, value in BASE.items() if name != "num_hidden_layers"},
+    "layers_block_type": ["mamba", "attention", "mamba", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
+    "n_groups": 2, "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
 # Module and class under transformers.models, and the configuration.
 MODELS = {
     "Llama": ("llama", "LlamaForCausalLM", {**BASE, **_SHORT}),
@@ -131,13 +138,15 @@ MODELS = {
             "layer_types": ["mamba", "attention", "mamba", "mamba"],
         },
     ),
-    "NemotronH": (
-        "nemotron_h", "NemotronHForCausalLM",
+    "NemotronH": ("nemotron_h", "NemotronHForCausalLM", _NEMOTRON),
+    "NemotronHOmni": (  # the head is its text model's, the loss its own
+        "nemotron_h_omni", "NemotronH_Omni_Reasoning_V3",
         {
-            **{name: value for name, value in BASE.items() if name != "num_hidden_layers"},
-            "layers_block_type": ["mamba", "attention", "mamba", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
-            "n_groups": 2, "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+            "text_config": {"model_type": "nemotron_h", **_NEMOTRON}, "image_token_id": 2,
+            "vision_config": {
+                "model_type": "radio", **TINY, "num_hidden_layers": 1, "image_size": 32, "video_temporal_patch_size": 2,
+            },
+            "vision_hidden_size": 32, "projector_hidden_size": 32,
         },
     ),
     "Nemotron": (  # its layers do not hand keyword arguments on
@@ -149,6 +158,10 @@ MODELS = {
     "Lfm2": (
         "lfm2", "Lfm2ForCausalLM",
         {**_NO_HEAD_DIM, "conv_bias": True, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    ),
+    "Lfm3": (
+        "lfm3", "Lfm3ForCausalLM",
+        {**BASE, "sliding_window": 16, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     ),
     "Zamba2": (
         "zamba2", "Zamba2ForCausalLM",

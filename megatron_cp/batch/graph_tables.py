@@ -227,10 +227,7 @@ class GraphTables:
                 continue
             try:
                 self._learn_pattern(number, one.plan(slot), rank)
-                found = [
-                    (_shapes(self._calls(number, plan, rank)[0]), _messages(plan))
-                    for plan in (one.plan(slot), several.plan(slot))
-                ]
+                found = [_shapes(self._calls(number, packs.plan(slot), rank)[0]) for packs in (one, several)]
             except ArgumentError as error:
                 raise _no_pattern(slot.mask) from error
             if found[0] != found[1]:
@@ -255,10 +252,6 @@ class GraphTables:
             allowed = ", ".join(name for name, way in ways.items() if way.sends_alike)
             taken = plan.strategy
             raise ArgumentError(name, taken, f"{allowed}, said by name", remedy)
-        if plan.kv_layout is not plan.layout:
-            raise ArgumentError(
-                "slots", "cross-attention", "attention of a pack to itself", "Run this layer outside the graph."
-            )
         if plan.attend is not None and plan.attend.selection is not None:
             remedy = "The keys that queries choose differ from pack to pack: run this layer outside the graph."
             raise ArgumentError("slots", "attention to chosen keys", "attention to all keys of a mask", remedy)

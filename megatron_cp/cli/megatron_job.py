@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -70,11 +71,18 @@ def _rows(args: argparse.Namespace, given: Sequence[str], strange: Sequence[str]
     for flag in given:  # two older names set what a newer one does
         if flag in _OLDER and _OLDER[flag] in errors:
             errors[flag] = errors.pop(_OLDER[flag])
+    elsewhere = [flag for flag in strange if flag in FEATURE_BY_FLAG]
+    if _judges_what_is_here():
+        errors |= {flag: _of_another_release(flag) for flag in elsewhere}
     yield from (("refused", flag, error) for flag, error in errors.items())
     undecided = dict(_undecided(args))
     yield from (("undecided", flag, remark) for flag, remark in undecided.items())
-    yield from (("unknown", flag, f"no flag of megatron-core {version()}, whose flags are judged") for flag in strange)
-    for flag in given:
+    yield from (
+        ("unknown", flag, f"no flag of megatron-core {version()}, whose flags are judged")
+        for flag in strange
+        if flag not in elsewhere
+    )
+    for flag in (*given, *elsewhere):
         if flag in errors or flag in undecided:
             continue
         feature = FEATURE_BY_FLAG.get(flag)
@@ -86,6 +94,17 @@ def _rows(args: argparse.Namespace, given: Sequence[str], strange: Sequence[str]
             yield feature.verdict, flag, f"{feature.remark}: {feature.proof}"
         else:
             yield feature.verdict, flag, feature.remark
+
+
+def _judges_what_is_here() -> bool:
+    """True unless a Megatron is installed whose flags are others than those of the table."""
+    return version_of("megatron-core") in (None, version())
+
+
+def _of_another_release(flag: str) -> str:
+    feature = FEATURE_BY_FLAG[flag]
+    others = " and ".join(f"{name} of Megatron-LM" for name in feature.releases)
+    return f"no flag of megatron-core {version()}. In {others} it is {feature.verdict}: {feature.remark}"
 
 
 _OLDER = {"--enable-cuda-graph": "--cuda-graph-impl", "--external-cuda-graph": "--cuda-graph-impl"}
@@ -100,8 +119,8 @@ def _unread(args: argparse.Namespace, given: Sequence[str]) -> list[str]:
     for flag, value in (("--use-checkpoint-args", args.use_checkpoint_args), ("--yaml-cfg", args.yaml_cfg)):
         if value:
             unread.append(f"what {flag} loads")
-    here = version_of("megatron-core")
-    if here not in (None, version()):
+    if not _judges_what_is_here():
+        here = version_of("megatron-core")
         unread.append(f"flags that megatron-core {here}, which is installed, does not share with {version()}")
     return unread
 
@@ -162,7 +181,7 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, 
     """Returns the values of all flags, the given ones of Megatron, the words of each given one, and unknown ones.
 
     Flags are in their main spelling; of a repeated one, the words are the last ones. Unknown flags are refused unless
-    another Megatron is installed, which may have them.
+    another Megatron is installed, which may have them, or the table of features has them for another release.
     """
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
     add_megatrons_arguments(parser)
@@ -171,10 +190,16 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, 
     names = {option: action.option_strings[0] for action in parser._actions for option in action.option_strings}
     args, unknown = parser.parse_known_args(words)
     strange = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    if unknown and (not strange or version_of("megatron-core") in (None, version())):
-        raise UsageError(
-            f"--megatron: {(strange or unknown)[0]} is no flag of megatron-core {version()} or of megatron_cp."
-        )
+    wrong = [flag for flag in strange if flag not in FEATURE_BY_FLAG] if _judges_what_is_here() else []
+    if unknown and not unknown[0].startswith("--"):
+        wrong = [unknown[0]]
+    if wrong:
+        raise UsageError(f"--megatron: {wrong[0]} is no flag of megatron-core {version()} or of megatron_cp.")
+    for number, word in enumerate(unknown):  # the rules look for them among the values
+        flag, _, value = word.partition("=")
+        if flag in FEATURE_BY_FLAG:
+            behind = itertools.takewhile(lambda each: not each.startswith("--"), unknown[number + 1 :])
+            setattr(args, flag.removeprefix("--").replace("-", "_"), value or next(behind, True))
     typed: dict[str, list[str]] = {}
     flag = ""
     for word in words:

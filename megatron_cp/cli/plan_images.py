@@ -1,4 +1,4 @@
-"""What `megatron-cp plan --images` says: the vision tower of a model, whose rows are a packing of their own."""
+"""Describes the vision tower of a model for `megatron-cp plan --images`; its rows are a packing of their own."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """What the ranks do of a tower.
+    """`TowerPlan`: the work that each rank does in a tower, and its predicted time.
 
     Attributes:
         pieces: of each rank, the rows of output that it makes, in the tower's order.

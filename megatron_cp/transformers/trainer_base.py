@@ -38,7 +38,7 @@ class _OfTensorParallelism:
 
 
 class RanksMixin:
-    """What the mixins for all trainers share: the model over the ranks of a group, and gradients of a known loss."""
+    """Shares a model over the ranks of a group, and gives gradients of a known loss, in the mixins of all trainers."""
 
     accelerator: Any
     args: Any

@@ -50,7 +50,7 @@ WAYS = ("attention", "a2a"), *itertools.product(("gdn", "kda", "mamba"), ("headw
 )
 @pytest.mark.few
 def test_a_layer_is_two_collectives_each_way_and_never_waits(way, layout, kind):
-    """Those of a head exchange, or a halo and a scan."""
+    """They are those of a head exchange, or of a halo and a scan."""
     layer, scheme = way
     for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout, scheme=scheme), kind=kind):
         assert counted == (2, 2, {})

@@ -228,7 +228,7 @@ def test_plans_that_layers_have_run_with_may_be_loaded():
 
 
 def test_rejects_captures():
-    """Those of the first two are also the first calls; the others have run before, and run after."""
+    """The first two captures are also the first calls; the others have run before, and run after."""
     new = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4))
     step = HybridStep(ThreadGroup.create(1)[0], cp.GraphTables(CAPACITY, 6, 1, align_documents=2))
     of_new, batch, ones = new.shard(PACKS[0]), step.shard(PACKS[0]), torch.ones(4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What the linear operations refuse, and a skip that is flat. Their results: `test_options.py`."""
+"""Linear operations: their refusals, and a skip that is flat. Their results: `test_options.py`."""
 
 import re
 

@@ -65,7 +65,7 @@ def over_ranks(kind, mode, layout, stock, expected, group):
 
 
 def built(kind, which, **changes):
-    """One layer, ours or Megatron's with torch's operators in place of its kernels."""
+    """Returns a layer, ours or Megatron's with torch's operators in place of its kernels."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron_cp.cli import megatron_job
 from megatron_cp.cli.main import main, parsed
 from megatron_cp.errors import ArgumentError
 from tests.commands import reported
@@ -213,6 +214,8 @@ def test_rejects_specs_of_another_model(ranks, flags, given, expected):
     ("flags", "said"),
     [
         (["--num-layer", "3"], "--num-layer is no flag of megatron-core 0.19.2 or of megatron_cp."),
+        (["--mtp-hsm", "--num-layer", "3"], "--num-layer is no flag of megatron-core 0.19.2 or of megatron_cp."),
+        (["stray", "--mtp-hsm"], "stray is no flag of megatron-core 0.19.2 or of megatron_cp."),
         (["--num-layers", "3", "stray"], "stray is no flag of megatron-core 0.19.2 or of megatron_cp."),
         (["--num-layers", "three"], "argument --num-layers: invalid int value: 'three'."),
         (["torchrun pretrain_gpt.py --load it's"], "No closing quotation in torchrun pretrain_gpt.py --load it's"),
@@ -222,6 +225,30 @@ def test_rejects_specs_of_another_model(ranks, flags, given, expected):
 def test_rejects_flags_that_megatron_does_not_have(flags, said, capsys):
     assert main(["doctor", "--megatron", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"megatron-cp doctor: --megatron: {said}")
+
+
+@pytest.mark.parametrize(
+    ("here", "flags", "verdict", "remark"),
+    [
+        (
+            "0.19.2",
+            "--mtp-hsm",
+            "refused",
+            "no flag of megatron-core 0.19.2. In main of Megatron-LM it is refused: hid",
+        ),
+        (None, "--cp-partition-mode=zigzag", "refused", "no flag of megatron-core 0.19.2. In dev of Megatron-LM it is"),
+        ("0.20.0", "--mtp-hsm", "refused", "got True; allowed: off with our layers"),
+        ("0.20.0", "--cp-partition-mode zigzag", "expected", "as given; else another order than zigzag"),
+        ("0.20.0", "--cp-partition-mode=contiguous", "refused", "got 'contiguous'; allowed: zigzag"),
+        ("0.20.0", "--otel-enabled", "unknown", "no flag of megatron-core 0.19.2, whose flags are judged"),
+    ],
+)
+def test_doctor_names_flags_of_other_releases_with_their_reason(here, flags, verdict, remark, monkeypatch):
+    monkeypatch.setattr(megatron_job, "version_of", lambda package: here)
+    _, report = reported(["doctor", "--megatron", *flags.split(), "--json"], status=int(verdict == "refused"))
+    flag = flags.replace("=", " ").split()[0]
+    assert [row["verdict"] for row in report["flags"] if row["flag"] == flag] == [verdict]
+    assert next(row["remark"] for row in report["flags"] if row["flag"] == flag).startswith(remark)
 
 
 @pytest.mark.parametrize(("flags", "refused"), LINES, ids=range(len(LINES)))
@@ -305,7 +332,7 @@ def refusal_of_layer(layer, *args, **kwargs):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("flags", "refused"), LINES, ids=range(len(LINES)))
 def test_a_real_job_refuses_the_same_flags(flags, refused, real):
-    older = {"--enable-cuda-graph": "--cuda-graph-impl"}
+    older = dict.fromkeys(("--enable-cuda-graph", "--external-cuda-graph"), "--cuda-graph-impl")
     allowed = {older.get(flag, flag) for flag in refused}
     words = shlex.split(f"{BASE} {flags}")
     if not refused:

@@ -1,6 +1,5 @@
 """examples/pretrain_hybrid.py, run whole through Megatron's own `pretrain`: flags, schedules, checkpoints and all."""
 
-import contextlib
 import json
 import os
 import re
@@ -106,8 +105,12 @@ def printed_by(group, arguments, main):
         patch.setattr(dist, "destroy_process_group", lambda: None)  # `run_ranks` made the group and needs it
         for descriptor in (1, 2):
             os.dup2(out.fileno(), descriptor)
-        with contextlib.suppress(SystemExit):  # at --exit-interval
+        try:
             main()
+        except SystemExit as ended:  # at --exit-interval, and with a code where Megatron gives up
+            if ended.code:
+                out.seek(0)
+                raise RuntimeError(out.read()[-3000:]) from ended
         sys.stdout.flush()
         out.seek(0)
         return out.read()

@@ -24,9 +24,9 @@ CLOSE = 2e-12
 
 
 @functools.cache
-def case(name, lengths):
+def case(name, lengths, changed=()):
     """A model, a pack, and what the stock class makes of it: loss, logits, gradients."""
-    model, packing = build(name), Packing(lengths)
+    model, packing = build(name, **dict(changed)), Packing(lengths)
     tokens = torch.randint(3, 97, (packing.total,), generator=torch.Generator().manual_seed(1))
     with wide(), pytest.MonkeyPatch.context() as patch:
         if name in CHOOSING:
@@ -34,8 +34,8 @@ def case(name, lengths):
         return model, packing, tokens, stock(model, packing, tokens)
 
 
-def assert_is_the_stock_class(name, lengths, size, **options):
-    model, packing, tokens, (loss, logits, gradients) = case(name, lengths)
+def assert_is_the_stock_class(name, lengths, size, changed=(), **options):
+    model, packing, tokens, (loss, logits, gradients) = case(name, lengths, changed)
     with wide():
         found = over_ranks(model, tokens, lengths, size, **options)
     log_probs = torch.cat([log_probs_of(logits[begin:end], tokens[begin:end]) for begin, end in packing.spans()])
@@ -68,6 +68,15 @@ CASES = covering(
 @pytest.mark.few(of=lambda **case: tuple(case.values()))
 def test_equals_the_stock_class_on_each_document_alone(name, size, layout, scheme, mode):
     assert_is_the_stock_class(name, FOUR, size, layout=layout, scheme=scheme, linear_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("OlmoHybrid", ("linear_allow_neg_eigval", False)), ("BailingHybrid", ("kda_safe_gate", False))],
+)
+def test_options_of_linear_layers_are_read_from_the_configuration(name, changed):
+    assert build(name).config.get_text_config().to_dict()[changed[0]] is True  # by default, as the cases above have it
+    assert_is_the_stock_class(name, THREE, 3, (changed,), layout="contiguous", linear_mode="chunkwise")
 
 
 FAMILIES = ["Llama", "DeepseekV3", "Qwen3_5", "KimiLinear", "Bamba", "Lfm2"]  # a class of each kind of layer

@@ -1,5 +1,6 @@
-"""Examples in docstrings are true, in every module that has some, and other blocks are text on the site."""
+"""Docstrings: their examples are true, other blocks are text on the site, and they begin like sentences."""
 
+import ast
 import doctest
 import importlib
 import re
@@ -44,3 +45,16 @@ def test_examples_are_true(name, tmp_path, monkeypatch):
 def test_indented_blocks_are_text(text, expected):
     found = list(with_literal_blocks(text.splitlines()))
     assert found == (expected or text).splitlines()
+
+
+def test_docstrings_begin_with_a_verb_or_the_name_of_a_thing():
+    begun = re.compile(r"(How|Likewise|Of|One|Those|What|When|Where|Whether|Which)\b")
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for folder in ("megatron_cp", "tests", "tools", "examples", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and begun.match(text := ast.get_docstring(node) or "")
+    ]
+    assert found == []

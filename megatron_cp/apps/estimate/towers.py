@@ -27,10 +27,8 @@ def text_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the text model of a vision-language model; those of another model as they are."""
     if not values.get("vision_config"):
         return dict(values)
-    kind, whole = (
-        str(values.get("model_type")),
-        {name: value for name, value in values.items() if name != "vision_config"},
-    )
+    kind = str(values.get("model_type"))
+    whole = {name: value for name, value in values.items() if name != "vision_config"}
     own = values.get("text_config", whole | {"model_type": f"{kind}_text"})  # Qwen2-VL's first files have all in one
     if not isinstance(own, dict):
         raise ArgumentError("text_config", own, "values by name")

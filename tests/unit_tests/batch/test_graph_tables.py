@@ -12,16 +12,18 @@ import megatron_cp as cp
 from megatron_cp.batch.graph_tables import documents_of
 from megatron_cp.exchange.device import CallTables
 from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import conv
 from megatron_cp.linear.kernels.common.chunks import fixed_chunks
 from megatron_cp.linear.on_rank import LinearOnRank
+from megatron_cp.plan.flows import Fetch
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import device_calls, segment_calls
 from tests.refusals import rejects
-from tests.slots_problem import CAPACITY, CONTIGUOUS, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
+from tests.slots_problem import CAPACITY, CONTIGUOUS, DOCUMENTS, KINDS, PRODUCTS, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
 
 CPU = torch.device("cpu")
@@ -38,6 +40,18 @@ def test_every_pack_has_the_numbers_of_one_rank(size, count):
     for number, lengths in enumerate(packs):
         errors = errors_of(ranks[0][number], lengths, size, torch.float64)
         assert len(errors) == 5 * 4 + 4 + 3 + 2
+        assert max(errors.values()) <= 1e-12, (lengths, errors)
+
+
+@pytest.mark.parametrize(
+    ("size", "packs"),
+    [(4, [[30, 1, 7], [CAPACITY - 6]]), pytest.param(6, [[30, 1, 7], [12] * 6, [48]], marks=pytest.mark.thorough)],
+)
+def test_products_of_schemes_have_the_numbers_of_one_rank(size, packs):
+    ranks = run_ranks(run_on_rank, size, packs, CPU, torch.float64, "zigzag", PRODUCTS, kind="threads")
+    for number, lengths in enumerate(packs):
+        errors = errors_of(ranks[0][number], lengths, size, torch.float64, "zigzag", PRODUCTS)
+        assert len(errors) == 3 * 4
         assert max(errors.values()) <= 1e-12, (lengths, errors)
 
 
@@ -299,6 +313,16 @@ def test_bands_must_be_those_of_each_document():
     rejects("not each document's own", calls.check_documents, tiles.bands, np.array([1, 0]), *tokens)
     longer = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
     rejects("sees more in some documents", longer.check_documents, tiles.bands, np.array([0, 1]), *tokens)
+
+
+def test_rejects_packs_that_ranks_exchange_in_another_way(monkeypatch):
+    """Fillings give all packs the same messages: where they did not, ranks would wait for rows that none sends."""
+    slots, kinds = cp.GraphTables(32, 3, 2, align_documents=4), [attention(scheme="exact")]
+    slots.load(cp.BatchPlan(slots.layout([5, 9]), kinds), 0, CPU)
+    counts = Fetch.split_counts
+    monkeypatch.setattr(Fetch, "split_counts", property(lambda self: SplitCounts(counts.fget(self).counts + 1)))
+    plans = cp.BatchPlan(slots.layout([7]), kinds)
+    rejects("plans: got .messages .*name the scheme of each layer", slots.load, plans, 0, CPU)
 
 
 def test_rejects_packs_that_do_not_fit():

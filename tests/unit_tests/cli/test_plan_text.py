@@ -27,7 +27,7 @@ def test_the_verdict_comes_first_with_the_times_of_its_scheme_and_of_the_next(op
 
 @pytest.mark.parametrize("lengths", [",".join(["130", "1000", "64", "300"] * 40), "65536"])
 def test_without_a_layout_the_fastest_of_all_layouts_and_schemes_is_taken(lengths):
-    """Of short documents the layout matters much; of one long one, whose heads are exchanged, it does not."""
+    """The layout matters much for short documents, and not for one long document whose heads are exchanged."""
     shape = ["plan", "--cp", "8", "--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--lengths", lengths]
     text, taken = reported(shape)
     each = {name: reported([*shape, "--layout", name])[1] for name in ("contiguous", "zigzag", "balanced")}

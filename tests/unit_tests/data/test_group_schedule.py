@@ -21,7 +21,7 @@ def document_seconds(length, size, exchange):
 
 
 def played(batches, ranks, barriers=0):
-    """When the last rank is through, each in the order of the batches, all of a batch together.
+    """Returns when the last rank is through; each takes the batches in order, and all of a batch run together.
 
     Args:
         barriers: the number of microbatches, behind each of which all ranks wait for each other.

@@ -1,4 +1,4 @@
-"""When a head-side message may be sent as it lies, and that it is packed where it may not.
+"""Head-side messages are sent as they lie where they may be, and packed where they may not.
 
 What the messages mean is tested end to end in `test_head_exchange.py`; here are the copies that are, or are not, made.
 """

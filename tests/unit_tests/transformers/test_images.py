@@ -1,4 +1,4 @@
-"""What `shard` refuses of images, on every rank and before anything is sent, and what it makes of them."""
+"""`shard` and images: what it refuses, on every rank and before anything is sent, and what it makes of them."""
 
 import copy
 import functools

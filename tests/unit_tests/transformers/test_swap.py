@@ -111,6 +111,19 @@ def test_plans_count_bytes_of_the_model(dtype, size):
     assert {slot.item_size for slot in enable_context_parallel(model, None).slots} == {size}
 
 
+def test_an_indexer_chooses_as_many_keys_as_it_says_and_its_norm_may_be_wider_than_the_model():
+    model = build("HYV4", dtype=torch.float32, indexer_types=["full", "full"]).eval()
+    indexer = model.model.layers[0].self_attn.indexer
+    indexer.k_norm.double()
+    indexer.index_topk = 3
+    model.set_attn_implementation("eager")
+    expected = model(input_ids=TOKENS, use_cache=False).logits
+    context = enable_context_parallel(model, None)
+    assert [slot.topk for slot in context.slots] == [3, 8]
+    found = model(**context.shard({"input_ids": TOKENS})).logits
+    assert (found - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
 def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
     model = build(name, dtype=torch.float32).eval()

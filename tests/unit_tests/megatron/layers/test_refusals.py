@@ -288,7 +288,7 @@ def test_local_latent_attention_has_torchs_norms_beside_an_installed_transformer
     found = {}
 
     def resolve(self, config, submodules, **others):
-        """What the constructor of Megatron's layer begins with; dev takes the modules as they are."""
+        """Does what the constructor of Megatron's layer begins with; dev takes the modules as they are."""
         self.__dict__["config"] = config
         resolved = getattr(self, "_resolve_qk_norm_config", vars)(submodules)
         found.update(resolved)
