@@ -26,10 +26,10 @@ STEPS, RATE = 6, 1e-2
 LOGGED, FLOAT64 = 2e-6, 1e-9  # a trainer adds up the losses that it logs in fp32
 
 
-def alone(model, batches):
+def alone(model, batches, rate=RATE):
     """Losses and gradient norms of the stock class over batches of `(tokens, lengths)`."""
     model.set_attn_implementation("eager")
-    optimizer, found = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    optimizer, found = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0), []
     for tokens, lengths in batches:
         documents = tokens.split(lengths)
         count, total = sum(len(document) - 1 for document in documents), 0.0
