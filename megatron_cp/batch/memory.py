@@ -95,7 +95,7 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
 
     Args:
         module: any module that computes each row from that row, and is called with rows `[t, hidden]`,
-            `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many.
+            `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many, or a tuple of such.
         chunk_rows: the rows of a chunk.
 
     Raises:
@@ -112,7 +112,7 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
     return module
 
 
-def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> Tensor:
+def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> Any:
     stock = type(module).forward
     if not isinstance(rows, Tensor) or rows.ndim not in (2, 3) or (rows.ndim == 3 and 1 not in rows.shape[:2]):
         given = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -123,16 +123,28 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> T
         raise ArgumentError("module", "one whose parts gather their own weights", "weights in one place", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
 
-    def of_chunk(chunk: Tensor) -> Tensor:
+    shapes: list[bool] = []  # True for results with the axis of one beside that of rows
+
+    def of_chunk(chunk: Tensor) -> Any:
         found = stock(module, chunk if axis is None else chunk.unsqueeze(axis), *args, **named)
-        if not isinstance(found, Tensor) or found.shape[: rows.ndim - 1].numel() != len(chunk):
-            given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ArgumentError("module", f"one that returns {given}", "one that returns a tensor with a row for each")
-        return found if axis is None else found.squeeze(axis)
+        shapes[:], parts = [], []
+        for each in found if isinstance(found, tuple) else (found,):
+            shape = list(each.shape) if isinstance(each, Tensor) else []
+            is_like = axis is not None and shape[:2] == [1, len(chunk)][:: 1 - 2 * axis]
+            if not is_like and shape[:1] != [len(chunk)]:
+                given = shape if isinstance(each, Tensor) else type(each).__name__
+                raise ArgumentError(
+                    "module", f"one that returns {given}", "one that returns a row for each, or several"
+                )
+            shapes.append(is_like)
+            parts.append(each.squeeze(axis) if is_like else each)
+        return tuple(parts) if isinstance(found, tuple) else parts[0]
 
     flat = rows if axis is None else rows.squeeze(axis)
     found = rows_in_chunks(of_chunk, flat, parameters=list(module.parameters()), chunk_rows=getattr(module, _ROWS))
-    return found if axis is None else found.unsqueeze(axis)
+    several = found if isinstance(found, tuple) else (found,)
+    whole = tuple(each.unsqueeze(axis) if is_like else each for each, is_like in zip(several, shapes, strict=True))
+    return whole if isinstance(found, tuple) else whole[0]
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
 
 
 @no_compile
@@ -43,9 +43,9 @@ def sum_in_chunks(
 @no_compile
 def rows_in_chunks(
     function: Function, rows: Tensor, *beside: Tensor, parameters: Sequence[Tensor], chunk_rows: int
-) -> Tensor:
-    """Returns `[t, ...]` of a function that returns a result for each row; arguments as in `sum_in_chunks`."""
-    found: Tensor = _Rows.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
+) -> Any:
+    """Returns `[t, ...]` of a function that returns a tensor, or several, with a row for each; see `sum_in_chunks`."""
+    found: Any = _Rows.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
     return found
 
 
@@ -72,7 +72,7 @@ class _Chunks:
         """Yields the rows of each chunk; a chunk without rows if there are none, which has gradients of zero."""
         return (slice(begin, begin + self.chunk_rows) for begin in range(0, max(len(rows), 1), self.chunk_rows))
 
-    def run(self, rows: Tensor, at: slice) -> Tensor:
+    def run(self, rows: Tensor, at: slice) -> Any:
         return self.function(rows, *(each[at] for each in self.beside))
 
     def keep_random(self) -> None:
@@ -113,13 +113,15 @@ class _Gradients:
         """Returns the rows of a chunk, whose gradient `add` computes."""
         return rows[at].detach().requires_grad_(self.rows is not None)
 
-    def add(self, result: Tensor, gradient: Tensor | None, leaf: Tensor, at: slice) -> None:
-        """Adds the gradients of a chunk's result."""
+    def add(self, results: Sequence[Tensor], gradients: Sequence[Tensor] | None, leaf: Tensor, at: slice) -> None:
+        """Adds the gradients of a chunk's results."""
         inputs = [leaf, *self._parameters] if self.rows is not None else self._parameters
-        if not result.requires_grad:
-            found: Sequence[Tensor | None] = [None] * len(inputs)
-        else:
-            found = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+        used = [number for number, each in enumerate(results) if each.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+        if used:
+            outputs = [results[number] for number in used]
+            by = None if gradients is None else [gradients[number] for number in used]
+            found = torch.autograd.grad(outputs, inputs, by, allow_unused=True)
         if self.rows is not None:
             first, *found = found
             if first is None:
@@ -165,7 +167,7 @@ class _Sum(torch.autograd.Function):
             with torch.set_grad_enabled(any(wanted)):
                 share = chunks.run(leaf, at)
             if any(wanted):
-                gradients.add(share, None, leaf, at)
+                gradients.add((share,), None, leaf, at)
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
         return total
@@ -180,28 +182,32 @@ class _Rows(torch.autograd.Function):
     """Computes rows without a graph; backward runs the function again."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: _Chunks, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, chunks: _Chunks, rows: Tensor, *parameters: Tensor) -> Any:
         chunks.keep_random()
         ctx.chunks = chunks
         ctx.save_for_backward(rows, *parameters)
-        found: Tensor | None = None
+        found: list[Tensor] = []
         for at in chunks.ranges(rows):
-            part = chunks.run(rows[at], at)
-            if found is None:
-                found = part.new_empty(len(rows), *part.shape[1:])
-            found[at] = part
-        assert found is not None
-        return found
+            result = chunks.run(rows[at], at)
+            parts = _several(result)
+            found = found or [part.new_empty(len(rows), *part.shape[1:]) for part in parts]
+            for whole, part in zip(found, parts, strict=True):
+                whole[at] = part
+        return tuple(found) if isinstance(result, tuple) else found[0]
 
     @staticmethod
     @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), chunks = gradients, ctx.chunks
+        chunks = ctx.chunks
         rows, *parameters = ctx.saved_tensors
         ranges = list(chunks.ranges(rows))
         found = _Gradients(ctx.needs_input_grad[1:], rows, parameters, len(ranges))
         with chunks.again():
             for at in ranges:
                 leaf = found.leaf(rows, at)
-                found.add(chunks.run(leaf, at), gradient[at], leaf, at)
+                found.add(_several(chunks.run(leaf, at)), [each[at] for each in gradients], leaf, at)
         return None, *found.result()
+
+
+def _several(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -37,9 +37,9 @@ _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention
 _RING = "context_parallel_size is the number of ranks, and megatron_cp: has all other settings."
 _LOSS = "Its loss is not the model's own, and needs whole rows."
 _LOSSES = (
-    "reward_model", "process_reward_model", "orpo_alpha", "use_dft", "use_eaft", "cut_cross_entropy",
-    "chunked_cross_entropy", "liger_fused_linear_cross_entropy", "diffusion",
+    "reward_model", "process_reward_model", "orpo_alpha", "use_dft", "use_eaft", "diffusion",
 )  # fmt: skip
+_CHUNKED = ("cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy")
 _REPLACES = "It replaces the models' attention, which would then see only a rank's own tokens."
 _UNTRIED = "We have not tried it with context parallelism."
 _REFUSED = {
@@ -49,6 +49,7 @@ _REFUSED = {
     "deepspeed": "Its own sequence parallelism would split batches again. Use fsdp_config.",
     "rl": "Its trainer needs whole rows: write it with ContextParallelPreferenceMixin and TRL.",
     **dict.fromkeys(_LOSSES, _LOSS),
+    **dict.fromkeys(_CHUNKED, "For a loss without all logits set megatron_cp: {logit_rows: 1024}."),
     "trainer_cls": "Derive your class from ContextParallelMixin instead.",
     **dict.fromkeys(("pretraining_dataset", "streaming", "tensor_parallel_size", "expert_parallel_size"), _UNTRIED),
     "processor_type": "We have not run its data with images. Train on text, or on images with ContextParallelTrainer.",

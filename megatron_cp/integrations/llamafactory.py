@@ -35,7 +35,7 @@ _REFUSED = {
     "shift_attn": _OTHER,
     "mixture_of_depths": _OTHER,
     "use_kt": _OTHER,
-    "enable_liger_kernel": "We have not tested its loss with labels of several ranks.",
+    "enable_liger_kernel": "For a loss without all logits: register(cp_options={'logit_rows': 1024}).",
 }
 
 

@@ -181,7 +181,8 @@ class RanksMixin:
             remedy = "Batches stay on the host until they are sharded: each process reads its own."
             raise ArgumentError("args.accelerator_config.dispatch_batches", True, "None or False", remedy)
         if self.args.use_liger_kernel:
-            raise ArgumentError("args.use_liger_kernel", True, "False", "Its loss is not tested with sharded labels.")
+            remedy = "For a loss without all logits: cp_options={'logit_rows': 1024}."
+            raise ArgumentError("args.use_liger_kernel", True, "False", remedy)
 
     def _check_losses(self) -> None:
         if self.args.label_smoothing_factor:

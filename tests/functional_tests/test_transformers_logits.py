@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_cp import ArgumentError, Packing
+from megatron_cp import ArgumentError, Packing, run_in_chunks, saved_on_host
+from megatron_cp.batch import memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from tests.limits import limit
@@ -107,6 +108,38 @@ def test_log_probabilities_and_their_gradients(temperature):
         found.append((log_probs.detach(), {name: each.grad for name, each in model.named_parameters()}))
     assert (found[0][0] - found[1][0]).abs().max() < CLOSE
     assert worst_gradient(found[1][1], found[0][1])[0] < CLOSE
+
+
+def in_chunks(model):
+    for layer in model.model.layers:
+        run_in_chunks(layer.mlp, 5)
+    return model
+
+
+def recomputed(model, *, chunks=True):
+    """Returns the model with each layer recomputed, its MLP in chunks, and what it saves in other memory."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    forward, made = model.forward, in_chunks(model) if chunks else model
+
+    def saving(*args, **given):
+        with saved_on_host(0):
+            return forward(*args, **given)
+
+    model.forward = saving
+    return made
+
+
+@pytest.mark.parametrize("changed", [in_chunks, recomputed, partial(recomputed, chunks=False)])
+@pytest.mark.parametrize("name", ["Qwen3Next", "Gemma2"])
+def test_levers_together(monkeypatch, name, changed):
+    monkeypatch.setattr(memory, "_on_host", lambda saved: False)
+    model, tokens = build(name), tokens_of()
+    with wide():
+        expected = over_ranks(model, tokens, LENGTHS, 2)
+        found = over_ranks(model, tokens, LENGTHS, 2, changed=changed, logit_rows=7)
+    assert found[2].keys() == expected[2].keys()
+    assert abs(found[0] - expected[0]) < CLOSE
+    assert worst_gradient(found[2], expected[2])[0] < CLOSE
 
 
 def steps_with_fsdp(world, separately):

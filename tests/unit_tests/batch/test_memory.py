@@ -119,8 +119,32 @@ def test_modules_in_chunks(shape):
 
 
 class Pair(nn.Module):
+    """Returns rows, and scores without the axis of one beside theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 3, dtype=torch.float64))
+
     def forward(self, rows):
-        return rows, rows
+        return rows * rows, rows.flatten(0, -2) @ self.weight, rows.detach()
+
+
+@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (13, 1, 8), (1, 1, 8)])
+def test_a_module_may_return_several_tensors(shape):
+    found, rows = [], torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for module in (Pair(), run_in_chunks(Pair(), 5)):
+        leaf = rows.clone().requires_grad_()
+        squares, scores, kept = module(leaf)
+        (squares.sum() * 2 + (scores**2).sum()).backward()
+        found.append((squares, scores, kept, leaf.grad, module.weight.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+class Text(nn.Module):
+    def forward(self, rows):
+        return rows, "text"
 
 
 class Mean(nn.Module):
@@ -135,7 +159,7 @@ class Mean(nn.Module):
         ("module: got 'function'", lambda: mlp, 4, (3, 8)),
         ("module: got 'a module with a forward of its own'", lambda: run_in_chunks(mlp(), 4), 4, (3, 8)),
         ("rows: got .2, 3, 8.", mlp, 4, (2, 3, 8)),
-        ("module: got 'one that returns tuple'", Pair, 4, (3, 8)),
+        ("module: got 'one that returns str'", Text, 4, (3, 8)),
         ("module: got 'one that returns .8.'", Mean, 4, (3, 8)),
     ],
 )
