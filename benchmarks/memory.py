@@ -74,12 +74,8 @@ def main() -> None:
                 print(f"| {rows} | {lever} | logits alone {needs:.0f} GiB, not run | | |", flush=True)
                 continue
             command = [sys.executable, "-m", "benchmarks.memory", "--rows", str(rows), "--lever", lever]
-            found = subprocess.run(
-                [*command, "--vocabulary", str(args.vocabulary), "--chunk", str(args.chunk)],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
+            command += ["--vocabulary", str(args.vocabulary), "--chunk", str(args.chunk)]
+            found = subprocess.run(command, capture_output=True, text=True, check=True)
             print(f"| {rows} | {lever} | {found.stdout.strip().splitlines()[-1]} |", flush=True)
 
 

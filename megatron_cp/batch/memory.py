@@ -6,7 +6,7 @@ Each of these gives the same numbers as without it. They may be used together, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
-from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_tensor
+from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_dense, check_tensor
 from megatron_cp.executor.chunks import rows_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
 
@@ -46,7 +46,7 @@ def linear_cross_entropy(
         `[t]` in at least float32.
 
     Raises:
-        ArgumentError: tensors of other shapes or types, or labels outside of the vocabulary.
+        ArgumentError: tensors of other shapes, types or devices, or numbers that are none.
 
     Example:
         >>> hidden, weight = torch.eye(2, requires_grad=True), torch.eye(3, 2)
@@ -57,8 +57,9 @@ def linear_cross_entropy(
     _check_head(hidden, weight, labels, bias)
     if not abs(as_number(scale)) < float("inf"):
         raise ArgumentError("scale", scale, "a number")
-    if softcap is not None and not as_number(softcap) > 0:
+    if softcap is not None and not 0 < as_number(softcap) < float("inf"):
         raise ArgumentError("softcap", softcap, "a positive number, or None")
+    ignore_index = checked_integer("ignore_index", ignore_index, -(2**31), 2**31)
 
     def losses_of(rows: Tensor, labels: Tensor) -> Tensor:
         logits = functional.linear(rows, weight, bias)
@@ -72,16 +73,16 @@ def linear_cross_entropy(
 
 
 def _check_head(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    for name, each in (("hidden", hidden), ("weight", weight)):
-        if not isinstance(each, Tensor) or each.ndim != 2 or each.dtype not in DTYPES:
-            given = f"{each.dtype} {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
-            allowed = "[t, hidden]" if name == "hidden" else "[vocabulary, hidden]"
+    for name, each, axes in (("hidden", hidden, "[t, hidden]"), ("weight", weight, "[vocabulary, hidden]")):
+        check_dense(name, each)
+        if each.ndim != 2 or each.dtype not in DTYPES:
             remedy = "The rows of a batch [1, t, hidden] are hidden[0]."
-            raise ArgumentError(name, given, f"{allowed} of a floating type", remedy)
+            raise ArgumentError(name, f"{each.dtype} {list(each.shape)}", f"{axes} of a floating type", remedy)
     same_dtype = not torch.is_autocast_enabled(hidden.device.type)
     check_tensor("weight", weight, (len(weight), hidden.shape[1]), like=hidden, same_dtype=same_dtype)
     if bias is not None:
         check_tensor("bias", bias, (len(weight),), like=hidden, same_dtype=same_dtype)
+    check_dense("labels", labels)
     if labels.shape != hidden.shape[:1] or labels.dtype != torch.int64 or labels.device != hidden.device:
         given = f"{labels.dtype} {list(labels.shape)} on {labels.device}"
         raise ArgumentError("labels", given, f"int64 [{len(hidden)}] on {hidden.device}, one label for each row")
@@ -147,19 +148,20 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> A
     return whole if isinstance(found, tuple) else whole[0]
 
 
-@contextlib.contextmanager
-def saved_on_host(min_bytes: int = 2**20) -> Iterator[None]:
-    """Keeps what autograd saves within the context in pinned host memory, until backward needs it. A context manager.
+def saved_on_host(min_bytes: int = 2**20) -> contextlib.AbstractContextManager[None]:
+    """Keeps what autograd saves within the context in pinned host memory, until backward needs it.
 
     Used around a forward with recomputation of each layer, it holds the layers' inputs: one tensor of a layer. Weights
     are not moved, nor are tensors of fewer bytes. Tensors on the host already stay as they are.
 
     Args:
         min_bytes: smaller tensors stay on their device.
+
+    Returns:
+        A context manager.
     """
     min_bytes = checked_integer("min_bytes", min_bytes, 0)
-    with torch.autograd.graph.saved_tensors_hooks(_pack_from(min_bytes), _unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(_pack_from(min_bytes), _unpack)
 
 
 def _pack_from(min_bytes: int) -> Callable[[Tensor], Any]:

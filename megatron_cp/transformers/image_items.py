@@ -74,7 +74,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Family:
-    """How models of one type take images.
+    """The keys and readers of images of one type of model.
 
     Attributes:
         read: makes items from the configuration, a modality, its pixels and the batch.

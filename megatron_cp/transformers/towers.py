@@ -68,7 +68,7 @@ def attention_of(tower: Any) -> list[tuple[nn.Module, bool]]:
 
 @dataclass(frozen=True, eq=False)
 class TowerPart:
-    """One rank's part of a tower.
+    """A rank's part of a tower.
 
     Attributes:
         inputs: its pixels and what belongs to them, by the names of the model's arguments.

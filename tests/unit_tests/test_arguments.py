@@ -68,10 +68,10 @@ NO_TOKENS = [*NO_ARRAY, STREAM * 1.0, STREAM > 4, STREAM * 1j, STREAM.astype("m8
              torch.ones(9) * 1j]  # fmt: skip
 
 
-def no_tensor(good):
-    """Returns values that are no tensor such as `good`."""
+def no_tensor(good, *, fewer=True):
+    """Returns values that are no tensor such as `good`; with `fewer` also one of fewer rows."""
     return [None, 5, 1.0, True, "q", [], good.tolist(), good.numpy(), torch.tensor(1.0), good.long(), good > 0,
-            good + 0j, good[:-1], good[..., None], good.to("meta"), good.to_sparse(), NESTED, JAGGED,
+            good + 0j, *[good[:-1]] * fewer, good[..., None], good.to("meta"), good.to_sparse(), NESTED, JAGGED,
             torch.nested.nested_tensor([good]), object(), torch.Tensor]  # fmt: skip
 
 
@@ -172,6 +172,7 @@ NO_LIMIT = [None, 5, True, "ab", [0.0, 1.0], {0.0, 1.0}, (0.0,), (0.0, 1.0, 2.0)
             (1.0, 0.5), (-1.0, 1.0), (math.nan, 1.0), (math.inf, math.inf), (0, BEYOND**9), np.ones(2),
             (1e39, math.inf)]  # fmt: skip
 TABLE = np.ones((3, 3), bool)
+HEAD = {"hidden": torch.ones(9, 4), "weight": torch.ones(5, 4), "labels": torch.zeros(9, dtype=torch.int64)}
 CALLS = {
     "Packing": (cp.Packing, {"lengths": [3]}, {"lengths": NO_LIST}),
     "Packing.from_cu_seqlens": (cp.Packing.from_cu_seqlens, {"cu_seqlens": [0, 5]}, {
@@ -373,6 +374,18 @@ CALLS = {
     "token_loss": (cp.token_loss, {"losses": torch.ones(9), "weights": BATCH}, {
         "losses": NO_LOSSES, "weights": NO_WEIGHTS, "group": ANY_GROUP, "averaged_gradients": NO_FLAG,
         "num_tokens": optional(NO_INTEGER)}),
+    "linear_cross_entropy": (cp.linear_cross_entropy, HEAD, {
+        "hidden": no_tensor(torch.ones(9, 4), fewer=False), "weight": no_tensor(torch.ones(5, 4), fewer=False),
+        "labels": [None, 5, True, "abc", [0] * 9, NESTED, torch.ones(9), torch.zeros(8, dtype=torch.int64),
+                   torch.zeros(9, 1, dtype=torch.int64), torch.zeros(9, dtype=torch.int32), ON_META, object()],
+        "bias": optional(no_tensor(torch.ones(5))), "chunk_rows": [*NO_INTEGER, 0], "scale": NO_NUMBER,
+        "softcap": optional([*NO_NUMBER, 0.0, -1.0]), "ignore_index": [None, True, 1.5, "1", [1]]}),
+    "run_in_chunks": (lambda **given: cp.run_in_chunks(**given | {
+        "module": given["module"]() if given["module"] is torch.nn.Identity else given["module"]}),
+        {"module": torch.nn.Identity, "chunk_rows": 2}, {
+            "module": [None, 5, True, "mlp", [], torch.ones(2), torch.nn.Linear, cp.attention],
+            "chunk_rows": [*NO_INTEGER, 0]}),
+    "saved_on_host": (cp.saved_on_host, {}, {"min_bytes": [*NO_INTEGER, -1]}),
     "reduce_gradients": (cp.reduce_gradients, {"parameters": [torch.ones(2, requires_grad=True)]}, {
         "parameters": NO_PARAMETERS, "group": ANY_GROUP}),
     "relayout": (cp.relayout, {"local": ones(2), "source": ALONE, "target": ALONE}, {
