@@ -1,5 +1,6 @@
 """Logits of a few rows at a time (`logit_rows`): wrappers of models, log-probabilities, and what is refused."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_cp.batch import memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from tests.limits import limit
-from tests.transformers_cases import build, over_ranks, stock, wide, worst_gradient
+from tests.transformers_cases import build, gradients_of, over_ranks, stock, summed, wide, worst_gradient
 
 LENGTHS = (37, 1, 22)
 CLOSE = 2e-12
@@ -108,6 +109,26 @@ def test_log_probabilities_and_their_gradients(temperature):
         found.append((log_probs.detach(), {name: each.grad for name, each in model.named_parameters()}))
     assert (found[0][0] - found[1][0]).abs().max() < CLOSE
     assert worst_gradient(found[1][1], found[0][1])[0] < CLOSE
+
+
+def test_log_probabilities_of_sequences_that_branch():
+    tokens = tokens_of().numpy()
+    tree = Packing.from_sequences([tokens[:20], [*tokens[:12], *tokens[30:45]], [*tokens[:12], *tokens[50:55]]])
+
+    stock_model = build("Llama")
+
+    def main(group, rows):
+        model = copy.deepcopy(stock_model)
+        cp = enable_context_parallel(model, group, logit_rows=rows)
+        batch = cp.shard(tree)
+        log_probs = token_log_probs(model(**batch).logits, batch, temperature=0.7)
+        whole = cp.gather(log_probs, batch, are_labels=True)
+        log_probs.square().sum().backward()
+        return whole.detach(), gradients_of(model)
+
+    expected, found = ([*zip(*run_ranks(main, 2, rows), strict=True)] for rows in (None, 3))
+    assert (expected[0][0] - found[0][0]).abs().max() < CLOSE
+    assert worst_gradient(summed(found[1]), summed(expected[1]))[0] < CLOSE
 
 
 def in_chunks(model):
