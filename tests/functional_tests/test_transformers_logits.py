@@ -113,7 +113,9 @@ def test_log_probabilities_and_their_gradients(temperature):
 
 def test_log_probabilities_of_sequences_that_branch():
     tokens = tokens_of().numpy()
-    tree = Packing.from_sequences([tokens[:20], [*tokens[:12], *tokens[30:45]], [*tokens[:12], *tokens[50:55]]])
+    tree = Packing.from_sequences(
+        [tokens[:20], [*tokens[:12], *tokens[30:45]], [*tokens[:12], *tokens[50:55]]], min_shared=2
+    )
 
     stock_model = build("Llama")
 
