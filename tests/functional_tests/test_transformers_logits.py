@@ -47,6 +47,20 @@ def test_gradients_are_those_of_all_logits(changed):
     assert worst_gradient(found[2], expected[2])[0] < CLOSE
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_bf16_is_as_near_as_with_all_logits(weights):
+    tokens, exact = tokens_of(), build("Gemma2", dtype=torch.float32)
+    autocast, given = torch.bfloat16 if weights == torch.float32 else None, copy.deepcopy(exact).to(weights)
+    expected = over_ranks(exact, tokens, LENGTHS, 2)
+    errors = []
+    for rows in (None, 7):
+        found = over_ranks(given, tokens, LENGTHS, 2, autocast, logit_rows=rows)
+        gradients = [torch.cat([each[name].flatten() for name in sorted(each)]) for each in (found[2], expected[2])]
+        errors.append(((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item())
+        assert abs(found[0] - expected[0]) < 2e-3
+    assert errors[1] < 1.1 * errors[0]
+
+
 def on_the_head(model):
     """Returns the model with an adapter that adds to its logits."""
     from peft import LoraConfig, get_peft_model
@@ -113,10 +127,8 @@ def test_log_probabilities_and_their_gradients(temperature):
 
 def test_log_probabilities_of_sequences_that_branch():
     tokens = tokens_of().numpy()
-    tree = Packing.from_sequences(
-        [tokens[:20], [*tokens[:12], *tokens[30:45]], [*tokens[:12], *tokens[50:55]]], min_shared=2
-    )
-
+    sequences = [tokens[:20], [*tokens[:12], *tokens[30:45]], [*tokens[:12], *tokens[50:55]]]
+    tree = Packing.from_sequences(sequences, min_shared=2)
     stock_model = build("Llama")
 
     def main(group, rows):
@@ -166,10 +178,12 @@ def test_levers_together(monkeypatch, name, changed):
 
 
 def steps_with_fsdp(world, separately):
-    """Returns loss, logits and gradients under FSDP2, whose last group of parameters has the head or not."""
+    """Returns loss, logits and gradients under FSDP2, where the head and each MLP are shards of their own or not."""
     mesh, own = init_device_mesh("cpu", (world.size,)), build("Gemma2", tie_word_embeddings=False)
     cp = enable_context_parallel(own, mesh, logit_rows=7)
-    for each in (*own.model.layers, *((own.lm_head,) if separately else ()), own):
+    own = in_chunks(own)
+    apart = [own.lm_head, *(layer.mlp for layer in own.model.layers)] if separately else []
+    for each in (*apart, *own.model.layers, own):
         fully_shard(each, mesh=mesh)
     tokens = tokens_of()
     for _ in range(2):
@@ -193,3 +207,17 @@ def test_fsdp_equals_the_stock_class(separately):
     assert abs(found[0] - loss) < CLOSE
     assert (found[1] - logits).abs().max() < CLOSE
     assert worst_gradient(found[2], gradients)[0] < CLOSE
+
+
+def parts_of_a_module(world):
+    mesh, own = init_device_mesh("cpu", (world.size,)), build("Gemma2")
+    cp = enable_context_parallel(own, mesh)
+    for layer in in_chunks(own).model.layers:
+        fully_shard(layer.mlp.down_proj, mesh=mesh)
+    batch = cp.shard({"input_ids": tokens_of()[None], "lengths": list(LENGTHS)})
+    with pytest.raises(ArgumentError, match="one whose parts gather their own weights"):
+        own(**batch)
+
+
+def test_a_module_whose_parts_are_sharded_is_refused():
+    run_ranks(parts_of_a_module, 2, kind="processes", timeout=limit(60))
