@@ -121,10 +121,11 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> T
         remedy = "Shard the whole module, or none of it."
         raise ArgumentError("module", "modules inside that FSDP shards by themselves", "none in chunks", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
+    leading = rows.ndim - 1  # the function below lives until backward, and would keep the rows
 
     def of_chunk(chunk: Tensor) -> Tensor:
         found = stock(module, chunk if axis is None else chunk.unsqueeze(axis), *args, **named)
-        if not isinstance(found, Tensor) or found.shape[: rows.ndim - 1].numel() != len(chunk):
+        if not isinstance(found, Tensor) or found.shape[:leading].numel() != len(chunk):
             given = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ArgumentError("module", f"one that returns {given}", "one that returns a tensor with a row for each")
         return found if axis is None else found.squeeze(axis)
