@@ -187,8 +187,8 @@ def test_a_step_takes_the_memory_that_is_predicted(given, monkeypatch):
     assert found.host == to_host
 
 
-def test_norms_and_activations_that_are_not_fused_take_more(monkeypatch):
-    """The formula is that of fused ones, which save only what they are given; the stock model's are not."""
-    given = Case(20_000, logit_rows=64)
+@pytest.mark.parametrize("given", [Case(20_000, logit_rows=64), Case(500, logit_rows=64)])
+def test_norms_and_activations_that_are_not_fused_take_more(given, monkeypatch):
+    """The formula is that of fused ones, which save only what they are given; the stock model's take 1.22 and 1.31."""
     peak, _ = measured(given, monkeypatch, make=lambda model: model)
-    assert 1.1 < peak / predicted(given).activations < 1.3
+    assert 1.2 < peak / predicted(given).activations < 1.33
