@@ -123,9 +123,9 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> A
         remedy = "Let FSDP shard the whole module; with ZeRO-3, recompute whole layers instead."
         raise ArgumentError("module", "one whose parts gather their own weights", "weights in one place", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
-
     shapes: list[bool] = []  # True for results with the axis of one beside that of rows
 
+    # It lives until backward, so it must not keep `rows`.
     def of_chunk(chunk: Tensor) -> Any:
         found = stock(module, chunk if axis is None else chunk.unsqueeze(axis), *args, **named)
         shapes[:], parts = [], []

@@ -131,7 +131,7 @@ def _check_hosts(args: argparse.Namespace) -> None:
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> None:
     for name in names:
         if getattr(args, name) is not None:
-            raise ArgumentError(f"--{name}", getattr(args, name), f"only {allowed}")
+            raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), f"only {allowed}")
 
 
 def _of_one_size(args: argparse.Namespace, cp: int, layers: dict[LayerShape, int]) -> Report:

@@ -36,8 +36,15 @@ def sum_in_chunks(
         parameters: all other tensors whose gradients the function has.
         chunk_rows: the rows of a chunk.
     """
-    found: Tensor = _Sum.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
+    # What a chunk saves is used at once, and gradients of the sum first in backward: hooks that send what is saved to
+    # the host would only cost time.
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        found: Tensor = _Sum.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
     return found
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 @no_compile
@@ -137,6 +144,18 @@ class _Gradients:
             else:
                 before += each
 
+    def given_away(self) -> list[Tensor | None]:
+        """Returns the gradients, without keeping them, for `taken`."""
+        found, self.rows, self._sums = [self.rows, *self._sums], None, []
+        return found
+
+    def taken(self, gradients: Sequence[Tensor | None], factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the result of gradients that were given away, without keeping them."""
+        self.rows, *self._sums = gradients
+        found = self.result(factor)
+        self.given_away()
+        return found
+
     def result(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Returns the gradient of each input, None for those that are not wanted or not used."""
         sums = iter(self._sums)
@@ -170,12 +189,14 @@ class _Sum(torch.autograd.Function):
                 gradients.add((share,), None, leaf, at)
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
+        # Autograd frees what is saved once backward has run. An attribute would live as long as the loss.
+        ctx.save_for_backward(*gradients.given_away())
         return total
 
     @staticmethod
     @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.gradients.result(gradients[0])
+        return None, *ctx.gradients.taken(ctx.saved_tensors, gradients[0])
 
 
 class _Rows(torch.autograd.Function):

@@ -127,6 +127,41 @@ def test_the_length_that_is_said_to_fit_does(fit, batch):
         assert printed(*shape, "--lengths", lengths, *recompute)[1]["fits"] == fits
 
 
+LEVERS = ["--whole", "--model", "llama3-8b", "--cp", "8", "--layout", "contiguous", "--sharding", "zero3"]
+
+
+def test_levers_of_memory_say_what_fits_with_them_and_what_they_cost():
+    shape = [*LEVERS, "--recompute", "selective", "--fit", "80GiB"]
+    out, found = printed(*shape, "--lengths", "65536")
+    levers = found["levers"]
+    assert levers[0]["longest"] == found["longest"]
+    assert levers[0]["total"] == sum(found["best"]["bytes"].values())
+    assert [lever["longest"] for lever in levers] == sorted(lever["longest"] for lever in levers)
+    costs = [(lever["more_products"], lever["host_bytes"]) for lever in levers]
+    assert costs[:2] == [(0, 0), (0, 0)]
+    assert costs == sorted(costs)
+    table = out.split("levers of memory")[1].splitlines()
+    flags = []
+    for lever, line in zip(levers, table[1:], strict=False):
+        name = lever["name"] if lever in levers[:2] else f"and {lever['name']}"
+        assert line.split("  ")[0] == name
+        assert f" {lever['longest']} " in line
+        flags += lever["name"].split() if lever is not levers[0] else []
+        # A flag that is given again counts, as --recompute full.
+        asked = [*shape, *flags]
+        for share, fits in ((1.0, True), (1.1, False)):
+            again = printed(*asked, "--lengths", str(int(share * lever["longest"])))[1]
+            assert again["fits"] == fits, (lever["name"], share)
+        same = printed(*asked, "--lengths", "65536")[1]["best"]
+        assert (same["bytes"], same["host_bytes"]) == (lever["bytes"], lever["host_bytes"])
+
+
+def test_levers_that_make_a_job_fit_are_among_the_remedies():
+    out, found = printed(*LEVERS, "--lengths", "262144", "--fit", "40GiB", "--recompute", "selective")
+    assert [lever["fits"] for lever in found["levers"]] == [False, False, False, True, True]
+    assert out.splitlines()[0].endswith(" or --logit-rows 1024 --mlp-rows 1024 --recompute full.")
+
+
 def test_a_size_has_a_line_and_hosts_that_are_far_apart_cost_time():
     out, found = printed("--cp", "2,4,8", "--layer", "gdn", "--model", "qwen3-next", *BATCH)
     assert list(found["sizes"]) == ["2", "4", "8"]
@@ -151,6 +186,10 @@ def test_a_size_has_a_line_and_hosts_that_are_far_apart_cost_time():
         (["--whole", "--pp", "49"], "--pp: got 49; allowed: stages that divide 48 layers"),
         (["--whole", "--recompute", "ops"], "--recompute: got 'ops'; allowed: none or selective or full"),
         (["--whole", "--recompute", "ops", "--sharding", "zero3"], "with these layers. ops is known only for"),
+        (["--logit-rows", "8"], "--logit-rows: got 8; allowed: only with --whole"),
+        (["--saved-on-host"], "--saved-on-host: got True; allowed: only with --whole"),
+        (["--whole", "--saved-on-host"], "--saved-on-host: got True; allowed: only with recompute full"),
+        (["--whole", "--mlp-rows", "0"], "--mlp-rows"),
         (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--layer", "gdn"], "--layer: got 'gdn'; allowed: only without --whole"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_cp.apps.estimate.job_memory import MARGIN
@@ -74,6 +74,9 @@ def _nearest(args: argparse.Namespace, rows: list[ModelPlan], limit: float, data
     remedies = ["more ranks (--cp, --tp, --pp, --ep or --replicas)"]
     remedies += ["--sharding zero3"] * (near.job.sharding != "zero3")
     remedies += ["--recompute full"] * (near.job.recompute != FULL)
+    levers = data["levers"]
+    enough = next((number for number, lever in enumerate(levers) if lever["fits"]), 0)
+    remedies += [" ".join(lever["name"] for lever in levers[1 : enough + 1])] * bool(enough)
     if fixed >= (1 - MARGIN) * limit:
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
@@ -84,9 +87,9 @@ def _nearest(args: argparse.Namespace, rows: list[ModelPlan], limit: float, data
 
 def answer_lines(
     args: argparse.Namespace, model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[ModelPlan],
-    best: ModelPlan | None,
+    best: ModelPlan | None, levers: Sequence[Mapping[str, Any]],
 ) -> list[str]:  # fmt: skip
-    """Returns the lines on model, pack, machine and job, with the table of candidates."""
+    """Returns the lines on model, pack, machine and job, with the tables of candidates and of levers of memory."""
     job, middle = (best or rows[0]).job, sorted(lengths)[len(lengths) // 2]
     drawn = "given" if args.lengths is not None else f"drawn from the corpus {args.corpus}"
     drawn += " and scaled" if args.lengths is None and args.tokens_per_rank is not None else ""
@@ -103,10 +106,14 @@ def answer_lines(
         "",
         *_table(rows, best),
         "",
+        *_lever_table(levers),
+        "",
         "Times are milliseconds of one pack in all attention and linear layers of the model, forward and backward, on "
         "a rank. attention, linear: kernels of the mean rank; exposed: transfers that no kernel overlaps; imbalance: "
         "kernels of the busiest rank beyond the mean. Memory counts parameters, gradients, optimizer, activations, "
-        "buffers, and 2.8 GiB for CUDA and its libraries.",
+        "buffers, and 2.8 GiB for CUDA and its libraries. A lever counts with those above it; operations are products "
+        "with weights, beyond those of the job as given, as a part of a step's; the host is sent its bytes and sends "
+        "them back, once a step.",
     ]
 
 
@@ -126,10 +133,28 @@ def _table(rows: list[ModelPlan], best: ModelPlan | None) -> list[str]:
                 f"{row.memory.total / 2**30:.1f}", "<-" if row is best else "",
             ]
         )  # fmt: skip
+    return _aligned(cells, left=range(1, len(left) + 1))
+
+
+def _lever_table(levers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what more and more levers leave of the memory, the cheapest first, and what they cost."""
+    cells = [["levers of memory", "GiB a rank", "tokens that fit", "more operations", "to the host"]]
+    for number, lever in enumerate(levers):
+        cells.append(
+            [
+                ("and " if number > 1 else "") + lever["name"], f"{lever['total'] / 2**30:.1f}",
+                f"{lever['longest']}", f"{lever['more_products']:.0%}", size(int(lever["host_bytes"])),
+            ]
+        )  # fmt: skip
+    return _aligned(cells, left=range(1))
+
+
+def _aligned(cells: Sequence[Sequence[str]], left: range) -> list[str]:
+    """Returns a line for each row; the columns in `left` begin at the left."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if 1 <= number <= len(left) else cell.rjust(width)
+            cell.ljust(width) if number in left else cell.rjust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells

@@ -14,7 +14,8 @@ import numpy as np
 
 from megatron_cp.apps.estimate.answer import answer_lines, verdict_lines
 from megatron_cp.apps.estimate.job import GRADIENTS, SHARDINGS, Job
-from megatron_cp.apps.estimate.job_memory import MARGIN, RUNTIME_BYTES
+from megatron_cp.apps.estimate.job_memory import MARGIN, RUNTIME_BYTES, RankMemory, memory_of
+from megatron_cp.apps.estimate.levers import repeated_products, with_levers
 from megatron_cp.apps.estimate.mixers import LinearMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import FULL, RECOMPUTATION
@@ -27,13 +28,19 @@ from megatron_cp.plan import AUTO, MODES
 from megatron_cp.planner import CHOICES, Machine, described, layout_by_name, machine, require
 
 _MOST_TRIES, _ROUNDED = 5, 1024  # tries to find a length that fits; it is a multiple of so many tokens
+_CLOSE = 1.02  # times a length that fits: a longer one is not tried
 _SIZES = {
     "replicas": "data-parallel size; weights and optimizer are sharded over these ranks too",
     "tp": "tensor-parallel size, with sequence parallelism",
     "pp": "pipeline stages",
     "ep": "expert-parallel size",
 }
-WHOLE = ("fit", "sharding", "recompute", "gradients", *_SIZES)
+_LEVERS = {
+    "logit_rows": "the head computes logits of N rows at a time, as enable_context_parallel(logit_rows=N)",
+    "mlp_rows": "MLPs run on N rows at a time, as run_in_chunks(mlp, N), and again in backward",
+}
+_OF_JOBS = ("sharding", "recompute", "gradients", *_SIZES, *_LEVERS, "saved_on_host")
+WHOLE = ("fit", *_OF_JOBS)
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout", "latent_mode",
@@ -77,6 +84,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=RECOMPUTATION,
         help="with --whole: recomputation (default: selective, or full if that does not fit; ops is torchtitan's)",
     )
+    for name, words in _LEVERS.items():
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=positive, metavar="N", help=f"with --whole: {words} (default: all rows)")
+    group.add_argument(
+        "--saved-on-host", action="store_const", const=True,
+        help="with --whole and --recompute full: the inputs of layers are in host memory, as by saved_on_host()",
+    )  # fmt: skip
 
 
 def run_whole(args: argparse.Namespace) -> Report:
@@ -106,6 +120,7 @@ def run_whole(args: argparse.Namespace) -> Report:
     best = min(fitting, key=lambda row: (row.job.cp, row.milliseconds), default=None)
     milliseconds = (time.perf_counter() - started) * 1e3
     chosen = best or min(rows, key=lambda row: row.memory.total)
+    levers = _levers(args, model, on, chosen, lengths, limit)
     data = {
         "model": model.name, "source": model.source,
         "parameters": model.parameters, "active_parameters": model.active_parameters,
@@ -114,17 +129,18 @@ def run_whole(args: argparse.Namespace) -> Report:
         "memory_limit": limit, "margin": MARGIN, "fits": best is not None,
         "take_this": best.flags if best else None,
         "best": _as_json(chosen, limit), "rows": [_as_json(row, limit) for row in rows],
-        "longest": _longest(args, model, on, chosen, lengths, limit), "plan_ms": milliseconds,
+        "levers": levers, "longest": levers[0]["longest"], "plan_ms": milliseconds,
     }  # fmt: skip
     verdict = data["verdict"] = verdict_lines(args, rows, best, limit, data)
-    return Report("\n".join([*verdict, "", *answer_lines(args, model, lengths, on, rows, best)]), data, fits=bool(best))
+    text = [*verdict, "", *answer_lines(args, model, lengths, on, rows, best, levers)]
+    return Report("\n".join(text), data, fits=bool(best))
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[ModelPlan]:
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     # `--scheme` names a scheme of attention, or the mode of linear layers.
     scheme, mode = (AUTO, args.scheme) if args.scheme in MODES else (args.scheme or AUTO, AUTO)
-    given = {name: getattr(args, name) for name in (*_SIZES, "sharding", "gradients", "recompute")}
+    given = {name: getattr(args, name) for name in _OF_JOBS}
     rows = []
     for cp, name in itertools.product(args.cp, names):
         if cp == 1 and name != names[0]:
@@ -158,7 +174,7 @@ def _row(
     return row
 
 
-_NAMES = ("cp", "layout", "recompute", "tp", "pp", "ep", "replicas", "sharding", "gradients", "gpus")
+_NAMES = ("cp", "layout", *_OF_JOBS, "gpus")
 
 
 def _as_json(row: ModelPlan, limit: float) -> dict[str, Any]:
@@ -169,8 +185,32 @@ def _as_json(row: ModelPlan, limit: float) -> dict[str, Any]:
             for plan, count in row.plans
         ],
         "milliseconds": {**row.parts, "layers": row.milliseconds},
-        "bytes": dict(vars(row.memory)), "fits": row.memory.fits(limit), "flags": row.flags,
+        **_bytes(row.memory), "fits": row.memory.fits(limit), "flags": row.flags,
     }  # fmt: skip
+
+
+def _bytes(memory: RankMemory) -> dict[str, Any]:
+    on_device = dict(vars(memory))
+    return {"host_bytes": on_device.pop("host"), "bytes": on_device}
+
+
+def _levers(
+    args: argparse.Namespace, model: ModelSpec, on: Machine, row: ModelPlan, lengths: Sequence[int], limit: float
+) -> list[dict[str, Any]]:
+    """Returns what a candidate takes with more and more levers of memory, and what these cost."""
+    found = []
+    for name, job in with_levers(model, row.job):
+        memory = memory_of(model, row.layout, job, row.plans)
+        more = repeated_products(model, job) - repeated_products(model, row.job)
+        longest = _longest(args, model, on, replace(row, job=job, memory=memory), lengths, limit)
+        of_job = {key: getattr(job, key) for key in (*_LEVERS, "recompute", "saved_on_host")}
+        found.append(
+            {
+                "name": name, **of_job, **_bytes(memory), "total": memory.total, "fits": memory.fits(limit),
+                "longest": longest, "more_products": more,
+            }
+        )  # fmt: skip
+    return found
 
 
 def _longest(
@@ -188,10 +228,13 @@ def _longest(
         growing, room = found.memory.total - fixed, max((1 - MARGIN) * limit - fixed, 0.0)
         tokens = int(min(tokens * room / growing, MAX_TOKENS)) if growing > 0 else 0
         tokens -= tokens % _ROUNDED if tokens > _ROUNDED else 0
-        if args.search or tokens <= max(least, row.job.cp - 1):
+        if args.search:
             return max(tokens if tokens >= row.job.cp else 0, least)
+        # Chunks take memory that does not grow with tokens. Another try must be worth its plan.
+        if tokens <= max(least if found is row else _CLOSE * least, row.job.cp - 1):
+            return least
         edges = np.round(np.cumsum(lengths) / sum(lengths) * tokens).astype(int)
         found = _row(again, model, on, Packing(np.diff(edges, prepend=0)), row.job, limit)
         if found.memory.fits(limit):
-            return tokens
+            least = tokens
     return least

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer
-from megatron_cp.apps.estimate.model_layers import MLP, OPS, RECOMPUTATION
+from megatron_cp.apps.estimate.model_layers import FULL, MLP, OPS, RECOMPUTATION
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.planner import Machine, Topology
@@ -37,6 +37,9 @@ class Job:
         pp: number of pipeline stages. A stage holds as many microbatches as there are stages from it to the end.
         ep: expert-parallel size: ranks among tp * cp * replicas that share the experts.
         gradients: "fp32" or "bf16", in which gradients are summed over microbatches and ranks.
+        logit_rows: rows whose logits are in memory at the same time; None for all. See `sum_in_chunks`.
+        mlp_rows: rows that an MLP runs on at the same time; None for all. See `run_in_chunks`.
+        saved_on_host: True if the inputs of layers that are recomputed are in host memory. See `saved_on_host`.
     """
 
     cp: int
@@ -56,6 +59,9 @@ class Job:
     pp: int = 1
     ep: int = 1
     gradients: str = "fp32"
+    logit_rows: int | None = None
+    mlp_rows: int | None = None
+    saved_on_host: bool = False
 
     def layers_of(self, stage: int, layers: int) -> range:
         """Returns the numbers of a stage's layers, of so many; the last stage has fewer if they do not divide."""
@@ -97,6 +103,15 @@ class Job:
                 raise ArgumentError(name, getattr(self, name), " or ".join(allowed))
         for name in ("replicas", "tp", "pp", "ep"):
             checked_integer(name, getattr(self, name), 1)
+        for name in ("logit_rows", "mlp_rows"):
+            if getattr(self, name) is not None:
+                checked_integer(name, getattr(self, name), 1)
+        if self.saved_on_host and self.recompute != FULL:
+            remedy = "What is moved are the inputs of layers that are recomputed: take full recomputation."
+            raise ArgumentError("saved_on_host", True, f"only with recompute {FULL}", remedy)
+        if self.mlp_rows is not None and self.recompute == OPS:
+            remedy = "An MLP in chunks is recomputed as a whole: ops cannot save some of its products."
+            raise ArgumentError("mlp_rows", self.mlp_rows, f"None with recompute {OPS}", remedy)
         if self.recompute == OPS and self.sharding != "zero3":
             remedy = "ops is PyTorch's selective checkpointing, which goes with its sharding."
             raise ArgumentError("recompute", OPS, "none or selective or full without sharding zero3", remedy)

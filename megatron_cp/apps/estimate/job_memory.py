@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_cp.apps.estimate.job import Job
+from megatron_cp.apps.estimate.mixers import BF16, FP32
 from megatron_cp.apps.estimate.model_layers import FULL
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.layout import Layout
@@ -18,6 +19,9 @@ _GRADIENT = {"fp32": 4, "bf16": 2}  # bytes of a sum; Adam reads fp32, so sums i
 # Bytes of a word's logit while the loss is computed, beside the probability that is saved: Megatron's forward keeps the
 # logit in bf16 and makes the probability in place, its backward the gradient; PyTorch's holds another one in fp32.
 _LOGITS = {"zero3": 6}
+# Bytes of a logit while those of a few rows and their gradients are computed: log-probability and two gradients in
+# fp32. Measured in tests/functional_tests/test_plan_levers.py, where a model in bf16 or in fp32 takes the same.
+_LOGITS_OF_ROWS = 12
 RUNTIME_BYTES = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
 # The part of the memory that must stay free: predictions for published jobs were up to 11 % too low.
 MARGIN = 0.1
@@ -33,16 +37,18 @@ class RankMemory:
         activations: bytes that the forwards of all layers and microbatches in flight save, and the largest working set
             of one layer or the loss.
         buffers: message buffers, and the memory that CUDA and its libraries keep.
+        host: bytes of the host's memory, in which inputs of layers wait for backward; no part of the total.
     """
 
     parameters: float
     optimizer: float
     activations: float
     buffers: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """The sum of all four."""
+        """The sum of all four on the device."""
         return self.parameters + self.optimizer + self.activations + self.buffers
 
     def fits(self, limit: float) -> bool:
@@ -59,22 +65,58 @@ def memory_of(model: ModelSpec, layout: Layout, job: Job, plans: Sequence[tuple[
     working = max([peak_bytes(plan, rank, 2, forward=False) for plan, _ in plans if plan.attend] + kept, default=0)
     of_mean_layer = sum(count * most for (_, count), most in zip(plans, kept, strict=True)) / layers
     buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0) + RUNTIME_BYTES
-    found, tokens = [], int(layout.token_counts[rank]) / job.tp
+    found, tokens, in_rows = [], int(layout.token_counts[rank]) / job.tp, job.mlp_rows is not None
+    recomputed = tokens * model.recomputed_bytes(job.recompute, mlp_in_rows=in_rows)
     for stage in range(job.pp):
         held = job.layers_of(stage, layers)
         kinds = Counter(model.kinds[number] for number in held)
-        saved = sum(
-            count * tokens * model.blocks[kind].saved(model.hidden_size, job.recompute) for kind, count in kinds.items()
+        of_layers = tokens * sum(
+            count * model.blocks[kind].saved(model.hidden_size, job.recompute, mlp_in_rows=in_rows)
+            for kind, count in kinds.items()
         )
-        saved += max(kept, default=0) if job.recompute == FULL else of_mean_layer * len(held)
-        saved *= job.pp - stage  # microbatches in flight, as one forward, one backward (1F1B) has them
-        saved += tokens * model.recomputed_bytes(job.recompute)
-        most = float(working)
-        if stage == job.pp - 1:
-            saved += tokens * model.head_bytes
+        host, in_flight = 0.0, job.pp - stage  # microbatches, as one forward, one backward (1F1B) has them
+        if job.saved_on_host:  # but for the input of the layer that runs, and what it makes
+            host, of_layers = in_flight * of_layers, 2 * tokens * BF16 * model.hidden_size / in_flight
+        saved = of_layers + (max(kept, default=0) if job.recompute == FULL else of_mean_layer * len(held))
+        saved *= in_flight
+        most = max(float(working), *(_mlp_bytes(model, kind, job, tokens) for kind in kinds))
+        if stage < job.pp - 1:
+            saved += recomputed
+        elif job.logit_rows is None:
+            # Backward recomputes after the loss. That the sum counts both is nearer to published jobs.
+            saved += recomputed + tokens * model.head_bytes
             most = max(most, tokens * model.vocab_size * _LOGITS.get(job.sharding, 2))
-        found.append(RankMemory(*_state_bytes(model, job, stage), saved + most, buffers))
+        else:
+            saved += 3 * tokens * BF16 * model.hidden_size  # input and output of the norm, and the output's gradient
+            most = max(recomputed + most, _chunked_loss_bytes(model, job, tokens))
+        if job.saved_on_host and stage == job.pp - 1:  # the head's too, if the loss is computed in the forward
+            host += tokens * (model.head_bytes if job.logit_rows is None else BF16 * model.hidden_size)
+        found.append(RankMemory(*_state_bytes(model, job, stage), saved + most, buffers, host))
     return max(found, key=lambda memory: memory.total)
+
+
+def _chunked_loss_bytes(model: ModelSpec, job: Job, tokens: float) -> float:
+    """Returns the bytes of a loss of a few rows at a time: logits, and the weight's gradient, which chunks add to."""
+    assert job.logit_rows is not None
+    weights = model.vocab_size * model.hidden_size / job.tp
+    rows = min(job.logit_rows / job.tp, tokens)
+    of_chunk = max(rows * model.vocab_size * _LOGITS_OF_ROWS, BF16 * weights)
+    return of_chunk + (FP32 * weights if rows < tokens else 0)
+
+
+def _mlp_bytes(model: ModelSpec, kind: int, job: Job, tokens: float) -> float:
+    """Returns the bytes that the backward of a block's MLP makes: gradients, and in rows also what was not saved."""
+    mlp, hidden_size = model.blocks[kind].mlp, model.hidden_size
+    if mlp is None:
+        return 0.0
+    if job.mlp_rows is None:
+        return tokens * mlp.gradient_bytes
+    rows = min(job.mlp_rows / job.tp, tokens)
+    met, expert = mlp.weights(hidden_size) + mlp.vectors(hidden_size), mlp.expert(hidden_size)
+    weights = (met - mlp.experts_per_token * expert) / job.tp + mlp.experts * expert / job.ep
+    of_chunk = rows * (mlp.saved(hidden_size, selective=False) + mlp.gradient_bytes)
+    sums = FP32 * weights if rows < tokens else 0
+    return tokens * BF16 * hidden_size + max(of_chunk, BF16 * weights) + sums
 
 
 def _parameters(model: ModelSpec, job: Job, stage: int) -> tuple[float, float]:

@@ -63,14 +63,26 @@ class MLP:
             return 0
         return self._products(self.intermediate_size, hidden_size) + self._biases(self.intermediate_size, hidden_size)
 
-    def saved(self, hidden_size: int, *, selective: bool) -> int:
+    def saved(self, hidden_size: int, *, selective: bool, in_rows: bool = False) -> int:
         """Returns the bytes that a token saves between the norm before the MLP and its end: see `Block.saved`."""
-        first = 2 if self.gated else 1  # times the intermediate size, for the activation's backward
+        if in_rows:  # its input, which is the norm's output
+            return BF16 * hidden_size if selective else 0
+        first = self._first  # for the activation's backward
         if not self.experts:
             return BF16 * (first + 1) * self.intermediate_size
         routed = hidden_size + (first + (not selective)) * self.intermediate_size
         shared = (first + 1) * self.shared_size
         return FP32 * self.experts + BF16 * (self.experts_per_token * routed + shared)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a token's gradients, of the first product, that backward makes beside what is saved."""
+        return BF16 * self._first * max(self.experts_per_token, 1) * self.intermediate_size
+
+    @property
+    def _first(self) -> int:
+        """The features of the first product, in intermediate sizes."""
+        return 2 if self.gated else 1
 
     def _products(self, size: int, hidden_size: int) -> int:
         return hidden_size * size * (3 if self.gated else 2)
@@ -115,7 +127,7 @@ class Block:
         expert = self.mlp.expert(hidden_size)
         return met - self.mlp.experts_per_token * expert, self.mlp.experts * expert
 
-    def saved(self, hidden_size: int, recompute: str) -> int:
+    def saved(self, hidden_size: int, recompute: str, *, mlp_in_rows: bool = False) -> int:
         """Returns the bytes that one token's forward saves in bf16, without those that the mixing operations save.
 
         An attention's output and log-sum-exp, and what a linear layer's convolution and recurrence save with its
@@ -144,6 +156,7 @@ class Block:
                 outputs of norms before projections (h each), activations of routed experts (e i), gated norms of gdn
                 and kda (o); "full" recomputes all of a block but its input, h; "ops" recomputes keys, output projection
                 and up projection, and all that is no product.
+            mlp_in_rows: True if the MLP runs on a few rows at a time, and saves only its input, h.
         """
         if recompute == FULL:
             return BF16 * hidden_size
@@ -153,7 +166,10 @@ class Block:
         # A norm saves its input. Its output is saved as the input of the product behind it.
         norms = len(self.parts) * ((1 if selective else 2) + self.post_norms) * hidden_size
         mixer = self.mixer.saved(selective=selective) if self.mixer else 0
-        return BF16 * norms + mixer + (self.mlp.saved(hidden_size, selective=selective) if self.mlp else 0)
+        return BF16 * norms + mixer + self._saved_by_mlp(hidden_size, selective, mlp_in_rows)
+
+    def _saved_by_mlp(self, hidden_size: int, selective: bool, in_rows: bool) -> int:
+        return self.mlp.saved(hidden_size, selective=selective, in_rows=in_rows) if self.mlp else 0
 
     def _saved_by_ops(self, hidden_size: int) -> int:
         """Returns the features of the input and of the products that "ops" saves: q, v, gate and down.

@@ -120,6 +120,7 @@ class ModelPlan:
             which the busiest rank's kernels exceed those of the mean.
         memory: bytes of a rank.
         plans: the plan of each kind of layer, with how often it occurs.
+        layout: the tokens of the pack that each context-parallel rank holds.
         schemes: value of `--cp-comm-type` for each of the model's blocks; the default for those without attention.
         head_chunks: value of `--cp-head-chunks`; None to leave it out.
     """
@@ -128,6 +129,7 @@ class ModelPlan:
     parts: Mapping[str, float]
     memory: RankMemory
     plans: tuple[tuple[Plan, int], ...]
+    layout: Layout
     schemes: tuple[str, ...] = ()
     head_chunks: int | None = None
 
@@ -191,7 +193,7 @@ def plan_model(model: ModelSpec, layout: Layout, job: Job, on: Machine, topology
         for name, milliseconds in _parts(plan, job, on, topology).items():
             parts[name] += count * milliseconds
     memory = memory_of(model, layout, job, plans)
-    return ModelPlan(job, parts, memory, plans, _schemes(model, slots, plans), head_chunks)
+    return ModelPlan(job, parts, memory, plans, layout, _schemes(model, slots, plans), head_chunks)
 
 
 def _parts(plan: Plan, job: Job, on: Machine, topology: Topology) -> dict[str, float]:

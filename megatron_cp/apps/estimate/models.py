@@ -159,10 +159,11 @@ class ModelSpec:
         """The bytes that a token saves in the final norm and the loss: 2 h, and a probability of 4 bytes a word."""
         return 2 * BF16 * self.hidden_size + FP32 * self.vocab_size
 
-    def recomputed_bytes(self, recompute: str) -> int:
+    def recomputed_bytes(self, recompute: str, *, mlp_in_rows: bool = False) -> int:
         """Returns the bytes of one token that backward recomputes for one block at a time, at most."""
         sizes = (
-            block.saved(self.hidden_size, NONE) - block.saved(self.hidden_size, recompute)
+            block.saved(self.hidden_size, NONE, mlp_in_rows=mlp_in_rows)
+            - block.saved(self.hidden_size, recompute, mlp_in_rows=mlp_in_rows)
             for block in dict.fromkeys(self.blocks)
         )
         return max(sizes)

@@ -1,15 +1,18 @@
 """Levers of memory: the same numbers as without them, what they keep, and what they refuse."""
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 
 from megatron_cp import ArgumentError, linear_cross_entropy, run_in_chunks, saved_on_host
 from megatron_cp.batch import memory
+from megatron_cp.executor.chunks import sum_in_chunks
 from tests.peak_memory import PeakMemory
 
 HIDDEN, VOCABULARY = 16, 53
@@ -195,3 +198,52 @@ def test_what_is_saved_moves_to_the_host_but_for_weights_and_small_tensors(monke
         found.append([each.grad for each in module.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert {tuple(each.shape) for each in moved} == ({(64, 32)} if autocast else {(64, 8), (64, 32)})
+
+
+def losses_of_rows(rows, weight, labels):
+    return functional.cross_entropy(functional.linear(rows, weight).float(), labels, reduction="sum")
+
+
+def test_gradients_of_a_loss_leave_with_its_backward_though_the_loss_stays():
+    hidden, weight, labels, _ = head_of(64, torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    with PeakMemory() as memory:
+        loss = sum_in_chunks(
+            lambda rows, labels: losses_of_rows(rows, weight, labels), hidden, labels, parameters=[weight], chunk_rows=5
+        )
+        found = [torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2)]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        del found
+        held = memory.live
+        torch.autograd.grad(loss, leaves)
+    assert held - memory.live == hidden.numel() * 2 + weight.numel() * 4
+    assert memory.live <= 8  # the loss and the gradient of it
+
+
+def test_hooks_of_a_loss_are_not_called():
+    hidden, weight, labels, _ = head_of(64, torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        loss = sum_in_chunks(
+            lambda rows, labels: losses_of_rows(rows, weight, labels), hidden.requires_grad_(), labels,
+            parameters=[weight.requires_grad_()], chunk_rows=5,
+        )  # fmt: skip
+    loss.backward()
+    assert hidden.grad is not None
+    assert not saved
+
+
+@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8)])
+def test_recomputation_frees_the_rows_of_a_module_in_chunks(shape):
+    module, kept = run_in_chunks(mlp(), 5), []
+
+    def layer(x):
+        rows = x * 2
+        kept.append(weakref.ref(rows))
+        return module(rows)
+
+    x = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    assert kept[0]() is None
+    out.sum().backward()
+    assert x.grad is not None

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from megatron_cp.apps.estimate.job import SHARDINGS, Job
+from megatron_cp.apps.estimate.levers import repeated_products, with_levers
 from megatron_cp.apps.estimate.mixers import AttentionMixer
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_layers import MLP, Block
@@ -80,6 +81,74 @@ def test_memory_is_near_what_torchtitan_measured():
     assert found / 2**30 == pytest.approx(84.0, rel=0.15)
 
 
+TOKENS, WORDS, FEATURES = 8192, LLAMA.vocab_size, LLAMA.hidden_size
+
+
+def test_logits_of_a_few_rows_save_no_probabilities_but_sum_the_weights_gradient():
+    found = {rows: one(recompute="none", logit_rows=rows).memory for rows in (None, 1024, 4096, TOKENS)}
+    saved = found[None].activations - TOKENS * (4 * FEATURES + (4 + 2) * WORDS)
+    for rows, sums in ((1024, 4), (4096, 4), (TOKENS, 0)):  # bytes of a sum; one chunk needs none
+        expected = saved + TOKENS * 6 * FEATURES + 12 * rows * WORDS + sums * WORDS * FEATURES
+        assert found[rows].activations == pytest.approx(expected, rel=1e-9)
+    halves = [one(recompute="none", logit_rows=1, tp=tp).memory.activations for tp in (1, 2)]
+    assert halves[1] == pytest.approx(halves[0] / 2, rel=0.01)
+    other = [planned(LLAMA, 1, pp=2, logit_rows=rows).memory.total for rows in (None, 1)]
+    assert other[1] <= other[0]
+
+
+FEW_WORDS = dataclasses.replace(LLAMA, vocab_size=1000)
+
+
+def test_mlps_of_a_few_rows_save_their_input_and_sum_the_gradients_of_weights():
+    given = {"recompute": "none", "logit_rows": 1}
+    found = {rows: one(FEW_WORDS, mlp_rows=rows, **given).memory.activations for rows in (None, 256, 4096, TOKENS)}
+    mlp = LLAMA.blocks[0].mlp
+    weights, size, saved = mlp.weights(FEATURES), mlp.intermediate_size, 32 * TOKENS * 6 * mlp.intermediate_size
+    # Gated: a row saves three intermediate sizes, and has two of gradients.
+    assert found[None] - found[256] == saved + TOKENS * 4 * size - TOKENS * 2 * FEATURES - (2 + 4) * weights
+    assert found[4096] - found[256] == 4096 * 10 * size - 2 * weights
+    assert found[TOKENS] - found[4096] == 4096 * 10 * size - 4 * weights
+    again = [one(FEW_WORDS, recompute="full", logit_rows=1, mlp_rows=rows).memory.activations for rows in (None, 256)]
+    assert again[0] - again[1] == found[None] - found[256] - saved * 31 / 32  # of a layer, which is there once
+
+
+def test_experts_that_run_on_a_few_rows_are_summed_on_the_ranks_that_have_them():
+    few_words = dataclasses.replace(NEXT, vocab_size=1000)
+    found = [
+        one(few_words, recompute="none", logit_rows=1, mlp_rows=1, replicas=8, ep=ep).memory.activations
+        for ep in (1, 8)
+    ]
+    experts = 512 * NEXT.blocks[0].mlp.expert(NEXT.hidden_size)
+    assert found[0] - found[1] == pytest.approx((2 + 4) * experts * 7 / 8)
+
+
+def test_inputs_on_the_host_leave_the_device():
+    near, far = (one(recompute="full", logit_rows=1, saved_on_host=host).memory for host in (False, True))
+    layer = TOKENS * 2 * FEATURES
+    assert near.host == 0
+    assert far.host == (32 + 1) * layer  # and the input of the last norm
+    assert near.activations - far.activations == 30 * layer  # two are in flight
+    assert far.total == far.parameters + far.optimizer + far.activations + far.buffers
+    # The first of four stages, which holds four microbatches.
+    assert one(FEW_WORDS, recompute="full", pp=4, logit_rows=1, saved_on_host=True).memory.host == 4 * 8 * layer
+
+
+def test_levers_come_in_the_order_of_their_cost():
+    def named(model=LLAMA, **given):
+        return [name for name, _ in with_levers(model, Job(1, "contiguous", **given))]
+
+    rows, mlps, full, host = "--logit-rows 1024", "--mlp-rows 1024", "--recompute full", "--saved-on-host"
+    assert named() == ["as given", rows, mlps, full, host]
+    assert named(logit_rows=8, recompute="full") == ["as given", mlps, host]
+    assert named(mlp_rows=8, recompute="full", saved_on_host=True) == ["as given", rows]
+    assert named(recompute="ops") == ["as given", rows, full, host]
+    assert named(dataclasses.replace(LLAMA, blocks=(Block(FULL),))) == ["as given", rows, full, host]
+    jobs = [job for _, job in with_levers(LLAMA, Job(1, "contiguous"))]
+    layer, mlp, head = LLAMA.blocks[0].weights(FEATURES), LLAMA.blocks[0].mlp.weights(FEATURES), WORDS * FEATURES
+    each = [repeated_products(LLAMA, job) * 3 * (32 * layer + head) for job in jobs]
+    assert each == pytest.approx([0, 0, 32 * mlp, 32 * (layer + mlp), 32 * (layer + mlp)])
+
+
 def test_tensor_parallelism_divides_heads_and_memory():
     one, four = planned(LLAMA, 1, replicas=4), planned(LLAMA, 1, tp=4)
     assert four.job.gpus == one.job.gpus
@@ -133,6 +202,10 @@ def test_flags_name_what_was_chosen():
         ("gradients", lambda: planned(LLAMA, 1, gradients="fp8")),
         ("recompute", lambda: planned(LLAMA, 1, recompute="ops")),
         ("recompute", lambda: planned(NEXT, 1, recompute="ops", sharding="zero3")),
+        ("logit_rows", lambda: one(logit_rows=0)),
+        ("mlp_rows", lambda: one(mlp_rows=0)),
+        ("mlp_rows", lambda: one(mlp_rows=8, recompute="ops", sharding="zero3")),
+        ("saved_on_host", lambda: one(saved_on_host=True)),
         ("hosts", lambda: Job(2, "contiguous", tp=2).topology(H100, 2)),
     ],
 )  # fmt: skip

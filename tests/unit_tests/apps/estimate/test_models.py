@@ -215,6 +215,15 @@ def test_saved_features_are_those_of_the_formula(block, none, selective):
     assert model.recomputed_bytes("full") == 2 * (none - 64)
 
 
+@pytest.mark.parametrize("mlp", [MLP(32), MLP(32, gated=False), MIXTURE])
+def test_an_mlp_in_rows_saves_its_input_with_any_recomputation(mlp):
+    block, alone = Block(ATTENTION, mlp), Block(ATTENTION)
+    for how, features in (("none", 2 * 64), ("selective", 2 * 64), ("full", 0)):
+        assert block.saved(64, how, mlp_in_rows=True) == alone.saved(64, how) + 2 * features
+    model = model_of(block)
+    assert model.recomputed_bytes("full", mlp_in_rows=True) == block.saved(64, "none", mlp_in_rows=True) - 2 * 64
+
+
 def test_checkpoints_of_operations_save_every_second_product():
     """torchtitan's policy counts q, k, v, o, gate, up and down, and saves the first, the third and so on."""
     block = Block(ATTENTION, MLP(32))
