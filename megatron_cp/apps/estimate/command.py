@@ -221,20 +221,22 @@ def _longest(
     A second plan confirms that they fit; it is left out if tiles are searched, and the number is then approximate.
     """
     again = argparse.Namespace(**{**vars(args), "recompute": row.job.recompute})
-    tokens, found = sum(lengths), row
+    tokens, found, allowed = sum(lengths), row, (1 - MARGIN) * limit
     least = tokens if row.memory.fits(limit) else 0
+    before, total_before = 0, found.memory.parameters + found.memory.optimizer + RUNTIME_BYTES
     for _ in range(_MOST_TRIES):
-        fixed = found.memory.parameters + found.memory.optimizer + RUNTIME_BYTES
-        growing, room = found.memory.total - fixed, max((1 - MARGIN) * limit - fixed, 0.0)
-        tokens = int(min(tokens * room / growing, MAX_TOKENS)) if growing > 0 else 0
+        # Chunks take memory that does not grow with tokens, so the line goes through the last two plans.
+        slope = (found.memory.total - total_before) / (tokens - before)
+        before, total_before = tokens, found.memory.total
+        tokens = int(min(tokens + (allowed - total_before) / slope, MAX_TOKENS)) if slope > 0 else MAX_TOKENS
         tokens -= tokens % _ROUNDED if tokens > _ROUNDED else 0
         if args.search:
             return max(tokens if tokens >= row.job.cp else 0, least)
-        # Chunks take memory that does not grow with tokens. Another try must be worth its plan.
-        if tokens <= max(least if found is row else _CLOSE * least, row.job.cp - 1):
+        # Another try must be worth its plan.
+        if tokens == before or tokens < row.job.cp or tokens <= (least if found is row else _CLOSE * least):
             return least
         edges = np.round(np.cumsum(lengths) / sum(lengths) * tokens).astype(int)
         found = _row(again, model, on, Packing(np.diff(edges, prepend=0)), row.job, limit)
         if found.memory.fits(limit):
-            least = tokens
+            least = max(least, tokens)
     return least
