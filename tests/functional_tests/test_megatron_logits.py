@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import types
 from functools import partial
 
 import numpy as np
@@ -229,3 +228,102 @@ def test_equals_all_logits_at_once(name, steps):
     errors = tiny.distances(step.gradients, whole.gradients)
     assert all(error <= case.bound for error in errors.values()), list(errors.items())[:4]
     assert max(step.drift.values()) == 0
+
+
+def inputs(batch, labels):
+    given = {"labels": labels, "loss_mask": batch.loss_mask, "packed_seq_params": batch.packed_seq_params}
+    return (batch.tokens, batch.position_ids, None), given
+
+
+def run_apart(kind, rows, *, labels=True, is_prepared=True, is_tree=False, **changes):
+    """Returns what a model returns, as numpy's array."""
+    from megatron_cp.megatron.logits import chunk_logits
+
+    model, config, _ = built(Case(kind, changes=changes), rows)
+    if is_prepared:
+        chunk_logits(model)
+        chunk_logits(model)  # changes nothing
+    align = config.tensor_model_parallel_size
+    batch = tree(model, align) if is_tree else tiny.shards(model, tiny.RAGGED, "zigzag", 0, align=align)
+    given, named = inputs(batch, (batch.targets if is_tree else batch.labels) if labels else None)
+    return model(*given, **named).detach().numpy()
+
+
+def refusal(attempt):
+    try:
+        attempt()
+    except ArgumentError as error:
+        return str(error)
+    return None
+
+
+KINDS = ("gpt", "hybrid_both")
+UNPREPARED = ("gpt", "hybrid", "hybrid_both", "mla")
+IN_TREES = {"sequence_parallel": True, "is_tree": True}
+
+
+def observe_apart(group):
+    tiny.start(tp=2)
+    return {
+        "losses": {kind: [run_apart(kind, rows) for rows in (None, 7)] for kind in KINDS},
+        "logits": {kind: [run_apart(kind, rows, labels=False) for rows in (None, 7)] for kind in KINDS},
+        "unprepared": [refusal(partial(run_apart, kind, 7, is_prepared=False)) for kind in UNPREPARED],
+        "trees": [refusal(partial(run_apart, kind, 7, **IN_TREES)) for kind in KINDS],
+    }
+
+
+@pytest.fixture(scope="module")
+def apart():
+    return run_ranks(observe_apart, 2, kind="processes", timeout=limit(200))
+
+
+@pytest.mark.parametrize("what", ["losses", "logits"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_returns_what_it_returned(kind, what, apart):
+    for rank in apart:
+        whole, found = rank[what][kind]
+        assert whole.shape == found.shape
+        assert np.abs(found - whole).max() <= 1e-12 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("kind", UNPREPARED)
+def test_rejects_a_step_that_would_compute_all_logits(kind, apart):
+    for rank in apart:
+        found = rank["unprepared"][UNPREPARED.index(kind)]
+        assert found is not None
+        assert found.startswith("--logit-rows: got 7; allowed: none for a model that chunk_logits did not change")
+
+
+def test_rejects_trees_with_sequence_parallelism(apart):
+    for rank in apart:
+        for found in rank["trees"]:
+            assert found is not None
+            assert found.startswith("--logit-rows: got 7; allowed: none with --sequence-parallel and trees.")
+
+
+VOCABULARY, LENGTH = 20_000, 1024
+LOGITS = VOCABULARY * LENGTH * 4  # bytes in float32
+
+
+def peak_bytes(group, kind, dtype, rows):
+    """Returns the most bytes that a step's tensors take, forward and backward."""
+    from megatron_cp.megatron.logits import chunk_logits
+
+    tiny.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "VOCABULARY", VOCABULARY)
+        model, *_ = built(Case(kind, dtype=dtype), rows)
+    chunk_logits(model)
+    batch = tiny.shards(model, (LENGTH // 2,) * 2, "zigzag", 0)
+    given, named = inputs(batch, batch.labels)
+    memory = PeakMemory()
+    with memory:
+        (model(*given, **named) * batch.loss_mask).sum().backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gpt", "float32"), ("hybrid_both", "bfloat16")])
+def test_a_step_never_has_all_logits(kind, dtype):
+    whole, found = (run_ranks(peak_bytes, 1, kind, dtype, rows, kind="processes")[0] for rows in (None, 64))
+    assert whole > LOGITS
+    assert found < LOGITS / 2, (whole, found)
