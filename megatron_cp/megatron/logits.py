@@ -30,14 +30,11 @@ def chunk_logits(*models: nn.Module) -> None:
     `megatron_cp.megatron.loss.forward_step` calls it. In a forward step of your own, call it before the model, also on
     pipeline stages without an output layer. It changes the class of a GPTModel or HybridModel, once.
     """
-    for model in models:
-        if getattr(getattr(model, "config", None), "logit_rows", None) is None:
-            continue
-        for module in model.modules():
-            if isinstance(module, GPTModel | HybridModel):
-                setattr(module.config, IN_CHUNKS, True)
-                if not isinstance(module, ChunksLogits):
-                    module.__class__ = _in_chunks(type(module))
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, GPTModel | HybridModel) and getattr(module.config, "logit_rows", None) is not None:
+            setattr(module.config, IN_CHUNKS, True)
+            if not isinstance(module, ChunksLogits):
+                module.__class__ = _in_chunks(type(module))
 
 
 def _in_chunks(stock: type) -> type:

@@ -310,11 +310,9 @@ def unsupported_shards(args: Any, cp_size: int) -> Iterator[ArgumentError]:
     if getattr(args, "use_torch_fsdp2", False) and cp_size > 1:
         remedy = "We have not run torch's FSDP2 in Megatron over context-parallel ranks. Use --use-megatron-fsdp."
         yield ArgumentError("--use-torch-fsdp2", True, "off with --context-parallel-size above 1", remedy)
-    if getattr(args, "logit_rows", None) is not None:
-        for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-            if getattr(args, name, False):
-                remedy = "We have not run an output layer in shards on a few rows at a time."
-                yield ArgumentError("--logit-rows", args.logit_rows, f"none with --{name.replace('_', '-')}", remedy)
+    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "logit_rows", None) is not None:
+        remedy = "Backward would run an output layer whose weights are in shards. Use --use-megatron-fsdp."
+        yield ArgumentError("--logit-rows", args.logit_rows, "none with --use-torch-fsdp2", remedy)
     if getattr(args, "cp_dynamic", False) and getattr(args, "use_megatron_fsdp", False):
         remedy = "We have not run sharded parameters with groups for each batch. Use --use-distributed-optimizer."
         yield ArgumentError("--use-megatron-fsdp", True, "off with --dynamic-context-parallel", remedy)

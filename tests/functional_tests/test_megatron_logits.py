@@ -57,7 +57,7 @@ STAGED = {"pipeline_dtype": torch.float64, "variable_seq_lengths": True}
 FUSED = {"gradient_accumulation_fusion": True}
 MEANS = {"calculate_per_token_loss": False}
 BY_MEGATRON = {"cp_packed_order": "document"}
-# Each chunk's gradient of the weights is rounded to the type before chunks are summed.
+# Gradients of weights are sums over chunks in float32, rounded once; without chunks a product rounds them.
 BF16 = {"dtype": "bfloat16", "bound": 2e-2}
 
 CASES = {
