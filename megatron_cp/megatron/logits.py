@@ -16,7 +16,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from megatron_cp.batch.branched import Targets
 from megatron_cp.errors import ArgumentError
@@ -170,8 +169,9 @@ class ChunkedLogits:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(lambda each: each.full() if isinstance(each, cls) else each, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if not any(isinstance(each, cls) for each in args):
+            return NotImplemented
+        return func(*(each.full() if isinstance(each, cls) else each for each in args), **kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

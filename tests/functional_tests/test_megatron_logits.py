@@ -13,6 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from tests.functional_tests import tiny_megatron as tiny
+from tests.functional_tests.test_megatron_matrix import EXPERTS
 from tests.limits import limit
 from tests.peak_memory import PeakMemory
 from tests.shared import once, selected
@@ -76,6 +77,11 @@ CASES = {
     "bf16, native, hybrid": Case("hybrid_both", changes=NATIVE, **BF16),
     "fused gradients": Case("gpt", changes=FUSED, dtype="float32", bound=2e-6),
     "fused gradients, tied": Case("gpt", changes=FUSED, is_tied=True, dtype="float32", bound=2e-6),
+    "latents": Case("mla"),
+    "chosen keys": Case("dsa_mla", changes={"cp_comm_type": "all_gather"}),
+    "chosen keys, hybrid": Case("hybrid_dsa_mla"),
+    "both in GPT": Case("gpt_gdn"),
+    "experts": Case("gpt", changes=EXPERTS, bound=1e-6),
     "sequences side by side": Case("gpt", how="unpacked", batches="even"),
     "recomputed": Case("gpt", changes={"recompute_granularity": "full", "recompute_method": "uniform",
                                        "recompute_num_layers": 1}),
@@ -186,7 +192,12 @@ def fused_products(case):
 
 
 def observe(group, names):
-    """Returns, by name, the steps without and with chunks, each with the most rows of logits at a time."""
+    """Returns, by name, the steps without and with chunks, each with the most rows of logits at a time.
+
+    And with what multi-token prediction logs: losses, right guesses and labels of each depth.
+    """
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     found = {}
     for name in names:
         case = CASES[name]
@@ -194,12 +205,14 @@ def observe(group, names):
         tiny.start(**sizes)
         found[name] = []
         for rows in (None, case.rows):
+            MTPLossLoggingHelper.tracker.clear()
             with fused_products(case):
                 model, config, seen = built(case, rows)
                 step = tiny.train([model], config, batches_of(model, case, config), optimizes=case.optimizes)
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, max(seen, default=0))
-            found[name].append((step, max(everyone)))
+            logged = {name: v.numpy() for name, v in MTPLossLoggingHelper.tracker.items() if torch.is_tensor(v)}
+            found[name].append((step, max(everyone), logged))
     return found
 
 
@@ -220,7 +233,7 @@ def steps(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_all_logits_at_once(name, steps):
     case = CASES[name]
-    (whole, all_rows), (step, most_rows) = steps[name]
+    (whole, all_rows, expected), (step, most_rows, logged) = steps[name]
     if case.rows < all_rows and name not in WHOLE:
         assert most_rows <= max(case.rows, 2 if case.changes.get("sequence_parallel") else 1)
     assert step.tokens == whole.tokens
@@ -228,6 +241,11 @@ def test_equals_all_logits_at_once(name, steps):
     errors = tiny.distances(step.gradients, whole.gradients)
     assert all(error <= case.bound for error in errors.values()), list(errors.items())[:4]
     assert max(step.drift.values()) == 0
+    assert logged.keys() == expected.keys()
+    assert bool(logged) == ("mtp" in name)
+    for what, values in expected.items():
+        assert np.abs(values).max() > 0
+        assert logged[what] == pytest.approx(values, rel=1e-6), what
 
 
 def inputs(batch, labels):
