@@ -253,18 +253,24 @@ def inputs(batch, labels):
     return (batch.tokens, batch.position_ids, None), given
 
 
-def run_apart(kind, rows, *, labels=True, is_prepared=True, is_tree=False, **changes):
-    """Returns what a model returns, as numpy's array."""
+def run_apart(
+    kind, rows, *, labels=True, is_prepared=True, is_tree=False, pattern=None, output_processor=None, **changes
+):
+    """Returns what a model returns, as numpy's array, and the types that its output layer returned."""
     from megatron_cp.megatron.logits import chunk_logits
 
-    model, config, _ = built(Case(kind, changes=changes), rows)
+    model, config, _ = built(Case(kind, changes=changes, pattern=pattern), rows)
     if is_prepared:
         chunk_logits(model)
         chunk_logits(model)  # changes nothing
+    types = []
+    model.output_layer.register_forward_hook(lambda *given: types.append(type(given[-1][0]).__name__))
     align = config.tensor_model_parallel_size
     batch = tree(model, align) if is_tree else tiny.shards(model, tiny.RAGGED, "zigzag", 0, align=align)
     given, named = inputs(batch, (batch.targets if is_tree else batch.labels) if labels else None)
-    return model(*given, **named).detach().numpy()
+    if output_processor is not None:
+        named["output_processor"] = output_processor
+    return model(*given, **named).detach().numpy(), types
 
 
 def refusal(attempt):
@@ -276,8 +282,13 @@ def refusal(attempt):
 
 
 KINDS = ("gpt", "hybrid_both")
-UNPREPARED = ("gpt", "hybrid", "hybrid_both", "mla")
+UNPREPARED = (("gpt", None), ("hybrid", "GG--"), ("hybrid_mamba", "MM--"), ("hybrid_both", None), ("mla", None))
 IN_TREES = {"sequence_parallel": True, "is_tree": True}
+
+
+def whole_logits(*, hidden_states, output_layer, output_weight, **others):
+    """Takes the place of the loss in a GPTModel."""
+    return output_layer(hidden_states, weight=output_weight)[0]
 
 
 def observe_apart(group):
@@ -285,7 +296,10 @@ def observe_apart(group):
     return {
         "losses": {kind: [run_apart(kind, rows) for rows in (None, 7)] for kind in KINDS},
         "logits": {kind: [run_apart(kind, rows, labels=False) for rows in (None, 7)] for kind in KINDS},
-        "unprepared": [refusal(partial(run_apart, kind, 7, is_prepared=False)) for kind in UNPREPARED],
+        "processed": [run_apart("gpt", rows, output_processor=whole_logits) for rows in (None, 7)],
+        "unprepared": [
+            refusal(partial(run_apart, kind, 7, is_prepared=False, pattern=pattern)) for kind, pattern in UNPREPARED
+        ],
         "trees": [refusal(partial(run_apart, kind, 7, **IN_TREES)) for kind in KINDS],
     }
 
@@ -299,15 +313,23 @@ def apart():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_returns_what_it_returned(kind, what, apart):
     for rank in apart:
-        whole, found = rank[what][kind]
+        (whole, _), (found, types) = rank[what][kind]
+        assert types == ["ChunkedLogits" if what == "losses" else "Tensor"]
         assert whole.shape == found.shape
         assert np.abs(found - whole).max() <= 1e-12 * np.abs(whole).max()
 
 
-@pytest.mark.parametrize("kind", UNPREPARED)
-def test_rejects_a_step_that_would_compute_all_logits(kind, apart):
+def test_an_output_processor_gets_logits(apart):
     for rank in apart:
-        found = rank["unprepared"][UNPREPARED.index(kind)]
+        (whole, _), (found, types) = rank["processed"]
+        assert types == ["Tensor"]
+        assert np.array_equal(whole, found)
+
+
+@pytest.mark.parametrize("number", range(len(UNPREPARED)))
+def test_rejects_a_step_that_would_compute_all_logits(number, apart):
+    for rank in apart:
+        found = rank["unprepared"][number]
         assert found is not None
         assert found.startswith("--logit-rows: got 7; allowed: none for a model that chunk_logits did not change")
 
