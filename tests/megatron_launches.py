@@ -27,6 +27,10 @@ LINES = [
     (f"{CP2} {GPT} --cp-head-chunks 2 --cp-comm-type a2a", set()),
     (f"{CP2} {GPT} --cp-layout striped", {"--cp-layout"}),
     (f"{CP2} {GPT} --cp-search 1.5", {"--cp-search"}),
+    (f"{CP2} {GPT} --logit-rows 16 --cross-entropy-loss-fusion", set()),
+    (f"{CP2} {GPT} --logit-rows 0", {"--logit-rows"}),
+    (f"--context-parallel-size 1 {GPT} --logit-rows 16 --use-torch-fsdp2 --untie-embeddings-and-output-weights"
+     " --no-gradient-accumulation-fusion --ckpt-format torch_dcp", {"--logit-rows"}),
     (f"{CP2} {GPT} --cp-latent-mode expand", {"--cp-latent-mode"}),
     (f"{CP2} {GPT} --cp-codec fp9 --cp-transport pigeon --linear-cp-mode sideways",
      {"--cp-codec", "--cp-transport", "--linear-cp-mode"}),

@@ -49,10 +49,16 @@ def _as_it_is(saved: Tensor) -> Tensor:
 
 @no_compile
 def rows_in_chunks(
-    function: Function, rows: Tensor, *beside: Tensor, parameters: Sequence[Tensor], chunk_rows: int
-) -> Any:
-    """Returns `[t, ...]` of a function that returns a tensor, or several, with a row for each; see `sum_in_chunks`."""
-    found: Any = _Rows.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
+    function: Function, rows: Tensor, *beside: Tensor, parameters: Sequence[Tensor], chunk_rows: int,
+    adds_itself: Callable[[Tensor], bool] | None = None,
+) -> Any:  # fmt: skip
+    """Returns `[t, ...]` of a function that returns a tensor, or several, with a row for each; see `sum_in_chunks`.
+
+    Args:
+        adds_itself: asked in backward, after a chunk: True of a parameter to whose sum of gradients the function's
+            backward has added the chunk's, so that what it returned stands for a gradient, and is not summed.
+    """
+    found: Any = _Rows.apply(_Chunks.of(function, beside, rows, chunk_rows, adds_itself), rows, *parameters)
     return found
 
 
@@ -65,15 +71,19 @@ class _Chunks:
     chunk_rows: int
     device: torch.device
     autocast: dict[str, Any]
+    adds_itself: Callable[[Tensor], bool] | None = None
     random: Tensor | None = None
 
     @classmethod
-    def of(cls, function: Function, beside: tuple[Tensor, ...], rows: Tensor, chunk_rows: int) -> _Chunks:
+    def of(
+        cls, function: Function, beside: tuple[Tensor, ...], rows: Tensor, chunk_rows: int,
+        adds_itself: Callable[[Tensor], bool] | None = None,
+    ) -> _Chunks:  # fmt: skip
         kind = rows.device.type
         autocast = {
             "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)
         }  # fmt: skip
-        return cls(function, beside, chunk_rows, rows.device, autocast)
+        return cls(function, beside, chunk_rows, rows.device, autocast, adds_itself)
 
     def ranges(self, rows: Tensor) -> Iterator[slice]:
         """Yields the rows of each chunk; a chunk without rows if there are none, which has gradients of zero."""
@@ -108,13 +118,16 @@ def _random_of(device: torch.device) -> Any:
 class _Gradients:
     """The gradients of rows and parameters, which chunks add to."""
 
-    def __init__(self, wanted: Sequence[bool], rows: Tensor, parameters: Sequence[Tensor], num_chunks: int) -> None:
+    def __init__(
+        self, wanted: Sequence[bool], rows: Tensor, parameters: Sequence[Tensor], num_chunks: int,
+        adds_itself: Callable[[Tensor], bool] | None = None,
+    ) -> None:  # fmt: skip
         self._parameters = [each for each, is_wanted in zip(parameters, wanted[1:], strict=True) if is_wanted]
         self._wanted = wanted
         self.rows = torch.empty_like(rows) if wanted[0] else None
         dtypes = [accumulation_dtype(each.dtype) if num_chunks > 1 else each.dtype for each in self._parameters]
         self._sums: list[Tensor | None] = [None] * len(dtypes)
-        self._dtypes = dtypes
+        self._dtypes, self._adds_itself = dtypes, adds_itself
 
     def leaf(self, rows: Tensor, at: slice) -> Tensor:
         """Returns the rows of a chunk, whose gradient `add` computes."""
@@ -139,7 +152,9 @@ class _Gradients:
             if each is None:
                 continue
             before = self._sums[number]
-            if before is None:
+            if self._adds_itself is not None and self._adds_itself(self._parameters[number]):
+                self._sums[number] = each if before is None else before
+            elif before is None:
                 self._sums[number] = each.to(self._dtypes[number])
             else:
                 before += each
@@ -222,7 +237,7 @@ class _Rows(torch.autograd.Function):
         chunks = ctx.chunks
         rows, *parameters = ctx.saved_tensors
         ranges = list(chunks.ranges(rows))
-        found = _Gradients(ctx.needs_input_grad[1:], rows, parameters, len(ranges))
+        found = _Gradients(ctx.needs_input_grad[1:], rows, parameters, len(ranges), chunks.adds_itself)
         with chunks.again():
             for at in ranges:
                 leaf = found.leaf(rows, at)

@@ -38,6 +38,7 @@ class TransformerConfig(MegatronTransformerConfig):
             if None.
         cp_search: seconds for which OR-Tools may search for better tiles in `tiled` and `a2a+tiled`, for each pack and
             direction; above 0 `auto` considers these two as well. Refused if no layer has one of the three schemes.
+        logit_rows: with labels, the rows of which the model has logits at a time, for their losses; None for all rows.
         cp_packed_order: the order of packed batches that Megatron's own pipeline sharded: each "document" or the whole
             "pack" was cut into 2 * cp chunks. If None, it is derived from the next two; if neither is set, such batches
             are refused on several ranks. Batches of `shard_batch` need none of the three.
@@ -58,6 +59,7 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_latent_mode: str = "heads"
     cp_hardware: str | None = None
     cp_search: float = 0.0
+    logit_rows: int | None = None
     cp_packed_order: str | None = None
     cp_dynamic: bool = False
     sft: bool = False

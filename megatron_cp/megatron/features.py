@@ -13,6 +13,7 @@ PROVED, EXPECTED, REFUSED, UNTRIED = "proved", "expected", "refused", "untried"
 _MATRIX = "tests/functional_tests/test_megatron_matrix.py::test_equals_one_rank"
 _MODELS = "tests/functional_tests/test_megatron_models.py::test_equals_one_rank"
 _EXAMPLE = "tests/functional_tests/test_pretrain_example.py"
+_LOGITS = "tests/functional_tests/test_megatron_logits.py::test_equals_all_logits_at_once"
 _FSDP = "tests/functional_tests/test_megatron_fsdp.py::test_equals_one_rank"
 _STOCK = (
     "tests/functional_tests/test_megatron_stock.py"
@@ -77,8 +78,9 @@ FEATURES = (
     row("parallelism", EXPECTED, "how stages send to each other, which is Megatron's",
         "overlap-p2p-communication-warmup-flush no-overlap-p2p-communication pipeline-model-parallel-comm-backend"
         " use-ring-exchange-p2p"),
-    row("parallelism", EXPECTED, "when gradients of weights are computed; our layers' products are Megatron's modules",
-        "defer-embedding-wgrad-compute wgrad-deferral-limit"),
+    row("parallelism", REFUSED, "not with --logit-rows, where the output layer runs again in backward",
+        "defer-embedding-wgrad-compute"),
+    row("parallelism", EXPECTED, "read with --defer-embedding-wgrad-compute only", "wgrad-deferral-limit"),
     row("parallelism", REFUSED, "not with --cp-latent-mode, whose weights are used outside of their module",
         "delay-wgrad-compute"),
     row("parallelism", EXPECTED, "concerns tensor-parallel linear layers, which stay Megatron's", "tp-comm-overlap"
@@ -89,7 +91,7 @@ FEATURES = (
         "expert-tensor-parallel-size", _MATRIX),
     row("parallelism", UNTRIED, "shards weights in another way", "tensor-parallel-num-weight-shards"
         " expert-tensor-parallel-num-weight-shards", releases=_NOT_DEV),
-    row("parallelism", UNTRIED, "another schedule, which interleaves layers of two microbatches",
+    row("parallelism", UNTRIED, "another schedule, which interleaves layers of two microbatches; not with --logit-rows",
         "overlap-moe-expert-parallel-comm overlap-dispatch-backward-with-experts-wgrad"
         " ep-overlap-early-attn-memory-release"),
     row("parallelism", UNTRIED, "multi-token prediction on a stage of its own", "mtp-standalone"),
@@ -118,10 +120,11 @@ FEATURES = (
     row("batch", UNTRIED, "the batch grows in steps; compare the loss where it does", "step-batch-size-schedule"),
     row("loss", PROVED, "a sum over all ranks, divided once, by megatron_cp.megatron.loss", "calculate-per-token-loss",
         _MATRIX),
-    row("loss", EXPECTED, "the loss of each token by itself", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
-        " fp16-lm-cross-entropy"),
-    row("loss", EXPECTED, "the weights of the last layer, the same on every rank",
-        "untie-embeddings-and-output-weights"),
+    row("loss", PROVED, "native, the loss of each token by itself, also with --logit-rows, which refuses dev's linear;"
+        " te has not run", "cross-entropy-loss-fusion cross-entropy-fusion-impl", f"{_MODELS} and {_LOGITS}"),
+    row("loss", EXPECTED, "the loss of each token by itself", "fp16-lm-cross-entropy"),
+    row("loss", PROVED, "the weights of the last layer, the same on every rank; with --logit-rows tied or not",
+        "untie-embeddings-and-output-weights", f"{_MODELS} and {_LOGITS}"),
     row("loss", PROVED, "evaluation has the same loss, also with --sft", "eval-iters eval-interval", _EXAMPLE),
     row("loss", EXPECTED, "evaluation has the same loss", "full-validation multiple-validation-sets"
         " eval-global-batch-size eval-micro-batch-size skip-train start-eval-at-iter"),

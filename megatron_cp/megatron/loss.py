@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_cp.batch.loss import weighted_sum
 from megatron_cp.megatron.batch import ShardedBatch
+from megatron_cp.megatron.logits import ChunksLogits, chunk_logits
 
 
 def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -22,17 +23,19 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], A
     rank; see `loss_of`.
     """
     batch: ShardedBatch = next(batches)
+    chunk_logits(unwrap_model(model))
     loss = loss_of(batch, get_model_config(model))
     targets = getattr(batch, "targets", None)
+    in_chunks = isinstance(unwrap_model(model), ChunksLogits)
     losses = model(
         batch.tokens,
         batch.position_ids,
         None,
-        labels=batch.labels if targets is None else None,
+        labels=batch.labels if targets is None else targets if in_chunks else None,
         loss_mask=batch.loss_mask,  # for multi-token prediction
         packed_seq_params=batch.packed_seq_params,
     )
-    if targets is not None and unwrap_model(model).post_process:  # logits [1, t, vocabulary]
+    if targets is not None and not in_chunks and unwrap_model(model).post_process:  # logits [1, t, vocabulary]
         logits = losses[0].index_select(0, targets.rows)
         losses = unwrap_model(model).compute_language_model_loss(targets.labels[None], logits[:, None])
     return losses, loss

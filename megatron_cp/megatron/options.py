@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.plan.schemes import AUTO, MODES
 from megatron_cp.planner.capabilities import require, spelled
 from megatron_cp.planner.predict.machine_files import SAFE, machine, presets
@@ -48,6 +48,11 @@ def _check_search(config: Any) -> None:
     checked_search(config.cp_search, schemes_of(config), name="--cp-search")
 
 
+def _check_logits(config: Any) -> None:
+    if config.logit_rows is not None:
+        checked_integer("--logit-rows", config.logit_rows, 1)
+
+
 def _check_stages(config: Any) -> None:
     if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
         allowed = "balanced, contiguous or zigzag with --pipeline-model-parallel-size above 1"
@@ -61,6 +66,7 @@ _CHECKS: tuple[Callable[[Any], object], ...] = (
     partial(_check_name, "mode", "linear_cp_mode"),
     lambda config: machine(config.cp_hardware, argument="--cp-hardware"),
     _check_search,
+    _check_logits,
     _check_stages,
     _check_order,
 )
@@ -106,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--cp-hardware", hardware)
     search = "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0, auto"
     add("--cp-search", f"{search} also considers tiled", type=float, default=0.0, metavar="SECONDS")
+    add("--logit-rows", "with labels, the rows of which there are logits at a time (default: all)", type=int)
     # Megatron's flags of this name start its own loader, its groups and its schedule: here they set an option of ours.
     megatrons = parser.add_argument_group("megatron_cp, for Megatron's flags", conflict_handler="resolve")
     names = "--hybrid-context-parallel", "--dynamic-context-parallel"

@@ -60,12 +60,30 @@ def unsupported(config: Any) -> Iterator[ArgumentError]:
             yield feature_error("dynamic_context_parallel", True, "off", flag=name)
     if getattr(config, "cp_dynamic", False):
         yield from _unsupported_groups(config)
+    if getattr(config, "logit_rows", None) is not None:
+        yield from _unsupported_in_chunks(config)
     yield from _unsupported_of_some_releases(config)
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
         # It assumes that every rank has as many rows as this one.
         yield feature_error("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
     if config.context_parallel_size > 1 and config.num_moe_experts:
         yield from _coupling_experts(config)
+
+
+def _unsupported_in_chunks(config: Any) -> Iterator[ArgumentError]:
+    """Yields the errors for options with which the output layer cannot run on a few rows at a time."""
+    remedies = {
+        "defer_embedding_wgrad_compute": "The output layer runs again in backward, and would keep its input twice.",
+        "overlap_moe_expert_parallel_comm": "Megatron's other schedule calls parts of the model, not the model.",
+        "fp8_output_proj": "We have run no output layer of Transformer Engine on a few rows at a time.",
+    }
+    for name, remedy in remedies.items():
+        if getattr(config, name, False):
+            yield ArgumentError(f"--{name.replace('_', '-')}", True, "off with --logit-rows", remedy)
+    impl = getattr(config, "cross_entropy_fusion_impl", "native")
+    if getattr(config, "cross_entropy_loss_fusion", False) and impl not in ("native", "te"):
+        remedy = "Its output layer computes the loss and never has the logits: leave out --logit-rows."
+        yield ArgumentError("--cross-entropy-fusion-impl", impl, "native or te with --logit-rows", remedy)
 
 
 def _unsupported_groups(config: Any) -> Iterator[ArgumentError]:
@@ -292,6 +310,9 @@ def unsupported_shards(args: Any, cp_size: int) -> Iterator[ArgumentError]:
     if getattr(args, "use_torch_fsdp2", False) and cp_size > 1:
         remedy = "We have not run torch's FSDP2 in Megatron over context-parallel ranks. Use --use-megatron-fsdp."
         yield ArgumentError("--use-torch-fsdp2", True, "off with --context-parallel-size above 1", remedy)
+    if getattr(args, "use_torch_fsdp2", False) and getattr(args, "logit_rows", None) is not None:
+        remedy = "Backward would run an output layer whose weights are in shards. Use --use-megatron-fsdp."
+        yield ArgumentError("--logit-rows", args.logit_rows, "none with --use-torch-fsdp2", remedy)
     if getattr(args, "cp_dynamic", False) and getattr(args, "use_megatron_fsdp", False):
         remedy = "We have not run sharded parameters with groups for each batch. Use --use-distributed-optimizer."
         yield ArgumentError("--use-megatron-fsdp", True, "off with --dynamic-context-parallel", remedy)

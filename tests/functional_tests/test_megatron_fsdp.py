@@ -21,6 +21,7 @@ STEPS = 2
 MODELS = {
     "gpt": ("gpt", None, {}), "gpt with experts": ("gpt", None, EXPERTS), "GG*-": ("hybrid", "GG*-", {}),
     "MM*-": ("hybrid_mamba", "MM*-", {}), "mla": ("mla", None, {}),
+    "GG*-, logits of a few rows": ("hybrid", "GG*-", {"logit_rows": 7}),
     "gpt, means of microbatches": ("gpt", None, {"calculate_per_token_loss": False}),
 }  # fmt: skip
 SHARDED = "optim_grads_params"

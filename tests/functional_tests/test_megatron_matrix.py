@@ -97,6 +97,9 @@ PLACES = {
     "tp2 cp2 sp ep2, experts whole": Place(4, {"tp": 2, "cp": 2, "ep": 2, "etp": 1}, {"sequence_parallel": True}),
     "pp2 cp2": Place(4, {"pp": 2, "cp": 2}, SEVERAL, patterns=STAGES),
     "interleaved pp2 cp2": Place(4, {"pp": 2, "cp": 2, "vpp": 2}, INTERLEAVED, patterns=VIRTUAL),
+    "interleaved pp2 cp2, logits of a few rows": Place(
+        4, {"pp": 2, "cp": 2, "vpp": 2}, {**INTERLEAVED, "logit_rows": 7}, patterns=VIRTUAL
+    ),
     "dp2 cp2, distributed optimizer": Place(4, {"cp": 2}, optimizes=True),
     "ep2 cp2, auxiliary losses": Place(2, {"cp": 2, "ep": 2}, changes={**EXPERTS, **BALANCED}, patterns=WITH_EXPERTS),
     "dp2 ep2 cp2, auxiliary losses": Place(

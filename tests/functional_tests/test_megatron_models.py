@@ -141,6 +141,7 @@ GROUPS = (
 IN_CHUNKS = (("cp_head_chunks", 2), ("cp_transport", "pairwise"), *GROUPS)
 SHARED = ("dsa_indexer_topk_freq", 2)  # the second of three layers takes the choice of the first
 MEANS = (("calculate_per_token_loss", False), ("dsa_indexer_use_sparse_loss", True))
+FUSED_LOSS = (("cross_entropy_loss_fusion", True), ("cross_entropy_fusion_impl", "native"))
 NORMED = case("hybrid", "zigzag", ("qk_layernorm", True))
 SINGLE = [case(kind, "zigzag", ("cp_comm_type", None), dtype="float32") for kind in ("gpt", *HYBRIDS)]
 SINGLE += [case(kind, mode="chunkwise", dtype="float32") for kind in HYBRIDS]
@@ -153,6 +154,7 @@ def sparse(layout="zigzag", *features, **more):
 
 TWO = [
     *SINGLE, NORMED, case("hybrid", "zigzag", ("linear_num_key_heads", 1)), case("gpt_gdn"),
+    *(case(kind, "balanced", *FUSED_LOSS) for kind in ("gpt", "hybrid")),
     case("hybrid_both", "zigzag", ("deterministic_mode", True)),
     *(case("hybrid_both", "zigzag", *IN_CHUNKS, mode="headwise", recompute=what) for what in ("", "full", "core_attn")),
     # Recomputed.

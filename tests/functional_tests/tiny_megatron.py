@@ -472,7 +472,7 @@ def gathered(chunks, config, attribute):
 
     tp_rank, tp_size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
     own = {
-        name: (getattr(parameter, attribute).detach().numpy().copy(), split)  # which is pickled fast
+        name: (as_numpy(getattr(parameter, attribute)).copy(), split)  # which is pickled fast
         for chunk in chunks
         for name, parameter, split in parameters_of(chunk, config)
     }
@@ -491,6 +491,12 @@ def gathered(chunks, config, attribute):
         same = shares if split is not None else [[one for copies in shares for one in copies]]
         drift[name] = max(distance(one[0], copies[0][0]) for copies in same for one in copies)
     return found, drift
+
+
+def as_numpy(values):
+    """Returns an array, in float32 for bfloat16, which numpy does not have."""
+    values = values.detach()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def distance(actual, expected):

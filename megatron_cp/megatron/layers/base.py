@@ -16,7 +16,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.megatron import compat
 from megatron_cp.megatron.layers.communication import no_heads, spec_options
-from megatron_cp.megatron.layers.refusals import refuse_other_means, refuse_unaligned
+from megatron_cp.megatron.layers.refusals import refuse_other_means, refuse_unaligned, refuse_whole_logits
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.megatron.rules import named_by_flags, refuse
 from megatron_cp.plan.plan import Plan
@@ -68,6 +68,7 @@ class ContextParallelModule:
         self, packed_seq_params: PackedSeqParams | None, rows: Tensor
     ) -> tuple[BatchPlan, RankGroup, PlannedSeqParams | None]:
         """Returns the plans and ranks of an attention's rows, and the packed batch's parameters with its plans."""
+        refuse_whole_logits(self.config)
         if not is_packed(packed_seq_params, rows.shape[1] if rows.dim() == 4 else 1):
             return self.sequence_plans(self.slot, rows.shape[0]), self.ranks, None
         assert packed_seq_params is not None
@@ -167,6 +168,7 @@ class LinearModule(ContextParallelModule):
         Raises:
             ArgumentError: a packed batch with several sequences, or documents with another number of tokens.
         """
+        refuse_whole_logits(self.config)
         plan = self.packed_plan(packed_seq_params, batch)
         refuse_other_means(self.config, packed_seq_params, self.ranks.size if plan is None else plan.layout.cp_size)
         if plan is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.layers.redistribution import arrange_runs
+from megatron_cp.megatron.logits import ChunkedLogits
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 from megatron_cp.megatron.patches import exchange_multi_token_prediction, exchange_search_for_inference_layers
 
@@ -117,9 +119,12 @@ def process_mtp_loss(
         losses = ahead.loss_weights * compute_language_model_loss(ahead.labels, logits)
         count = max(ahead.total_weight, 1.0)
         if is_training:
-            guessed = megatron_mtp._compute_mtp_acceptance_counts(
-                logits, ahead.labels, ahead.loss_weights, output_layer, runtime_gather_output, tp_group
-            )
+            accepted = partial(
+                megatron_mtp._compute_mtp_acceptance_counts, output_layer=output_layer,
+                runtime_gather_output=runtime_gather_output, tp_group=tp_group,
+            )  # fmt: skip
+            given = ahead.labels, ahead.loss_weights
+            guessed = logits.counts(accepted, *given) if isinstance(logits, ChunkedLogits) else accepted(logits, *given)
             _log(losses.sum() * (cp_size / count), guessed, depth, depths)
         # Megatron later divides the sum of all gradients by the batch's tokens, or takes the mean over the ranks.
         share = whole / count if config.calculate_per_token_loss else cp_size / count

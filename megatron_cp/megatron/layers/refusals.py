@@ -44,6 +44,17 @@ def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int
     refuse("calculate_per_token_loss", False, "True with --context-parallel-size above 1", remedy)
 
 
+IN_CHUNKS = "logits_are_in_chunks"  # an attribute of configurations, which chunk_logits sets
+
+
+def refuse_whole_logits(config: Any) -> None:
+    """Refuses `--logit-rows` in a model that would compute the logits of all rows."""
+    rows = getattr(config, "logit_rows", None)
+    if rows is not None and not getattr(config, IN_CHUNKS, False):
+        remedy = "Call megatron_cp.megatron.logits.chunk_logits(model) in a forward step that is not ours."
+        refuse("logit_rows", rows, "none for a model that chunk_logits did not change", remedy)
+
+
 def alignment_of(config: Any) -> int:
     """Returns the number of which every rank's number of rows must be a multiple, by the flags."""
     tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1

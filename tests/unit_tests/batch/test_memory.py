@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megatron_cp import ArgumentError, linear_cross_entropy, run_in_chunks, saved_on_host
 from megatron_cp.batch import memory
-from megatron_cp.executor.chunks import sum_in_chunks
+from megatron_cp.executor.chunks import rows_in_chunks, sum_in_chunks
 from tests.peak_memory import PeakMemory
 
 HIDDEN, VOCABULARY = 16, 53
@@ -53,6 +53,34 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, rows, scale, softca
         assert ours.dtype == theirs.dtype
         largest = theirs.abs().max().item() if theirs.numel() else 0.0
         assert not ours.numel() or (ours - theirs).abs().max().item() <= CLOSE[dtype] * max(largest, 1)
+
+
+class AddsItself(torch.autograd.Function):
+    """A product whose backward adds the weight's gradient to `main_grad`, and returns ones in its place."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.rows, ctx.weight = rows, weight
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.weight.main_grad += gradient.t().float() @ ctx.rows.float()
+        return gradient @ ctx.weight, torch.ones_like(ctx.weight)
+
+
+def test_what_stands_for_a_gradient_is_not_summed():
+    rows = torch.ones(6, 3, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(2, 3)
+    found = rows_in_chunks(
+        lambda rows: AddsItself.apply(rows, weight), rows, parameters=[weight], chunk_rows=2,
+        adds_itself=lambda parameter: parameter is weight,
+    )  # fmt: skip
+    found.backward(torch.ones_like(found))
+    assert weight.main_grad.tolist() == [[6.0] * 3] * 2
+    assert weight.grad.tolist() == [[1.0] * 3] * 2
+    assert rows.grad.tolist() == [[2.0] * 3] * 6
 
 
 def test_a_weights_gradient_of_many_chunks_is_rounded_once():

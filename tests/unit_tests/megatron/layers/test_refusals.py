@@ -410,6 +410,14 @@ REJECTED = [
      {"cp_comm_type": "p2p", "context_parallel_size": 2, "cp_search": 1.0}),
     ("cp-search", r"1\.0; allowed: 0 with a2a and all_gather\.", build_ours,
      {"cp_comm_type": ["a2a", "allgather"], "context_parallel_size": 2, "cp_search": 1.0}),
+    *(("logit-rows", given, build_ours, {"logit_rows": value}) for given, value in (("0", 0), ("True", True))),
+    *((flag, "True; allowed: off with --logit-rows", build_despite, {"logit_rows": 4, flag.replace("-", "_"): True})
+      for flag in ("defer-embedding-wgrad-compute", "overlap-moe-expert-parallel-comm", "fp8-output-proj")),
+    ("cross-entropy-fusion-impl", "'linear'; allowed: native or te with --logit-rows", build_despite,
+     {"logit_rows": 4, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}),
+    *(("logit-rows", "4; allowed: none with --use-torch-fsdp2", with_shards,
+       {"cls": cls, "context_parallel_size": 1, "logit_rows": 4, "use_torch_fsdp2": True})
+      for cls in (OurConfig, MLATransformerConfig)),
     ("cp-layout", "'zigzagg'", build_ours, {"cp_layout": "zigzagg"}),
     ("cp-layout", "'auto'; allowed: balanced, contiguous or zigzag with", build_ours, {"cp_layout": "auto", **STAGES}),
     ("linear-cp-mode", "'chunkwisee'", build_ours, {"linear_cp_mode": "chunkwisee"}),
