@@ -60,6 +60,9 @@ def test_explain_says_what_is_sent_and_what_is_empty():
         said = f"the busiest rank will send {sent} (this scheme needs {sent}), at {item_size} bytes an element"
         assert plan.explain(item_size).count(said) == 2
     assert plan.explain().startswith("attention by a2a over 2 ranks: ")
+    assert plan.explain().count("-> own heads, one collective:") == 1
+    chunks = plan_attention(packing, Layout.contiguous(packing, 2), heads=4, head_dim=8, scheme="a2a", head_chunks=2)
+    assert chunks.explain().count("-> own heads, 2 collectives, each of a chunk of heads:") == 1
     narrow = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=5, scheme="a2a")
     for forward in (True, False):  # rows of 10 bytes are filled up to 16
         assert narrow.bytes_sent(2, forward=forward) == [256 * 4 * 16] * 2
