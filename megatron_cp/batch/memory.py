@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
 
     Raises:
         ArgumentError: here, a module that has a forward of its own already. When it is called, another shape or
-            result, parts that FSDP shards by themselves, or weights that DeepSpeed's ZeRO-3 shards.
+            result, more tensors, parts that FSDP shards by themselves, or weights that DeepSpeed's ZeRO-3 shards.
     """
     chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
     if not isinstance(module, nn.Module):
@@ -109,7 +109,7 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
     if "forward" in vars(module):
         raise ArgumentError("module", "a module with a forward of its own", "one with the forward of its class")
     setattr(module, _ROWS, chunk_rows)
-    vars(module)["forward"] = MethodType(_forward_in_chunks, module)
+    vars(module)["forward"] = partial(_forward_in_chunks, module)
     return module
 
 
@@ -123,22 +123,26 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> A
         remedy = "Let FSDP shard the whole module; with ZeRO-3, recompute whole layers instead."
         raise ArgumentError("module", "one whose parts gather their own weights", "weights in one place", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
-    shapes: list[bool] = []  # True for results with the axis of one beside that of rows
+    if any(isinstance(each, Tensor) for each in (*args, *named.values())):
+        remedy = "Chunks would get other tensors whole, and give them no gradients."
+        raise ArgumentError("module", "one that is called with more tensors", "one that is called with rows", remedy)
+    shapes: list[bool] = []  # of the first chunk's results: True if the axis of one is beside that of rows
 
     # It lives until backward, so it must not keep `rows`.
     def of_chunk(chunk: Tensor) -> Any:
         found = stock(module, chunk if axis is None else chunk.unsqueeze(axis), *args, **named)
-        shapes[:], parts = [], []
-        for each in found if isinstance(found, tuple) else (found,):
+        parts: list[Tensor] = []
+        for number, each in enumerate(found if isinstance(found, tuple) else (found,)):
             shape = list(each.shape) if isinstance(each, Tensor) else []
             is_like = axis is not None and shape[:2] == [1, len(chunk)][:: 1 - 2 * axis]
+            if number == len(shapes):
+                shapes.append(is_like)
             if not is_like and shape[:1] != [len(chunk)]:
                 given = shape if isinstance(each, Tensor) else type(each).__name__
-                raise ArgumentError(
-                    "module", f"one that returns {given}", "one that returns a row for each, or several"
-                )
-            shapes.append(is_like)
-            parts.append(each.squeeze(axis) if is_like else each)
+                allowed = "one that returns a row for each, or several"
+                raise ArgumentError("module", f"one that returns {given}", allowed)
+            # Results [1, 1] of a last chunk of one row may be either: the first chunk's tell.
+            parts.append(each.squeeze(axis) if is_like and shapes[number] else each)
         return tuple(parts) if isinstance(found, tuple) else parts[0]
 
     flat = rows if axis is None else rows.squeeze(axis)
@@ -152,7 +156,8 @@ def saved_on_host(min_bytes: int = 2**20) -> contextlib.AbstractContextManager[N
     """Keeps what autograd saves within the context in pinned host memory, until backward needs it.
 
     Used around a forward with recomputation of each layer, it holds the layers' inputs: one tensor of a layer. Weights
-    are not moved, nor are tensors of fewer bytes. Tensors on the host already stay as they are.
+    are not moved, nor are tensors of fewer bytes. Tensors on the host already stay as they are. Backward refuses those
+    that stay if they were written to, as it does without this context.
 
     Args:
         min_bytes: smaller tensors stay on their device.
@@ -167,7 +172,7 @@ def saved_on_host(min_bytes: int = 2**20) -> contextlib.AbstractContextManager[N
 def _pack_from(min_bytes: int) -> Callable[[Tensor], Any]:
     def pack(saved: Tensor) -> Any:
         if _on_host(saved) or _is_weight(saved) or saved.numel() * saved.element_size() < min_bytes:
-            return saved
+            return saved, saved._version
         host = torch.empty(saved.shape, dtype=saved.dtype, device="cpu", pin_memory=saved.is_cuda)
         return saved.device, host.copy_(saved, non_blocking=True)
 
@@ -189,8 +194,12 @@ def _is_weight(saved: Tensor) -> bool:
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    device, host = packed
-    found: Tensor = host.to(device, non_blocking=True)
-    return found
+    saved: Tensor | torch.device
+    saved, value = packed
+    if isinstance(saved, torch.device):
+        found: Tensor = value.to(saved, non_blocking=True)
+        return found
+    if saved._version != value:  # autograd does not check what hooks return
+        given = f"a tensor {list(saved.shape)} that was written to after it was saved"
+        raise ArgumentError("saved_on_host", given, "tensors that stay as they are until backward")
+    return saved

@@ -1,7 +1,8 @@
 """Runs a function of rows on a few rows at a time, so that what it makes of all rows is never there at once.
 
 The logits of a vocabulary, or the activations of an MLP, are many times the size of the rows that they are made of.
-`sum_in_chunks` is for losses: it computes their gradients chunk by chunk in the forward, at no more operations.
+`sum_in_chunks` is for losses: it computes their gradients chunk by chunk in the forward, at no more operations; in fp16
+in the backward, which runs the function again.
 `rows_in_chunks` is for results of a row each: its backward runs the function again.
 
 Gradients of parameters are summed over the chunks in at least float32.
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.no_compile import no_compile, no_compile_backward
@@ -36,10 +38,19 @@ def sum_in_chunks(
         parameters: all other tensors whose gradients the function has.
         chunk_rows: the rows of a chunk.
     """
+    chunks = _Chunks.of(function, beside, rows, chunk_rows)
+    if chunks.has_fp16(rows):
+        # Small gradients vanish in fp16 without the factor of a gradient scaler, which only backward has.
+        def in_first_row(rows: Tensor, *beside: Tensor) -> Tensor:
+            return functional.pad(function(rows, *beside)[None], (0, len(rows) - 1))
+
+        shares: Tensor = rows_in_chunks(in_first_row, rows, *beside, parameters=parameters, chunk_rows=chunk_rows)
+        return shares.sum()
+    inputs = [rows, *parameters] if torch.is_grad_enabled() else [each.detach() for each in (rows, *parameters)]
     # What a chunk saves is used at once, and gradients of the sum first in backward: hooks that send what is saved to
     # the host would only cost time.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        found: Tensor = _Sum.apply(_Chunks.of(function, beside, rows, chunk_rows), rows, *parameters)
+        found: Tensor = _Sum.apply(chunks, *inputs)
     return found
 
 
@@ -85,6 +96,10 @@ class _Chunks:
         }  # fmt: skip
         return cls(function, beside, chunk_rows, rows.device, autocast, adds_itself)
 
+    def has_fp16(self, rows: Tensor) -> bool:
+        """True if the function computes in fp16."""
+        return torch.float16 in (rows.dtype, self.autocast["dtype"] if self.autocast["enabled"] else None)
+
     def ranges(self, rows: Tensor) -> Iterator[slice]:
         """Yields the rows of each chunk; a chunk without rows if there are none, which has gradients of zero."""
         return (slice(begin, begin + self.chunk_rows) for begin in range(0, max(len(rows), 1), self.chunk_rows))
@@ -125,9 +140,8 @@ class _Gradients:
         self._parameters = [each for each, is_wanted in zip(parameters, wanted[1:], strict=True) if is_wanted]
         self._wanted = wanted
         self.rows = torch.empty_like(rows) if wanted[0] else None
-        dtypes = [accumulation_dtype(each.dtype) if num_chunks > 1 else each.dtype for each in self._parameters]
-        self._sums: list[Tensor | None] = [None] * len(dtypes)
-        self._dtypes, self._adds_itself = dtypes, adds_itself
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._num_chunks, self._adds_itself = num_chunks, adds_itself
 
     def leaf(self, rows: Tensor, at: slice) -> Tensor:
         """Returns the rows of a chunk, whose gradient `add` computes."""
@@ -154,38 +168,21 @@ class _Gradients:
             before = self._sums[number]
             if self._adds_itself is not None and self._adds_itself(self._parameters[number]):
                 self._sums[number] = each if before is None else before
+            elif before is None and self._num_chunks > 1:
+                # A copy, since autograd may return one tensor for several parameters, or one number for all of them.
+                self._sums[number] = each.to(accumulation_dtype(each.dtype), copy=True)
             elif before is None:
-                self._sums[number] = each.to(self._dtypes[number])
+                self._sums[number] = each
             else:
                 before += each
 
-    def given_away(self) -> list[Tensor | None]:
-        """Returns the gradients, without keeping them, for `taken`."""
-        found, self.rows, self._sums = [self.rows, *self._sums], None, []
-        return found
+    def result(self) -> list[Tensor | None]:
+        """Returns the gradient of each input, None for those that are not wanted or not used.
 
-    def taken(self, gradients: Sequence[Tensor | None], factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the result of gradients that were given away, without keeping them."""
-        self.rows, *self._sums = gradients
-        found = self.result(factor)
-        self.given_away()
-        return found
-
-    def result(self, factor: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Returns the gradient of each input, None for those that are not wanted or not used."""
+        Those of parameters have the type that they were summed in.
+        """
         sums = iter(self._sums)
-        like = iter(self._parameters)
-        found: list[Tensor | None] = [_scaled(self.rows, self.rows, factor)]
-        scaled = (_scaled(next(sums), next(like), factor) if wanted else None for wanted in self._wanted[1:])
-        return (*found, *scaled)
-
-
-def _scaled(value: Tensor | None, like: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    if value is None or like is None:
-        return None
-    if factor is None:
-        return value.to(like.dtype)
-    return torch.mul(value, factor.to(value.dtype), out=torch.empty_like(value, dtype=like.dtype))
+        return [self.rows, *(next(sums) if is_wanted else None for is_wanted in self._wanted[1:])]
 
 
 class _Sum(torch.autograd.Function):
@@ -194,7 +191,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunks: _Chunks, rows: Tensor, *parameters: Tensor) -> Tensor:
         wanted, ranges = ctx.needs_input_grad[1:], list(chunks.ranges(rows))
-        ctx.gradients = gradients = _Gradients(wanted, rows, parameters, len(ranges))
+        gradients = _Gradients(wanted, rows, parameters, len(ranges))
         total: Tensor | None = None
         for at in ranges:
             leaf = gradients.leaf(rows, at)
@@ -205,13 +202,17 @@ class _Sum(torch.autograd.Function):
             total = share.detach() if total is None else total + share.detach()
         assert total is not None
         # Autograd frees what is saved once backward has run. An attribute would live as long as the loss.
-        ctx.save_for_backward(*gradients.given_away())
+        ctx.save_for_backward(*gradients.result())
+        ctx.dtypes = [each.dtype for each in (rows, *parameters)]
         return total
 
     @staticmethod
     @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.gradients.taken(ctx.saved_tensors, gradients[0])
+        return None, *(
+            None if each is None else torch.mul(each, gradients[0].to(each.dtype), out=each.new_empty(0, dtype=dtype))
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
 
 
 class _Rows(torch.autograd.Function):
@@ -242,7 +243,8 @@ class _Rows(torch.autograd.Function):
             for at in ranges:
                 leaf = found.leaf(rows, at)
                 found.add(_several(chunks.run(leaf, at)), [each[at] for each in gradients], leaf, at)
-        return None, *found.result()
+        results = zip(found.result(), (rows, *parameters), strict=True)
+        return None, *(None if each is None else each.to(like.dtype) for each, like in results)
 
 
 def _several(result: Any) -> tuple[Tensor, ...]:

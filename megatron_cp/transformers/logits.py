@@ -58,12 +58,14 @@ class ChunkedLogits:
     def _run(self, run: Callable[..., Tensor], function: Callable[..., Tensor], beside: Sequence[Tensor]) -> Tensor:
         if not isinstance(self._head, ChunksRows):
             raise ArgumentError("logits", "those of an enabled model", "their use outside of parallel.disabled()")
-        scales = [x for _, args, _ in self._done for x in args if isinstance(x, Tensor) and x.requires_grad]
+        done = self._done
+        scales = [x for _, args, _ in done for x in args if isinstance(x, Tensor) and x.requires_grad]
 
         def logits_of(stock: Callable[..., Tensor]) -> Tensor:
+            # It lives until backward, so it must not keep `self` with its rows.
             def of_chunk(rows: Tensor, *others: Tensor) -> Tensor:
                 logits = stock(rows)
-                for func, args, named in self._done:
+                for func, args, named in done:
                     logits = func(*(logits if x is _PLACE else x for x in args), **named)
                 return function(logits, *others)
 

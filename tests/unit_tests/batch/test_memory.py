@@ -1,6 +1,7 @@
 """Levers of memory: the same numbers as without them, what they keep, and what they refuse."""
 
 import copy
+import pickle
 import weakref
 from functools import partial
 
@@ -133,9 +134,24 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8)).double()
 
 
+class Summed(nn.Module):
+    """A product with a sum of weights, which have one gradient, and a shift whose gradients are one number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(8, 8, dtype=torch.float64) for _ in "ab")
+        self.shift = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+    def forward(self, rows):
+        return (rows @ (self.weights[0] + self.weights[1])) ** 2 + self.shift.sum()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize("make", [mlp, Summed])
 @pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (13, 1, 8), (1, 8), (0, 8)])
-def test_modules_in_chunks(shape):
-    plain, chunked = mlp(), copy.deepcopy(run_in_chunks(mlp(), 5))  # a copy runs its own weights
+def test_modules_in_chunks(shape, make, copied):
+    plain, chunked = make(), copied(run_in_chunks(make(), 5))  # a copy runs its own weights
     rows, gradient = (torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for _ in "ab")
     found = []
     for module in (chunked, plain):
@@ -152,18 +168,19 @@ def test_modules_in_chunks(shape):
 class Pair(nn.Module):
     """Returns rows, and scores without the axis of one beside theirs."""
 
-    def __init__(self):
+    def __init__(self, scores):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 3, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(8, scores, dtype=torch.float64))
 
     def forward(self, rows):
         return rows * rows, rows.flatten(0, -2) @ self.weight, rows.detach()
 
 
-@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (13, 1, 8), (1, 1, 8)])
-def test_a_module_may_return_several_tensors(shape):
+@pytest.mark.parametrize("scores", [1, 3])
+@pytest.mark.parametrize("shape", [(13, 8), (1, 13, 8), (13, 1, 8), (1, 6, 8), (6, 1, 8), (1, 1, 8)])
+def test_a_module_may_return_several_tensors(shape, scores):
     found, rows = [], torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for module in (Pair(), run_in_chunks(Pair(), 5)):
+    for module in (Pair(scores), run_in_chunks(Pair(scores), 5)):
         leaf = rows.clone().requires_grad_()
         squares, scores, kept = module(leaf)
         (squares.sum() * 2 + (scores**2).sum()).backward()
@@ -200,6 +217,29 @@ def test_refused_modules(message, module, chunk_rows, shape):
         run_in_chunks(module, chunk_rows)(torch.zeros(shape, dtype=torch.float64))
 
 
+class Times(nn.Module):
+    def forward(self, rows, factor):
+        return rows * factor
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_other_tensors_of_a_module_are_refused(named):
+    """They would have no gradients."""
+    rows, factor, module = torch.ones(3, 8), torch.ones(8, requires_grad=True), run_in_chunks(Times(), 4)
+    assert module(rows, 2.0).sum() == 48
+    with pytest.raises(ArgumentError, match="one that is called with more tensors"):
+        module(rows, factor=factor) if named else module(rows, factor)
+
+
+def test_a_saved_tensor_that_was_written_to_is_refused():
+    x = torch.ones(4, requires_grad=True)
+    with saved_on_host():
+        y = (x * 1).exp()
+    y.detach().zero_()
+    with pytest.raises(ArgumentError, match="that was written to after it was saved"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_is_saved_moves_to_the_host_but_for_weights_and_small_tensors(monkeypatch, autocast):
     moved = []
@@ -207,7 +247,7 @@ def test_what_is_saved_moves_to_the_host_but_for_weights_and_small_tensors(monke
     unpack = memory._unpack
 
     def noted(packed):
-        if isinstance(packed, tuple):
+        if isinstance(packed[0], torch.device):
             moved.append(packed[1])
         return unpack(packed)
 
@@ -246,6 +286,44 @@ def test_gradients_of_a_loss_leave_with_its_backward_though_the_loss_stays():
         torch.autograd.grad(loss, leaves)
     assert held - memory.live == hidden.numel() * 2 + weight.numel() * 4
     assert memory.live <= 8  # the loss and the gradient of it
+
+
+def test_a_loss_without_gradients_computes_none():
+    hidden, weight, labels, _ = head_of(6, torch.float32)
+    modes = []
+
+    def loss_of(rows, labels):
+        modes.append(torch.is_grad_enabled())
+        return losses_of_rows(rows, weight, labels)
+
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            sum_in_chunks(loss_of, hidden, labels, parameters=[weight.requires_grad_()], chunk_rows=5)
+    assert modes == [False] * 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("rows", [0, 64])
+def test_gradients_of_a_small_loss_are_scaled_before_they_are_rounded_to_fp16(autocast, rows):
+    hidden, weight, labels, _ = head_of(rows, torch.float32)
+
+    def loss_of(rows, labels, weight):
+        return losses_of_rows(rows, weight, labels) / 2**20
+
+    def gradients(run, dtype):
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in (hidden, weight)]
+        with torch.autocast("cpu", torch.float16, enabled=autocast and dtype == torch.float32):
+            loss = run(lambda rows, labels: loss_of(rows, labels, leaves[1]), *leaves)
+        (loss * 2**16).backward()
+        return [each.grad.double() for each in leaves]
+
+    exact = gradients(lambda loss, hidden, _: loss(hidden, labels), torch.float64)
+    found = gradients(
+        lambda loss, hidden, weight: sum_in_chunks(loss, hidden, labels, parameters=[weight], chunk_rows=5),
+        torch.float32 if autocast else torch.float16,
+    )
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
 
 
 def test_hooks_of_a_loss_are_not_called():
