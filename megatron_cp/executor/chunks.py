@@ -209,10 +209,13 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *(
-            None if each is None else torch.mul(each, gradients[0].to(each.dtype), out=each.new_empty(0, dtype=dtype))
-            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, *(None if each is None else _scaled(each, gradients[0], dtype) for each, dtype in found)
+
+
+def _scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a product with a scalar, rounded once. With an axis the scalar keeps its own type in the product."""
+    return torch.mul(value, factor.reshape([1] * value.ndim), out=value.new_empty(0, dtype=dtype))
 
 
 class _Rows(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """Logits of a few rows at a time (`logit_rows`): wrappers of models, log-probabilities, and what is refused."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_cp import ArgumentError, Packing, run_in_chunks, saved_on_host
 from megatron_cp.batch import memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel, token_log_probs
+from megatron_cp.transformers.logits import ROWS, ChunksRows
 from tests.limits import limit
 from tests.transformers_cases import build, gradients_of, over_ranks, stock, summed, wide, worst_gradient
 
@@ -143,6 +146,21 @@ def test_log_probabilities_of_sequences_that_branch():
     expected, found = ([*zip(*run_ranks(main, 2, rows), strict=True)] for rows in (None, 3))
     assert (expected[0][0] - found[0][0]).abs().max() < CLOSE
     assert worst_gradient(summed(found[1]), summed(expected[1]))[0] < CLOSE
+
+
+def test_log_probabilities_keep_only_what_hooks_return():
+    """Otherwise `saved_on_host` would not free the rows."""
+    head = build("Llama").lm_head
+    head.__class__ = type("Head", (ChunksRows, torch.nn.Linear), {})
+    setattr(head, ROWS, 7)
+    rows = torch.randn(1, 20, head.in_features, dtype=torch.float64).requires_grad_() * 1
+    kept = weakref.ref(rows)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        found = head(rows).rows_of(lambda logits: logits.logsumexp(-1))
+    del rows
+    gc.collect()
+    assert kept() is None
+    found.sum().backward()
 
 
 def in_chunks(model):

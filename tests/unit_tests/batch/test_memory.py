@@ -288,6 +288,19 @@ def test_gradients_of_a_loss_leave_with_its_backward_though_the_loss_stays():
     assert memory.live <= 8  # the loss and the gradient of it
 
 
+def test_the_factor_of_a_loss_is_not_rounded():
+    hidden, weight, labels, _ = head_of(64, torch.bfloat16)
+    scale = torch.ones((), dtype=torch.bfloat16)
+    leaves = [each.requires_grad_() for each in (hidden, weight, scale)]
+    loss = sum_in_chunks(
+        lambda rows, labels: losses_of_rows(rows * scale, weight, labels), hidden, labels, parameters=leaves[1:],
+        chunk_rows=64,
+    )  # fmt: skip
+    whole, third = (torch.autograd.grad(loss, leaves, torch.tensor(x), retain_graph=True) for x in (1.0, 1 / 3))
+    for all_of_it, part in zip(whole, third, strict=True):
+        assert torch.equal((all_of_it.float() / 3).bfloat16(), part)
+
+
 def test_a_loss_without_gradients_computes_none():
     hidden, weight, labels, _ = head_of(6, torch.float32)
     modes = []
