@@ -59,6 +59,7 @@ class ChunkedLogits:
         if not isinstance(self._head, ChunksRows):
             raise ArgumentError("logits", "those of an enabled model", "their use outside of parallel.disabled()")
         done = self._done
+        made: list[Tensor] = []
         scales = [x for _, args, _ in done for x in args if isinstance(x, Tensor) and x.requires_grad]
 
         def logits_of(stock: Callable[..., Tensor]) -> Tensor:
@@ -70,9 +71,12 @@ class ChunkedLogits:
                 return function(logits, *others)
 
             parameters = [*self._head.parameters(), *scales]
-            return run(of_chunk, self._rows[0], *beside, parameters=parameters, chunk_rows=self._chunk_rows)
+            made.append(run(of_chunk, self._rows[0], *beside, parameters=parameters, chunk_rows=self._chunk_rows))
+            return made[0]
 
         found: Tensor = self._head(HeadCall(logits_of))
+        if found is not made[0]:
+            raise ArgumentError("logit_rows", "a head whose hooks change what it returns", "hooks that read it", _FULL)
         return found
 
     @classmethod

@@ -84,6 +84,12 @@ def with_head(head):
     return model
 
 
+def with_hook(model):
+    """Returns the model with a hook that changes its logits, which is called when they are used, too."""
+    model.lm_head.register_forward_hook(lambda module, given, found: found * 2)
+    return model
+
+
 @pytest.mark.parametrize(
     ("message", "model", "rows", "changed"),
     [
@@ -92,6 +98,7 @@ def with_head(head):
         ("logit_rows: got 'no head'", lambda: build("Llama").model, 4, None),
         ("logit_rows: got 'a Scores'", lambda: with_head(Scores()), 4, None),
         ("logit_rows: got 'a model that calls add with its logits", lambda: build("Llama"), 4, on_the_head),
+        ("logit_rows: got 'a head whose hooks change what it returns", lambda: build("Llama"), 4, with_hook),
     ],
 )
 def test_refusals(message, model, rows, changed):
