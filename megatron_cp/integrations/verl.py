@@ -86,8 +86,8 @@ class ContextParallelEngineMixin:
     def _build_fsdp_module(self, module: Any) -> Any:
         module = super()._build_fsdp_module(module)  # type: ignore[misc]
         if self.cp_options.get("logit_rows") is not None:
-            # The head runs after the model's forward, which returns no tensor by whose gradient FSDP2 would gather the
-            # outermost weights again. verl shards them itself after passes without gradients.
+            # The head runs after the model's forward, and its weights are among the outermost ones if they are those of
+            # the embeddings. verl shards these itself after passes without gradients.
             module.set_reshard_after_forward(False, recurse=False)
         return module
 
