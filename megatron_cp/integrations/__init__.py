@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.versions import ADAPTERS, warn_if_framework_untested
 
 
@@ -21,3 +24,10 @@ def require(module: str, package: str) -> None:
         said = f"{module} is not installed; pip install {package}=={ADAPTERS[package]}: see docs/hosts.md"
         raise ModuleNotFoundError(said, name=module)
     warn_if_framework_untested(package)
+
+
+def check_whole_logits(cp_options: Mapping[str, Any], framework: str) -> None:
+    """Refuses `logit_rows` for a framework that computes its losses from all logits itself."""
+    if (rows := cp_options.get("logit_rows")) is not None:
+        remedy = f"{framework} computes its losses from all logits: leave it out, or train with ContextParallelTrainer."
+        raise ArgumentError("cp_options.logit_rows", rows, "None", remedy)

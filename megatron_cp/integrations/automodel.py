@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.executor.groups import Group
-from megatron_cp.integrations import require
+from megatron_cp.integrations import check_whole_logits, require
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 
 # Keys of Automodel's collate functions that say where documents are, or which tokens are pads.
@@ -67,7 +67,7 @@ def own_batches(model: Any, group: Group, **cp_options: Any) -> ContextParallel:
         cp_options: arguments of `enable_context_parallel`.
 
     Raises:
-        ArgumentError: a model with context parallelism or a backend of Automodel's own, or that
+        ArgumentError: `logit_rows`, a model with context parallelism or a backend of Automodel's own, or one that
             `enable_context_parallel` refuses. In a step: other ranks, tensor parallelism, or a batch that is not known.
     """
     require("nemo_automodel", "nemo-automodel")
@@ -78,6 +78,7 @@ def own_batches(model: Any, group: Group, **cp_options: Any) -> ContextParallel:
             remedy = "Load it with transformers' own class, because Automodel's class replaces attention itself."
             given = f"{type(model).__name__}, which has `{name}`"
             raise ArgumentError("model", given, "a model of transformers", remedy)
+    check_whole_logits(cp_options, "Automodel")
     parallel = enable_context_parallel(model, group, **cp_options)
     attach_capabilities_and_validate(model, None)
     model._owns_cp_attention = True  # data sets need not pad documents for it

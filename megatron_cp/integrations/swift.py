@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.gather import gather
-from megatron_cp.integrations import require
+from megatron_cp.integrations import check_whole_logits, require
 from megatron_cp.integrations.images import always_run_tower
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import IGNORE_INDEX
@@ -42,7 +42,7 @@ class ContextParallelSequenceMixin:
         context_parallel: the `ContextParallel` of the model that was prepared last.
 
     Raises:
-        ArgumentError: padded batches, or a pass of the model that is not one over the batch of the trainer.
+        ArgumentError: padded batches, `logit_rows`, or a pass of the model that is not one over the trainer's batch.
     """
 
     cp_options: Mapping[str, Any] = {}
@@ -62,6 +62,7 @@ class ContextParallelSequenceMixin:
         if not padding_free:
             remedy = "Pass --packing true or --padding_free true, so that documents are end to end, without padding."
             raise ArgumentError("padding_free", False, "True", remedy)
+        check_whole_logits(self.cp_options, "ms-swift")
         self.world_size, self.tokenizer, self.padding_free = sp_size, tokenizer, padding_free
         self.model_dtype = next(model.parameters()).dtype
         if self.device_mesh is None:

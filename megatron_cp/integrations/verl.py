@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
@@ -22,12 +24,15 @@ from megatron_cp.integrations.images import always_run_tower
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.enable import ContextParallel, enable_context_parallel
 from megatron_cp.transformers.images import takes_images
+from megatron_cp.transformers.logits import ChunkedLogits
 
 _ROLLED, _TEMPERATURE = (
     "input_ids_rmpad_rolled",
     "temperature_rmpad",
 )  # verl's names, of rows that the model does not take
 
+# Settings of verl's batches for results that are neither log-probabilities nor entropies.
+_OF_ALL_LOGITS = ("calculate_sum_pi_squared", "distillation_use_topk")
 _NOT_TAKEN = ("cu_seqlens", "cu_seqlens_cpu", "images_seqlens")
 # Models whose attention is causal inside images without these types of tokens, which verl's data sets drop.
 _TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
@@ -39,6 +44,7 @@ class ContextParallelEngineMixin:
     The model runs over the ranks of verl's sequence-parallel group: any heads, any lengths, windows, and hybrids with
     linear layers, whose documents stay apart. It takes images and videos as `ContextParallel.shard` does.
     Log-probabilities, entropies and the losses that verl computes from them are those of whole batches, on every rank.
+    With `logit_rows` verl's functions compute log-probabilities and entropies of so many rows at a time.
 
     Attributes:
         cp_options: arguments of `enable_context_parallel`, such as `{"layout": "balanced", "scheme": "auto"}`.
@@ -46,11 +52,14 @@ class ContextParallelEngineMixin:
 
     Raises:
         ArgumentError: fused kernels, static padding, `use_remove_padding=False`, images of a Gemma without types of
-            tokens, or a model whose classes another engine of the process has patched.
+            tokens, FSDP1 or results of all logits with `logit_rows`, or a model whose classes another engine of the
+            process has patched.
     """
 
     cp_options: Mapping[str, Any] = {}
     context_parallel: ContextParallel
+    engine_config: Any
+    compute_entropy_from_logits: Any
     ulysses_parallel_group: Any
     ulysses_sequence_parallel_size: int
     use_ulysses_sp: bool
@@ -59,6 +68,9 @@ class ContextParallelEngineMixin:
     _sharded: ShardedBatch
 
     def _build_module(self) -> Any:
+        if self.cp_options.get("logit_rows") is not None and self.engine_config.strategy != "fsdp2":
+            remedy = "Its weights would not be in place where logits are computed."
+            raise ArgumentError("engine.strategy", self.engine_config.strategy, "fsdp2 with logit_rows", remedy)
         # Ulysses would exchange the model's attention, and refuses heads.
         with self._without_ulysses(), _without_patches():
             module = super()._build_module()  # type: ignore[misc]
@@ -69,6 +81,14 @@ class ContextParallelEngineMixin:
         if takes_images(module):
             always_run_tower(module)
         self.context_parallel = enable_context_parallel(module, ranks, **self.cp_options)
+        return module
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        module = super()._build_fsdp_module(module)  # type: ignore[misc]
+        if self.cp_options.get("logit_rows") is not None:
+            # The head runs after the model's forward, and its weights are among the outermost ones if they are those of
+            # the embeddings. verl shards these itself after passes without gradients.
+            module.set_reshard_after_forward(False, recurse=False)
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,6 +103,8 @@ class ContextParallelEngineMixin:
             raise ArgumentError(
                 "model.use_fused_kernels", True, "False", "We have not tested them with context parallelism."
             )
+        if self.cp_options.get("logit_rows") is not None:
+            _check_results(micro_batch)
         _check_forwards(self._kinds)  # again, since engines may be built later
         whole = {name: x for name, x in inputs.items() if x is not None and name not in _NOT_TAKEN}
         whole |= {name: results[name][None] for name in (_ROLLED, _TEMPERATURE)}
@@ -95,6 +117,34 @@ class ContextParallelEngineMixin:
         rows = dict(self._sharded)
         rows.pop("use_cache")  # verl passes its own
         return rows, results | {name: rows.pop(name)[0] for name in (_ROLLED, _TEMPERATURE)}
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        """Returns what verl's engine computes from logits; from chunks of them with `logit_rows`."""
+        if isinstance(output.logits, ChunkedLogits):
+            from verl.utils.tensordict_utils import assign_non_tensor
+
+            # With this setting verl takes log-probabilities and entropies of its fused kernels in place of logits.
+            output = self._results(output.logits, output_args, micro_batch)
+            micro_batch = assign_non_tensor(micro_batch.copy(), use_fused_kernels=True)
+        return super().prepare_model_outputs(  # type: ignore[misc]
+            output, output_args, micro_batch, logits_processor_func
+        )
+
+    def _results(self, logits: ChunkedLogits, output_args: Any, micro_batch: Any) -> SimpleNamespace:
+        from verl.utils.tensordict_utils import get_non_tensor_data
+        from verl.utils.torch_functional import logprobs_from_logits
+
+        with_entropy = get_non_tensor_data(micro_batch, "calculate_entropy", False)
+
+        def of_chunk(chunk: Tensor, labels: Tensor, temperatures: Tensor) -> Tensor:
+            chunk = chunk / temperatures[:, None].clamp(min=1e-8).to(chunk.dtype)
+            found = [logprobs_from_logits(chunk, labels, inplace_backward=False)]
+            if with_entropy:
+                found.append(self.compute_entropy_from_logits(chunk))
+            return torch.stack(found, -1)
+
+        log_probs, *entropy = logits.rows_of(of_chunk, output_args[_ROLLED], output_args[_TEMPERATURE]).unbind(-1)
+        return SimpleNamespace(log_probs=log_probs, entropy=entropy[0] if entropy else None)
 
     def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
         """Gathers a number for each token of the pack, in its order.
@@ -122,6 +172,15 @@ def _types_of(config: Any) -> str | None:
     if is_gemma4 and getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
         return None
     return _TYPES.get(getattr(config, "model_type", ""))
+
+
+def _check_results(micro_batch: Any) -> None:
+    """Refuses results that verl computes from all logits, and from no fused kernel."""
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    for name in _OF_ALL_LOGITS:
+        if get_non_tensor_data(micro_batch, name, False):
+            raise ArgumentError(name, True, "False with logit_rows", "Leave logit_rows out: it needs all logits.")
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ tanh, which is noted and done to each chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_cp.errors import ArgumentError
@@ -116,6 +117,16 @@ class ChunkedLogits:
             raise AttributeError(name)
         return lambda *args, **named: self._noted(name, method, (self, *args), named)
 
+
+def _from_parts(rows: Iterable[Any], context: Any) -> ChunkedLogits:
+    head, *others = context
+    return ChunkedLogits(head, *rows, *others)
+
+
+# So FSDP2 finds the rows in a model's output, and gathers the outermost weights again when their gradient comes.
+register_pytree_node(
+    ChunkedLogits, lambda logits: ([logits._rows], (logits._head, logits._chunk_rows, logits._done)), _from_parts
+)
 
 _PLACE = object()  # of the logits, among the arguments of what is done to them
 

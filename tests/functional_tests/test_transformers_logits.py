@@ -234,6 +234,27 @@ def test_fsdp_equals_the_stock_class(separately):
     assert worst_gradient(found[2], gradients)[0] < CLOSE
 
 
+def step_with_an_own_loss(world):
+    """Returns gradients under FSDP2 whose outermost weights are sharded again after the model's forward."""
+    mesh, own = init_device_mesh("cpu", (world.size,)), build("Llama")
+    cp = enable_context_parallel(own, mesh, logit_rows=7)
+    for each in (own.lm_head, *own.model.layers, own):
+        fully_shard(each, mesh=mesh, reshard_after_forward=True)
+    tokens = tokens_of()
+    batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+    with wide():
+        logits = own(**batch, num_items_in_batch=batch.num_items).logits
+    (token_log_probs(logits, batch).sum() * -world.size).backward()
+    return batch.num_items, {name: parameter.grad.full_tensor() for name, parameter in own.named_parameters()}
+
+
+def test_fsdp_gathers_the_outermost_weights_for_a_loss_of_the_callers():
+    count, found = run_ranks(step_with_an_own_loss, 2, kind="processes", timeout=limit(60))[0]
+    with wide():
+        gradients = stock(build("Llama"), Packing(LENGTHS), tokens_of())[2]
+    assert worst_gradient(found, {name: each * count for name, each in gradients.items()})[0] < CLOSE
+
+
 def parts_of_a_module(world):
     mesh, own = init_device_mesh("cpu", (world.size,)), build("Gemma2")
     cp = enable_context_parallel(own, mesh)

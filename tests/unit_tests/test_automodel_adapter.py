@@ -125,3 +125,8 @@ def test_rejects_models_with_automodels_own_attention(name):
     model = build("Llama")
     setattr(model, name, "te")
     rejects(f"model: got 'LlamaForCausalLM, which has `{name}`'", own_batches, model, None)
+
+
+def test_rejects_logits_of_a_few_rows_from_which_automodel_computes_no_loss():
+    says = "cp_options.logit_rows: got 4; allowed: None. Automodel computes its losses from all logits"
+    rejects(says, own_batches, build("Llama"), None, logit_rows=4)

@@ -132,6 +132,15 @@ def test_rejects_passes_that_are_not_the_trainers_and_other_documents(llama):
     run_ranks(main, 2)
 
 
+def test_rejects_logits_of_a_few_rows_from_which_ms_swift_computes_no_loss(llama):
+    class Chunked(Sequence):
+        cp_options: ClassVar = {"logit_rows": 4}
+
+    given = {"model": llama, "tokenizer": None, "padding_free": True}
+    says = "cp_options.logit_rows: got 4; allowed: None. ms-swift computes its losses from all logits"
+    rejects(says, Chunked(None).prepare, 2, **given)
+
+
 def test_rejects_padded_batches():
     given = {"model": None, "tokenizer": None, "padding_free": False}
     rejects(r"padding_free: got False; allowed: True. Pass --packing true", Sequence(None).prepare, 2, **given)

@@ -3,6 +3,7 @@
 `test_trainer_hosts.py` and `test_verl_engine.py` of the functional tests run the hosts themselves.
 """
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -16,13 +17,21 @@ import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from megatron_cp.integrations.verl import ContextParallelEngineMixin
-from megatron_cp.transformers import ContextParallelMixin
+from megatron_cp.transformers import ContextParallelMixin, enable_context_parallel
+from megatron_cp.transformers.logits import ROWS, ChunkedLogits
 from megatron_cp.transformers.padding import join_documents
 from tests.refusals import rejects
 from tests.stand_ins import stand_in
 from tests.transformers_cases import build
 
 DOCUMENTS = [[7, 8, 9, 10, 11], [5], [20, 21, 22]]
+
+
+def loss_of_documents(model):
+    """Returns the loss of `DOCUMENTS`, each alone."""
+    ids = [torch.tensor(each) for each in DOCUMENTS]
+    logits = [model(input_ids=each[None]).logits[0, :-1] for each in ids]
+    return torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat([each[1:] for each in ids])).item()
 
 
 # -- axolotl ----------------------------------------------------------------------------------------------------------
@@ -94,7 +103,9 @@ def test_the_plugin_disables_axolotls_own_and_names_its_keys(axolotl):
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: got 5.0.*number of rows"),
         ({"deepspeed": "zero3.json"}, "deepspeed: got 'zero3.json'.*fsdp_config"),
         ({"rl": "dpo"}, "rl: got 'dpo'.*ContextParallelPreferenceMixin"),
-        ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*not the model's own"),
+        ({"cut_cross_entropy": True}, "cut_cross_entropy: got True.*megatron_cp: {logit_rows: 1024}"),
+        ({"chunked_cross_entropy": True}, "chunked_cross_entropy: got True.*megatron_cp: {logit_rows: 1024}"),
+        ({"liger_fused_linear_cross_entropy": True}, "liger_fused.*: got True.*megatron_cp: {logit_rows: 1024}"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: got 2"),
         ({"xformers_attention": True}, "xformers_attention: got True.*only a rank's own tokens"),
         ({"processor_type": "AutoProcessor"}, "processor_type: got 'AutoProcessor'"),
@@ -128,9 +139,12 @@ def test_rejects_sizes_of_axolotl_that_do_not_fit_by_its_own_keys(axolotl, sizes
         plugin.register(fitting)
 
 
-def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
+@pytest.mark.parametrize("logit_rows", [None, 4])
+def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path, logit_rows):
     plugin = axolotl.ContextParallelPlugin()
-    cfg = Config(sample_packing=True, device="cpu", megatron_cp={"layout": "contiguous", "align": 3})
+    options = {"layout": "contiguous", "align": 3, "logit_rows": logit_rows}
+    cfg = Config(sample_packing=True, device="cpu", megatron_cp=options)
+    plugin.register(cfg)
     kind, options = plugin.get_collator_cls_and_kwargs(cfg)
     collate = kind(None, padding=True, pad_to_multiple_of=64, return_tensors="pt", **options)
     rows = [{"input_ids": ids, "labels": ids, "position_ids": list(range(len(ids)))} for ids in DOCUMENTS]
@@ -141,9 +155,7 @@ def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
         per_device_train_batch_size=3, **given,
     )  # fmt: skip
     model = build("Llama", dtype=torch.float32)
-    ids = [torch.tensor(each) for each in DOCUMENTS]
-    logits = [model(input_ids=each[None]).logits[0, :-1] for each in ids]
-    alone = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat([each[1:] for each in ids]))
+    expected = loss_of_documents(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process has no configuration of its parallelism
         trainer = plugin.get_trainer_cls(cfg)(
@@ -157,8 +169,9 @@ def test_axolotls_trainer_learns_packed_rows_as_documents(axolotl, tmp_path):
     says = r"plugins: got 'AxolotlTrainer'.*Remove the plugin that sets it"
     rejects(says, plugin.post_trainer_create, cfg, another)
     assert (trainer.context_parallel.planner.layout, trainer.context_parallel.planner.align) == ("contiguous", 3)
+    assert getattr(trainer.model.lm_head, ROWS, None) == logit_rows
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(alone.item(), abs=1e-5)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_rows_that_are_not_packed_keep_axolotls_collator(axolotl):
@@ -227,6 +240,26 @@ def test_registering_gives_both_stages_the_mixin(llamafactory, monkeypatch):
     assert given["data_collator"] is stock
 
 
+def test_llamafactorys_trainer_learns_from_logits_of_a_few_rows(llamafactory, tmp_path):
+    from megatron_cp.integrations import llamafactory as adapter
+
+    llamafactory["llamafactory.train.pt.trainer"].CustomTrainer = type("CustomTrainer", (Trainer,), {})
+    adapter.register(1, cp_options={"logit_rows": 4})
+    model = build("Llama", dtype=torch.float32)
+    expected = loss_of_documents(model)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, report_to=[], save_strategy="no", remove_unused_columns=False,
+        per_device_train_batch_size=3, use_cpu=True, average_tokens_across_devices=True,
+    )  # fmt: skip
+    trainer = llamafactory["llamafactory.train.pt.workflow"].CustomTrainer(
+        model=model, args=args, train_dataset=[{"input_ids": ids, "labels": ids} for ids in DOCUMENTS],
+        data_collator=types.SimpleNamespace(neat_packing=True),
+    )  # fmt: skip
+    assert getattr(trainer.model.lm_head, ROWS) == 4
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_launcher_leaves_other_arguments_to_llamafactory(llamafactory, monkeypatch):
     from megatron_cp.integrations import llamafactory as adapter
 
@@ -246,7 +279,7 @@ def test_the_launcher_leaves_other_arguments_to_llamafactory(llamafactory, monke
         ({"training_args": {"predict_with_generate": True}}, "predict_with_generate: got True"),
         ({"finetuning_args": {"use_mca": True}}, "use_mca: got True"),
         ({"model_args": {"shift_attn": True}}, "shift_attn: got True"),
-        ({"model_args": {"enable_liger_kernel": True}}, "enable_liger_kernel: got True"),
+        ({"model_args": {"enable_liger_kernel": True}}, "enable_liger_kernel: got True.*{'logit_rows': 1024}"),
     ],
 )
 def test_rejects_arguments_of_llamafactory_that_it_does_not_compute(llamafactory, changed, message):
@@ -310,6 +343,9 @@ class EngineOfVerl:
         assert (self.ulysses_sequence_parallel_size, self.use_ulysses_sp) == (1, False)
         return self.answer
 
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        return output, micro_batch
+
 
 class Engine(ContextParallelEngineMixin, EngineOfVerl):
     pass
@@ -330,6 +366,60 @@ def test_rejects_batches_of_verl_that_it_does_not_compute(inputs, results, messa
     engine = Engine(inputs, results)
     rejects(message, engine.prepare_model_inputs, {})
     assert (engine.ulysses_sequence_parallel_size, engine.use_ulysses_sp) == (2, True)
+
+
+@pytest.fixture
+def verl_functions(monkeypatch):
+    def assign_non_tensor(batch, **named):
+        return batch | named
+
+    def logprobs_from_logits(logits, labels, inplace_backward=True):
+        assert not inplace_backward
+        assert len(logits) <= 2
+        return logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+    stand_in(monkeypatch, {
+        "verl.utils.tensordict_utils": {"assign_non_tensor": assign_non_tensor, "get_non_tensor_data": dict.get},
+        "verl.utils.torch_functional": {"logprobs_from_logits": logprobs_from_logits},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["calculate_sum_pi_squared", "distillation_use_topk"])
+def test_rejects_results_of_verl_that_need_all_logits(verl_functions, name):
+    engine = Engine({}, PACKED)
+    engine.cp_options = {"logit_rows": 2}
+    rejects(f"^{name}: got True; allowed: False with logit_rows", engine.prepare_model_inputs, {name: True})
+
+
+def test_rejects_fsdp1_of_verl_with_logits_of_a_few_rows():
+    engine = Engine({}, PACKED)
+    engine.cp_options, engine.engine_config = {"logit_rows": 2}, types.SimpleNamespace(strategy="fsdp")
+    rejects("^engine.strategy: got 'fsdp'; allowed: fsdp2 with logit_rows", engine._build_module)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_verl_takes_results_of_a_few_rows_as_those_of_fused_kernels(verl_functions, with_entropy):
+    engine, model = Engine({}, PACKED), build("Llama")
+    engine.compute_entropy_from_logits = lambda logits: torch.distributions.Categorical(logits=logits).entropy()
+    stock = copy.deepcopy(model)
+    parallel = enable_context_parallel(model, None, logit_rows=2)
+    tokens, temperatures = torch.tensor([[each for ids in DOCUMENTS for each in ids]]), torch.linspace(0.5, 2, 9)
+    rolled = tokens[0].roll(-1)
+    output = model(**parallel.shard({"input_ids": tokens, "lengths": [5, 1, 3]}))
+    assert isinstance(output.logits, ChunkedLogits)
+    args = {"input_ids_rmpad_rolled": rolled, "temperature_rmpad": temperatures}
+    batch = {"calculate_entropy": with_entropy}
+    found, given = engine.prepare_model_outputs(output, args, batch, None)
+    logits = torch.cat([stock(input_ids=torch.tensor([each])).logits[0] for each in DOCUMENTS])
+    kinds = torch.distributions.Categorical(logits=logits / temperatures[:, None])
+    assert (found.log_probs[0] - kinds.log_prob(rolled)).abs().max() < 1e-12
+    assert not with_entropy or (found.entropy[0] - kinds.entropy()).abs().max() < 1e-12
+    assert (given, batch) == (batch | {"use_fused_kernels": True}, {"calculate_entropy": with_entropy})
+    loss = kinds.log_prob(rolled).sum() + (kinds.entropy().square().sum() if with_entropy else 0)
+    loss.backward()
+    (found.log_probs.sum() + (found.entropy.square().sum() if with_entropy else 0)).backward()
+    for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() < 1e-11
 
 
 # -- rows of documents ------------------------------------------------------------------------------------------------
