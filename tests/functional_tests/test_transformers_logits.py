@@ -38,7 +38,17 @@ def with_lora(model):
     return get_peft_model(model, adapter)
 
 
-@pytest.mark.parametrize("changed", [None, with_lora, lambda model: model.model.requires_grad_(False) and model])
+def with_views(model):
+    """Returns the model with a hook that returns a view of what the head returns, as those of ZeRO-3 do."""
+    model.lm_head.register_forward_hook(
+        lambda module, given, found: found.view_as(found) if isinstance(found, torch.Tensor) else found
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "changed", [None, with_lora, with_views, lambda model: model.model.requires_grad_(False) and model]
+)
 def test_gradients_are_those_of_all_logits(changed):
     model, tokens = build("Gemma2", tie_word_embeddings=False), tokens_of()
     with wide():
