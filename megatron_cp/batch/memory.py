@@ -21,6 +21,7 @@ from megatron_cp.executor.chunks import rows_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
 
 _ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
+_RUN_MLP = "Run MLPs and mixtures of experts in chunks, not attention or whole layers."
 
 
 def linear_cross_entropy(
@@ -96,12 +97,15 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
 
     Args:
         module: any module that computes each row from that row, and is called with rows `[t, hidden]`,
-            `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many, or a tuple of such.
+            `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many, or a tuple of such. Beside the rows
+            it may get None, numbers and strings. This cannot see if a module mixes rows: attention, convolutions and
+            batch norms would compute something else.
         chunk_rows: the rows of a chunk.
 
     Raises:
         ArgumentError: here, a module that has a forward of its own already. When it is called, another shape or
-            result, more tensors, parts that FSDP shards by themselves, or weights that DeepSpeed's ZeRO-3 shards.
+            result, tensors or caches beside the rows, parts that FSDP shards by themselves, or weights that DeepSpeed's
+            ZeRO-3 shards.
     """
     chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
     if not isinstance(module, nn.Module):
@@ -113,19 +117,23 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
     return module
 
 
-def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> Any:
+def _forward_in_chunks(module: Any, *given_args: Any, **named: Any) -> Any:
     stock = type(module).forward
+    rows, *args = given_args or (None,)
     if not isinstance(rows, Tensor) or rows.ndim not in (2, 3) or (rows.ndim == 3 and 1 not in rows.shape[:2]):
         given = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        raise ArgumentError("rows", given, "[t, hidden], [1, t, hidden] or [t, 1, hidden] for a module in chunks")
+        allowed = "[t, hidden], [1, t, hidden] or [t, 1, hidden], the first positional argument of a module in chunks"
+        raise ArgumentError("rows", given, allowed, _RUN_MLP)
+    # A tensor beside the rows would get no gradient, and backward would add to a cache once more.
+    for each in (*args, *named.values()):
+        if not isinstance(each, bool | int | float | str | None):
+            given = f"a {type(module).__name__} that is called with a {type(each).__name__} beside its rows"
+            raise ArgumentError("module", given, "one that needs only rows, numbers and strings", _RUN_MLP)
     is_split = any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
     if is_split or any(hasattr(each, "ds_status") for each in module.parameters()):
         remedy = "Let FSDP shard the whole module; with ZeRO-3, recompute whole layers instead."
         raise ArgumentError("module", "one whose parts gather their own weights", "weights in one place", remedy)
     axis = None if rows.ndim == 2 else 0 if rows.shape[0] == 1 else 1
-    if any(isinstance(each, Tensor) for each in (*args, *named.values())):
-        remedy = "Chunks would get other tensors whole, and give them no gradients."
-        raise ArgumentError("module", "one that is called with more tensors", "one that is called with rows", remedy)
     shapes: list[bool] = []  # of the first chunk's results: True if the axis of one is beside that of rows
 
     # It lives until backward, so it must not keep `rows`.
@@ -139,7 +147,7 @@ def _forward_in_chunks(module: Any, rows: Tensor, *args: Any, **named: Any) -> A
                 shapes.append(is_like)
             if not is_like and shape[:1] != [len(chunk)]:
                 given = shape if isinstance(each, Tensor) else type(each).__name__
-                allowed = "one that returns a row for each, or several"
+                allowed = "one that returns a result for each row, or several"
                 raise ArgumentError("module", f"one that returns {given}", allowed)
             # Results [1, 1] of a last chunk of one row may be either: the first chunk's tell.
             parts.append(each.squeeze(axis) if is_like and shapes[number] else each)

@@ -91,7 +91,9 @@ class ChunkedLogits:
         others = [x for x in args if x is not self]
         is_scale = all(not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] == x.numel() for x in others)
         if name not in _DONE_TO_EACH or not is_scale:
-            raise ArgumentError("logit_rows", f"a model that calls {name} with its logits", "None for it", _FULL)
+            given = f"a call of {name} with logits that are not computed yet"
+            allowed = "losses, token_log_probs, a scale and a tanh"
+            raise ArgumentError("logit_rows", given, allowed, _FULL)
         done = (func, tuple(_PLACE if x is self else x for x in args), named)
         return ChunkedLogits(self._head, self._rows, self._chunk_rows, (*self._done, done))
 
@@ -114,7 +116,7 @@ class ChunkedLogits:
     def __getattr__(self, name: str) -> Any:
         method = getattr(Tensor, name, None)
         if name.startswith("__") or not callable(method):
-            raise AttributeError(name)
+            raise AttributeError(f"logits with logit_rows have no {name}; out.logits.full() has")
         return lambda *args, **named: self._noted(name, method, (self, *args), named)
 
 
@@ -163,7 +165,7 @@ def check_chunked_head(model: Any) -> None:
     """Refuses `logit_rows` for a model whose head this cannot compute in chunks."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or "forward" in vars(head):
-        given = "no head" if head is None else f"a {type(head).__name__}"
+        given = "no head" if head is None else f"a {type(head).__module__}.{type(head).__name__}"
         allowed = "a model whose output embeddings are a torch.nn.Linear"
         raise ArgumentError("logit_rows", given, allowed, "Leave logit_rows out, or enable the model before wrappers.")
 

@@ -200,6 +200,11 @@ class Mean(nn.Module):
         return rows.mean(-2)
 
 
+class Scaled(nn.Module):
+    def forward(self, rows, scale=None, factor=1.0):
+        return rows * factor if scale is None else rows * scale
+
+
 @pytest.mark.parametrize(
     ("message", "module", "chunk_rows", "shape"),
     [
@@ -217,18 +222,17 @@ def test_refused_modules(message, module, chunk_rows, shape):
         run_in_chunks(module, chunk_rows)(torch.zeros(shape, dtype=torch.float64))
 
 
-class Times(nn.Module):
-    def forward(self, rows, factor):
-        return rows * factor
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_other_tensors_of_a_module_are_refused(named):
-    """They would have no gradients."""
-    rows, factor, module = torch.ones(3, 8), torch.ones(8, requires_grad=True), run_in_chunks(Times(), 4)
-    assert module(rows, 2.0).sum() == 48
-    with pytest.raises(ArgumentError, match="one that is called with more tensors"):
-        module(rows, factor=factor) if named else module(rows, factor)
+def test_modules_in_chunks_get_rows_and_no_other_tensors():
+    rows, module = torch.ones(6, 8), run_in_chunks(Scaled(), 4)
+    assert torch.equal(module(rows, None, factor=2.0), 2 * rows)
+    message = "module: got 'a Scaled that is called with a Tensor beside its rows'"
+    for call in (lambda: module(rows, torch.ones(8)), lambda: module(rows, scale=torch.ones(8))):
+        with pytest.raises(ArgumentError, match=message):
+            call()
+    with pytest.raises(ArgumentError, match="module: got 'a Scaled that is called with a list beside its rows'"):
+        module(rows, [])
+    with pytest.raises(ArgumentError, match="rows: got 'NoneType'"):
+        module(rows=rows)
 
 
 def test_a_saved_tensor_that_was_written_to_is_refused():
