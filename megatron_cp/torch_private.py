@@ -250,6 +250,10 @@ def leaves(values: Any) -> list[Any]:
     return [leaf for value in (values.values() if isinstance(values, dict) else values) for leaf in leaves(value)]
 
 
+# Tells FSDP2 which tensors an object holds. Without it FSDP2 does not see them, and its outermost weights must stay.
+register_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_: None)
+
+
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which operators are dispatched as under autograd's own; without it, one with no effect."""
     return _find("_C._AutoDispatchBelowAutograd", contextlib.nullcontext)()

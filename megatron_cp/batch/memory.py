@@ -19,6 +19,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.arguments import DTYPES, accumulation_dtype, check_dense, check_tensor
 from megatron_cp.executor.chunks import rows_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.torch_private import version_of
 
 _ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
 _RUN_MLP = "Run MLPs and mixtures of experts in chunks, not attention or whole layers."
@@ -180,7 +181,7 @@ def saved_on_host(min_bytes: int = 2**20) -> contextlib.AbstractContextManager[N
 def _pack_from(min_bytes: int) -> Callable[[Tensor], Any]:
     def pack(saved: Tensor) -> Any:
         if _on_host(saved) or _is_weight(saved) or saved.numel() * saved.element_size() < min_bytes:
-            return saved, saved._version
+            return saved, version_of(saved)
         host = torch.empty(saved.shape, dtype=saved.dtype, device="cpu", pin_memory=saved.is_cuda)
         return saved.device, host.copy_(saved, non_blocking=True)
 
@@ -207,7 +208,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(saved, torch.device):
         found: Tensor = value.to(saved, non_blocking=True)
         return found
-    if saved._version != value:  # autograd does not check what hooks return
+    if isinstance(value, int) and version_of(saved) != value:  # autograd does not check what hooks return
         given = f"a tensor {list(saved.shape)} that was written to after it was saved"
         raise ArgumentError("saved_on_host", given, "tensors that stay as they are until backward")
     return saved

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.chunks import rows_in_chunks, sum_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.torch_private import register_node
 
 # Functions that act on each logit by itself.
 _DONE_TO_EACH = frozenset(("mul", "__rmul__", "div", "true_divide", "tanh", "float", "to", "contiguous", "detach"))
@@ -126,7 +126,7 @@ def _from_parts(rows: Iterable[Any], context: Any) -> ChunkedLogits:
 
 
 # So FSDP2 finds the rows in a model's output, and gathers the outermost weights again when their gradient comes.
-register_pytree_node(
+register_node(
     ChunkedLogits, lambda logits: ([logits._rows], (logits._head, logits._chunk_rows, logits._done)), _from_parts
 )
 
