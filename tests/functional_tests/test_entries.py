@@ -62,6 +62,7 @@ NO_COLUMN = {
     "search_seconds",  # with the tests of tiles
     "ulysses_degree",  # of 4 ranks a product has one degree
     "kernel",  # the same plan by another kernel, with the tests of kernels
+    "logit_rows",  # of the head, and no option of a plan: with the tests of logits
     "model", "group",
 }  # fmt: skip
 NAMES = {"mode": "scheme", "linear_mode": "scheme", "head_chunks": "chunks", "latents": "latent_mode"}

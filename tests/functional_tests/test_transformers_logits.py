@@ -106,6 +106,7 @@ def with_hook(model):
         ("logit_rows: got 0", lambda: build("Llama"), 0, None),
         ("logit_rows: got True", lambda: build("Llama"), True, None),
         ("logit_rows: got 'no head'", lambda: build("Llama").model, 4, None),
+        ("logit_rows: got 'no head'", lambda: build("NemotronHOmni"), 4, None),
         ("logit_rows: got 'a tests.*Scores'", lambda: with_head(Scores()), 4, None),
         ("logit_rows: got 'a call of add with logits", lambda: build("Llama"), 4, on_the_head),
         ("logit_rows: got 'a head whose hooks change what it returns", lambda: build("Llama"), 4, with_hook),
