@@ -52,6 +52,7 @@ NAVIGATION = {
         "Hugging Face": "docs/transformers",
         "Trainer and TRL": "docs/trainers",
         "Images and video": "docs/images",
+        "Memory of long rows": "docs/memory",
         "diffusers": "docs/diffusers",
         "verl, axolotl and other hosts": "docs/hosts",
         "Megatron-Bridge": "docs/megatron-bridge",
