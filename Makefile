@@ -51,7 +51,7 @@ train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes;
 train-hf: setup ## a tiny Qwen3-Next of transformers at CP=2 with FSDP2 against the stock class on one rank, in minutes
 	$(RUN)/python -W ignore examples/train_transformers.py --compare $(ARGS)
 
-check: setup ## parity of both layers at several context-parallel sizes, every scheme and mask; under a minute
+check: setup ## parity of both layers at several context-parallel sizes, every scheme and mask; 4 to 6 minutes on 2 cores
 	$(RUN)/megatron-cp check --layer attention --lengths 7,1,130,64,2 --all
 	$(RUN)/megatron-cp check --layer gdn --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --key-heads 2 --dtype float64
 
