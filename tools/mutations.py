@@ -221,6 +221,8 @@ def seen_by(mutation: Mutation, tests: Map, seconds: float, others: list[str] | 
                 return "every test, since the package cannot be imported"
             if "+ Timeout +" in done.stdout + done.stderr:
                 return f"a test that takes more than {HANG} s"
+            if done.returncode < 0:
+                return f"a test whose process ends by signal {-done.returncode}"
             if done.returncode:
                 raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
     return None
