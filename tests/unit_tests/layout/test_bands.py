@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.layout import bands as band
@@ -97,8 +97,13 @@ def test_moved(bands, queries, keys):
     assert moved.sum() == pairs(bands).sum()
 
 
+# Two that meet where one of them has narrowed to nothing.
+MEETING = np.array([[0, 11, 1, 12, -5, -3], [0, 11, 1, 10, -UNBOUNDED, -5]])
+
+
 @many
 @given(bands=ANY_BANDS, barriers=st.sets(st.integers(0, TOTAL)))
+@example(bands=MEETING, barriers=set())
 def test_disjoint_bands_have_the_pairs_of_the_union(bands, barriers):
     union = band.disjoint(bands, np.array(sorted(barriers), dtype=np.int64))
     np.testing.assert_array_equal(pairs(union), (pairs(bands) > 0).astype(int))
