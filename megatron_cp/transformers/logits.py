@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.chunks import rows_in_chunks, sum_in_chunks
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.torch_private import register_node
+from megatron_cp.torch_private import leaves, register_node
 
 # Functions that act on each logit by itself.
 _DONE_TO_EACH = frozenset(("mul", "__rmul__", "div", "true_divide", "tanh", "float", "to", "contiguous", "detach"))
@@ -84,13 +84,13 @@ class ChunkedLogits:
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        own = next(x for x in args if isinstance(x, cls))
+        own = next(x for x in leaves((args, kwargs or {})) if isinstance(x, cls))
         return own._noted(func.__name__, func, args, kwargs or {})
 
     def _noted(self, name: str, func: Any, args: Sequence[Any], named: dict[str, Any]) -> ChunkedLogits:
-        others = [x for x in args if x is not self]
+        others = [x for x in (*args, *named.values()) if x is not self]
         is_scale = all(not isinstance(x, Tensor) or x.ndim == 0 or x.shape[-1] == x.numel() for x in others)
-        if name not in _DONE_TO_EACH or not is_scale:
+        if name not in _DONE_TO_EACH or not is_scale or not any(x is self for x in args):
             given = f"a call of {name} with logits that are not computed yet"
             allowed = "losses, token_log_probs, a scale and a tanh"
             raise ArgumentError("logit_rows", given, allowed, _FULL)
@@ -109,6 +109,11 @@ class ChunkedLogits:
         return self._noted("add", torch.add, (self, other), {})
 
     __radd__ = __add__
+
+    def __eq__(self, other: object) -> Any:
+        return self._noted("eq", torch.eq, (self, other), {})
+
+    __hash__ = object.__hash__
 
     def __getitem__(self, place: Any) -> ChunkedLogits:
         return self._noted("getitem", Tensor.__getitem__, (self, place), {})

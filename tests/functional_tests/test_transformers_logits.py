@@ -122,6 +122,24 @@ def call(model, rows, changed):
     changed(model)(**cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)}))
 
 
+@pytest.mark.parametrize(
+    ("message", "function"),
+    [
+        ("a call of eq with logits", lambda logits: logits == 0),
+        ("a call of eq with logits", lambda logits: logits != 0),
+        ("a call of mul with logits", lambda logits: torch.mul(input=logits, other=2.0)),
+        ("a call of mul with logits", lambda logits: logits * torch.ones(5, 97)),
+        ("a call of argmax with logits", lambda logits: logits.argmax(-1)),
+        ("a call of cat with logits", lambda logits: torch.cat([logits, logits])),
+    ],
+)
+def test_what_else_is_done_with_logits_is_refused(message, function):
+    cp, tokens = enable_context_parallel(model := build("Llama"), None, logit_rows=4), tokens_of()
+    logits = model(**cp.shard({"input_ids": tokens[None], "lengths": list(LENGTHS)})).logits
+    with pytest.raises(ArgumentError, match=message):
+        function(logits)
+
+
 def test_a_loss_of_the_models_own_is_refused():
     model, tokens = build("Llama"), tokens_of()
     cp = enable_context_parallel(model, None, logit_rows=4)

@@ -51,7 +51,7 @@ class Chains:
 
     @cached_property
     def tiles_of_lines(self) -> list[IntArray]:
-        """For each axis the tiles of each line, see `_tiles_of_lines`."""
+        """The tiles of each line, for each axis; see `_tiles_of_lines`."""
         return [_tiles_of_lines(axis) for axis in self.problem.axes]
 
     def _count(self) -> None:
