@@ -33,6 +33,9 @@ def summed(workload: Workload, setting: Setting, parts: float = 1) -> float:
     """
     topology, cores = setting.topology, setting.machine.hardware.cores
     hosts, ranks = np.array(topology.hosts), workload.ranks
+    cards = ranks + topology.rail  # the numbers of ports: first each rank's own within its host, then the cards
+    links = [(each.latency, each.message, each.bandwidth, each.ramp) for each in (topology.within, topology.between)]
+    latency, message, bandwidth, ramp = np.repeat(links, (ranks, int(cards.max()) + 1 - ranks), axis=0).T
     by_name: dict[tuple[str, bool], list[Transfer]] = {}
     work, moved, exposed = np.zeros(ranks), np.zeros(ranks), 0.0
     for operation in workload.operations:
@@ -46,14 +49,14 @@ def summed(workload: Workload, setting: Setting, parts: float = 1) -> float:
             np.concatenate([getattr(start.edges, end) for start in starts])
             for end in ("senders", "receivers", "nbytes")
         )
-        far, count, taken = hosts[senders] != hosts[receivers], len(starts), np.zeros(ranks)
-        for link, port, chosen in ((topology.within, np.arange(ranks), ~far), (topology.between, topology.rail, far)):
-            if chosen.any():
-                for ends in (senders[chosen], receivers[chosen]):
-                    sizes = np.bincount(port[ends], nbytes[chosen], minlength=port.max() + 1)
-                    seconds = sizes / link.bandwidth + link.ramp * np.sqrt(sizes * count)
-                    seconds += np.bincount(port[ends], minlength=sizes.size) * link.message + (sizes > 0) * link.latency
-                    taken = np.maximum(taken, seconds[port])
+        far, count = hosts[senders] != hosts[receivers], len(starts)
+        taken = np.zeros(ranks)
+        for ends in (senders, receivers):
+            ports = np.where(far, cards[ends], ends)
+            sizes = np.bincount(ports, nbytes, minlength=latency.size)
+            seconds = sizes / bandwidth + ramp * np.sqrt(sizes * count)
+            seconds += np.bincount(ports, minlength=latency.size) * message + (sizes > 0) * latency
+            taken = np.maximum(taken, np.maximum(seconds[:ranks], seconds[cards]))
         moved += taken
         hidden = 0.0 if starts[0].is_second else (1 - 1 / (count * parts)) * starts[0].overlap
         exposed += float(taken.max()) * (1 - hidden)  # every rank waits for the busiest one, which sends to it
