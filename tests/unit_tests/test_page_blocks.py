@@ -78,6 +78,11 @@ NOT_RUN = [
         "parse_and_validate_args",
         "a part of Megatron's main; examples/pretrain_hybrid.py has it",
     ),
+    (
+        "docs/moving-a-megatron-job.md",
+        "def packed_step",
+        "a part of the patch, which test_pretrain_example.py trains with",
+    ),
     ("docs/packs.md", "group_batches", "needs Megatron's groups; test_megatron_batch.py has such groups"),
     ("docs/packs.md", "grouped_packs", "needs Megatron's groups; test_megatron_matrix.py reads such packs"),
     (
