@@ -22,6 +22,7 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.torch_private import version_of
 
 _ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
+_MIXES_ROWS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm)
 _RUN_MLP = "Run MLPs and mixtures of experts in chunks, not attention or whole layers."
 
 
@@ -99,20 +100,23 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
     Args:
         module: any module that computes each row from that row, and is called with rows `[t, hidden]`,
             `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many, or a tuple of such. Beside the rows
-            it may get None, numbers and strings. This cannot see if a module mixes rows: attention, convolutions and
-            batch norms would compute something else.
+            it may get None, numbers and strings. Of modules that mix rows only torch's own are refused: attention of
+            another class would compute something else.
         chunk_rows: the rows of a chunk.
 
     Raises:
-        ArgumentError: here, a module that has a forward of its own already. When it is called, another shape or
-            result, tensors or caches beside the rows, parts that FSDP shards by themselves, or weights that DeepSpeed's
-            ZeRO-3 shards.
+        ArgumentError: here, a module that has a forward of its own already, or one with torch's attention, recurrence,
+            convolution or batch norm. When it is called, another shape or result, tensors or caches beside the rows,
+            parts that FSDP shards by themselves, or weights that DeepSpeed's ZeRO-3 shards.
     """
     chunk_rows = checked_integer("chunk_rows", chunk_rows, 1)
     if not isinstance(module, nn.Module):
         raise ArgumentError("module", type(module).__name__, "a torch.nn.Module")
     if "forward" in vars(module):
         raise ArgumentError("module", "a module with a forward of its own", "one with the forward of its class")
+    mixing = next((each for each in module.modules() if isinstance(each, _MIXES_ROWS)), None)
+    if mixing is not None:
+        raise ArgumentError("module", f"one with a {type(mixing).__name__}", "one that keeps rows apart", _RUN_MLP)
     setattr(module, _ROWS, chunk_rows)
     vars(module)["forward"] = partial(_forward_in_chunks, module)
     return module

@@ -211,6 +211,8 @@ class Scaled(nn.Module):
         ("chunk_rows: got 0", mlp, 0, (3, 8)),
         ("module: got 'function'", lambda: mlp, 4, (3, 8)),
         ("module: got 'a module with a forward of its own'", lambda: run_in_chunks(mlp(), 4), 4, (3, 8)),
+        ("one with a MultiheadAttention", lambda: nn.TransformerEncoderLayer(8, 2), 4, (3, 8)),
+        ("one with a BatchNorm1d", lambda: nn.Sequential(nn.BatchNorm1d(8)), 4, (3, 8)),
         ("rows: got .2, 3, 8.", mlp, 4, (2, 3, 8)),
         ("module: got 'one that returns str'", Text, 4, (3, 8)),
         ("module: got 'one that returns .8.'", Mean, 4, (3, 8)),
