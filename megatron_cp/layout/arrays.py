@@ -68,7 +68,7 @@ def check_array(
     if array.ndim == 0:
         raise ArgumentError(argument, "no rows", allowed)
     if len(array) != rows:
-        if array.ndim > 1 and tuple(array.shape[:2]) == (1, rows):
+        if tuple(array.shape[:2]) == (1, rows):
             remedy = f"It has a batch axis of one: use {argument}[0]."
             raise ArgumentError(argument, f"shape {list(array.shape)}", allowed, remedy)
         remedy = "" if packing is None else offsets_remedy(packing, len(array))
