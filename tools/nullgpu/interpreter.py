@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_map
 
 from tools.nullgpu import ordering
 
-launches = 0
-
 
 def _watched(access: Any, mask_at: int, name: str) -> Any:
     """Checks an access of a kernel, which must come after the transfers of its memory."""
@@ -43,9 +41,7 @@ def interpret_in_place() -> None:
         return tree_map(of_host, args), tree_map(of_host, kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global launches
         with one_at_a_time, _disable_current_modes():
-            launches += 1
             return run(self, *args, **kwargs)
 
     builder = interpreter.InterpreterBuilder
