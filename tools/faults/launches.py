@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from megatron_cp.executor.groups import TorchGroup
 from tools.faults import training
 from tools.faults.cases import TIMEOUT, Case
 from tools.faults.job import Job
+from tools.forks import ranks_are_forks
 
 MASTER_PORT, CALLER = "master_port", "caller.json"
 _ROOT = Path(__file__).parents[2]
@@ -118,8 +116,7 @@ def call_launcher(case: Case, folder: Path) -> None:
     """Runs `run_ranks`, or `megatron-cp train`, in this process, and records the outcome."""
     show_stacks_on_demand(folder)
     outcome: dict[str, Any] = {}
-    processes: list[Any] = []
-    with _forks(processes) if not case.spawn else contextlib.nullcontext():
+    with contextlib.nullcontext([]) if case.spawn else ranks_are_forks() as processes:
         try:
             if case.train:
                 outcome["ok"] = training.run(case, folder) == 0
@@ -149,27 +146,6 @@ def _rank_of_launcher(group: TorchGroup, text: str, folder: str) -> Any:
     case, home = Case.of(text), Path(folder)
     show_stacks_on_demand(home)
     return recorded(home, group.rank, lambda: _of_case(case, group.group, home))
-
-
-@contextlib.contextmanager
-def _forks(processes: list[Any]) -> Iterator[None]:
-    """Makes the launcher fork its processes, to save their imports; the processes are added to the list."""
-    context = ForkContext()
-
-    class Process(ForkProcess):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            processes.append(self)
-
-    context.Process = Process  # type: ignore[misc, assignment]
-    known = launch.multiprocessing
-    launch.multiprocessing = SimpleNamespace(
-        get_context=lambda _: context, parent_process=multiprocessing.parent_process
-    )
-    try:
-        yield
-    finally:
-        launch.multiprocessing = known
 
 
 if __name__ == "__main__":
