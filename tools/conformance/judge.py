@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from tools.forks import ranks_are_forks
 BOUND = 1e-4
 RIGHT, WRONG, REFUSED, HUNG = "right", "wrong without a word", "refused", "hung"
 ABSENT, UNABLE, CRASHED = "not installed", "not runnable", "crashed"
+Compare = Callable[[int, int], tuple[float, float | None]]
 _SAID = "a cell is "  # before a rank's name of what became of it
 
 
@@ -44,7 +46,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / top).item()
 
 
-def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: int, seconds: float) -> Outcome:
+def run_cell(compare: Compare, ranks: int, seconds: float) -> Outcome:
     """Runs `compare(rank, ranks)` in forked processes that share a gloo group. Returns what became of it.
 
     Args:
@@ -53,8 +55,9 @@ def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: i
         seconds: what is still running after so long is ended and called hung.
     """
     try:
-        with ranks_are_forks():  # this process has imported torch and the peers already
-            found = run_ranks(_compared, ranks, compare, kind="processes", timeout=seconds)
+        # This process has imported torch and the peers already.
+        with tempfile.TemporaryDirectory() as folder, ranks_are_forks():
+            found = run_ranks(_compared, ranks, compare, folder, kind="processes", timeout=seconds)
     except RankError as error:
         return _failed(error, seconds)
     errors, gradients = [each[0] for each in found], [each[1] for each in found if each[1] is not None]
@@ -65,25 +68,26 @@ def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: i
 def _failed(error: RankError, seconds: float) -> Outcome:
     """Returns what a rank said about its error, or how ranks ended that said nothing."""
     text = str(error)
-    if not error.is_peer_failure and _SAID in text:
-        name, _, words = text.rpartition(_SAID)[2].strip().partition(": ")
+    if _SAID in text:
+        name, _, words = text.partition(_SAID)[2].splitlines()[0].partition(": ")
         return Outcome(name, words=words)
-    # Of ranks that wait for one that does not come, whoever waits first has an error.
-    is_late = error.is_peer_failure or "did not finish in" in text or "exit code 1 and no result" in text
-    return (
-        Outcome(HUNG, words=f"not answered in {seconds:g} s") if is_late else Outcome(CRASHED, words=text.split(";")[0])
-    )
+    if "did not finish in" in text or "exit code 1 and no result" in text:
+        return Outcome(HUNG, words=f"not answered in {seconds:g} s")
+    return Outcome(CRASHED, words=text.partition(";")[0])
 
 
-def _compared(
-    group: RankGroup, compare: Callable[[int, int], tuple[float, float | None]]
-) -> tuple[float, float | None]:
+def _compared(group: RankGroup, compare: Compare, folder: str) -> tuple[float, float | None]:
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(silence, number)
     rank, ranks = str(group.rank), str(group.size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    if group.size > 1:  # a group that knows no CUDA, which diffusers would use
+        distributed.destroy_process_group()
+        distributed.init_process_group(
+            "cpu:gloo", init_method=f"file://{folder}/store", rank=group.rank, world_size=group.size
+        )
     try:
         return compare(group.rank, group.size)
     except Exception as error:
