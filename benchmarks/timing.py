@@ -135,18 +135,6 @@ class _WatchedPending(Pending):
             self._pending.wait()
 
 
-def with_progress(turns: Iterable[T], what: str, rank: int = 0) -> Iterator[T]:
-    """Yields the turns; the first rank's standard error shows how many are done, and how long the rest may take."""
-    waiting = list(turns)
-    progress = Progress(what, len(waiting), quiet=rank > 0)
-    try:
-        for turn in waiting:
-            yield turn
-            progress.step()
-    finally:
-        progress.clear()
-
-
 def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
     """Yields every name once a round, in one order on all ranks: none always comes first or after the same one."""
     for repeat in range(repeats):
@@ -158,18 +146,24 @@ def interleaved(
 ) -> dict[tuple[str, str], list[Timing]]:
     """Times every step in both directions, one after the other within every repeat; all ranks begin together.
 
-    A step calls `measure(direction, call)` for each of its directions. Timings are by name and direction.
+    A step calls `measure(direction, call)` for each of its directions. Timings are by name and direction. The first
+    rank's standard error shows how many steps are done, and how long the rest may take.
     """
     spent: dict[tuple[str, str], list[Timing]] = {}
-    for name in with_progress(interleaved_order(list(steps), repeats), "timings", group.rank):
+    progress = Progress("timings", repeats * len(steps), quiet=group.rank > 0)
+    try:
+        for name in interleaved_order(list(steps), repeats):
 
-        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-            group.barrier()
-            result, taken = watch.timed(call)
-            spent.setdefault((name, way), []).append(taken)
-            return result
+            def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
+                group.barrier()
+                result, taken = watch.timed(call)
+                spent.setdefault((name, way), []).append(taken)
+                return result
 
-        steps[name](timed)
+            steps[name](timed)
+            progress.step()
+    finally:
+        progress.clear()
     return spent
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ import torch
 
 from megatron_cp.executor import launch
 from tests.shared import once
+from tools.forks import ranks_are_forks
 
 _ROOT = Path(__file__).parents[1]
 _ALWAYS = (
@@ -120,7 +120,5 @@ def run_forks(prepare: Callable[[], Any], function: Callable[..., Any], size: in
     prepare()
     gc.collect()
     gc.freeze()  # see `tests.frozen`
-    launch.multiprocessing = SimpleNamespace(
-        get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
-    )
-    return launch.run_ranks(function, size, kind="processes", timeout=timeout)
+    with ranks_are_forks():
+        return launch.run_ranks(function, size, kind="processes", timeout=timeout)

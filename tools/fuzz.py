@@ -56,7 +56,7 @@ def main() -> int:
     drawn: collections.Counter[tuple[str, str]] = collections.Counter()
     failed: collections.Counter[str] = collections.Counter()
     rows: collections.Counter[str] = collections.Counter()
-    number, ran = args.first, 0
+    number = ran = 0
     while (ran < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
         case = case_of(args.seed, number, args.operations)
         if args.only and not any(getattr(call, args.only) for call in case.calls):
@@ -85,13 +85,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long; the last case is finished")
     parser.add_argument("--cases", type=int, help="how many instead")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the draws; a new one if left out")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case: draws can be shared out")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OPERATION",
                         help=f"draw these alone, of {', '.join(OPERATIONS)}")  # fmt: skip
     parser.add_argument("--only", metavar="FIELD", help="pass over cases without it: parents, kv_lengths, sink, ...")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a case counts as hung")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
-    parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")
     parser.add_argument("--case", metavar="JSON", help="run this case")
     parser.add_argument("--row", metavar="VALUES", help="run this row of the table of entries")
     return parser.parse_args()
@@ -139,7 +137,7 @@ def _report(case: Case, number: int, error: BaseException, args: argparse.Namesp
     where = traceback.extract_tb(cause.__traceback__)[-1]
     print(f"\ncase {number} of seed {args.seed} failed: {what}\n  at {where.filename}:{where.lineno} in {where.name}")
     print(f"  python tools/fuzz.py --case {shlex.quote(case.line())}")
-    if not hung and not args.as_drawn:  # each try of one that hangs would take as long as the limit
+    if not hung:  # each try of one that hangs would take as long as the limit
         smaller = shrunk(case, lambda other: _alike(_failure(other, args.limit), error))
         print(f"  smaller: python tools/fuzz.py --case {shlex.quote(smaller.line())}", flush=True)
     return " ".join(what.split()[:12])

@@ -1,29 +1,38 @@
 """Counts the host's work for one layer on CUDA: Python calls, operators of torch and launches of kernels.
 
     python -m tools.host_counts              every layer and scheme, as JSON
-    python -m tools.host_counts --only a2a   those whose name has it
 
 One forward and one backward on one rank: bfloat16, 64 tokens in 3 documents, 4 heads of 16, zigzag, 2 ranks (a2a+p2p:
 4). No GPU is needed: the layer runs on the runtime and the driver of the emulated device, without its values. torch's
 code for CUDA, Triton's launchers and autograd are the real ones; kernels are launched and compute nothing, and messages
 go nowhere. Unlike times, counts are the same under any load, so a test holds them. Attention's kernel and the linear
-layers' are left out: they are other packages' own.
+layers' are left out, since they are other packages' own: kernels that compute nothing are in their place.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp.executor.run import prepare
+from megatron_cp.executor.scan import LocalScan
+from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, ScanWork
+from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.kernels import AttentionKernel
+from megatron_cp.softmax.on_rank import prepare_attention
+from megatron_cp.testing.layers import LAYERS
+from megatron_cp.testing.parity import Case, draw
+from tools.gpu_check.one_rank import StillGroup
 from tools.nullgpu.device import HERE, UnavailableError, environment
 
-ROOT = Path(__file__).resolve().parent.parent
 CASES: dict[str, dict[str, Any]] = {
     **{f"attention {scheme}": {"layer": "attention", "cp": 2, "scheme": scheme}
        for scheme in ("a2a", "p2p", "all_gather", "exact")},
@@ -35,43 +44,84 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
-    """Returns, by layer and direction, the calls of one rank, counted in a separate process.
+class NullAttention(AttentionKernel):
+    """Writes nothing."""
 
-    Raises:
-        UnavailableError: there is no emulated device here.
-    """
-    device = environment()
-    paths = [path for path in device["PYTHONPATH"].split(os.pathsep) if path != str(HERE / "site")]  # which emulates
-    own = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tools.host_counts", "--child", "--only", only]
-    done = subprocess.run(command, cwd=ROOT, env=device | own, stdout=subprocess.PIPE, timeout=300, check=True)
-    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    name, package, unrounded_partials = "null", "", True
 
+    def refusal(self, call: Any) -> str | None:
+        return None
 
-# -- in a process of its own -----------------------------------------------------------------------------------------
+    def forward(self, *args: Any) -> None:
+        pass
+
+    def backward(self, *args: Any) -> None:
+        pass
 
 
-def _measured(only: str) -> dict[str, dict[str, dict[str, int]]]:
-    import torch
+class NullLinear(LinearKernel):
+    """A convolution and a recurrence that allocate their results, each in one function of autograd."""
 
-    torch.autograd.set_multithreading_enabled(False)
-    torch.bmm = lambda a, b: a.new_empty(len(a), a.shape[1], b.shape[2])  # the emulated device has no cuBLAS
-    return {name: _of_case(case) for name, case in CASES.items() if only in name}
+    name, package, kinds = "null", "", ("gdn", "kda", "mamba")
+
+    def refusal(self, call: Any) -> str | None:
+        return None
+
+    def rule(self, inputs: Inputs, *args: Any) -> Tensor:
+        return _Null.apply(inputs.values, *inputs)
+
+    def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
+        return ScanWork(list(inputs), _NullScan(inputs, call), lambda out: out)
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
+        history: Callable[[], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        given = [x, weight, *([] if bias is None else [bias]), *([] if history is None else [history()])]
+        return _Null.apply(x, *given)
 
 
-def _of_case(options: dict[str, Any]) -> dict[str, dict[str, int]]:
-    import torch
+class _Null(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
 
-    from megatron_cp.executor.run import prepare
-    from megatron_cp.softmax.attention import attention
-    from megatron_cp.softmax.on_rank import prepare_attention
-    from megatron_cp.testing.layers import LAYERS
-    from megatron_cp.testing.parity import Case, draw
-    from tools.gpu_check.one_rank import StillGroup
-    from tools.null_kernels import NullAttention, NullLinear
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
+
+class _NullScan(LocalScan):
+    def __init__(self, inputs: Inputs, call: LinearCall) -> None:
+        assert call.segments is not None
+        self._to_later = int(call.segments.future.sum())
+        self._through = int((call.segments.past & call.segments.future).sum())
+        heads, value_dim = inputs.values.shape[1:]
+        self._state = (heads, inputs.keys.shape[2], value_dim)
+
+    def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        heads, key_dim, value_dim = self._state
+        like = tensors[0]
+        return (
+            like.new_empty(self._to_later, heads, key_dim, value_dim, dtype=torch.float32),
+            like.new_empty(self._through, heads, key_dim, key_dim, dtype=torch.float32), None,
+        )  # fmt: skip
+
+    def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        self._arrived = states
+        heads, _, value_dim = self._state
+        return tensors[0].new_empty(len(tensors[0]), heads, value_dim), []
+
+    def leave_backward(self, *args: Any) -> tuple[Tensor, Any]:
+        return torch.empty_like(self._arrived), None
+
+    def finish_backward(self, tensors: Sequence[Tensor], *args: Any) -> list[Tensor]:
+        return [torch.empty_like(tensor) for tensor in tensors]
+
+
+def counts_of(options: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Returns the counts of each direction of a layer, on the emulated device."""
     sizes = {"lengths": (20, 1, 43), "heads": 4, "groups": 4, "head_dim": 16, "value_head_dim": 16}
     case = Case(**sizes | {"dtype": torch.bfloat16} | options)
     cuda, plan, problem = torch.device("cuda", 0), case.plan(), draw(case)
@@ -83,14 +133,14 @@ def _of_case(options: dict[str, Any]) -> dict[str, dict[str, int]]:
     if case.layer == "attention":
         prepare_attention(plan, 0, cuda)
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         if case.layer == "attention":
             return attention(*inputs, plan, group, kernel=NullAttention())
         return LAYERS[case.layer].run(*inputs, plan, group, **parameters, kernel=NullLinear())
 
     gradient = torch.ones_like(forward())
 
-    def backward(out: torch.Tensor) -> None:
+    def backward(out: Tensor) -> None:
         torch.autograd.grad(out, leaves, gradient, allow_unused=True)
 
     for _ in range(3):
@@ -99,16 +149,17 @@ def _of_case(options: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {"forward": _counted(forward), "backward": _counted(lambda: backward(outs.pop()))}
 
 
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
 def _counted(call: Any) -> dict[str, int]:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Operators(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Operators.seen += 1
-            return function(*args, **(kwargs or {}))
-
     seen = {"call": 0, "c_call": 0}
 
     def hook(_: Any, event: str, __: Any) -> None:
@@ -123,9 +174,9 @@ def _counted(call: Any) -> dict[str, int]:
         call()
     finally:
         sys.setprofile(None)
-    with Operators():
+    with _Operators() as operators:
         call()
-    return {"calls": seen["call"], "calls of C": seen["c_call"], "operators": Operators.seen, "launches": kernels}
+    return {"calls": seen["call"], "calls of C": seen["c_call"], "operators": operators.seen, "launches": kernels}
 
 
 def _launches() -> int:
@@ -134,20 +185,22 @@ def _launches() -> int:
 
 
 def main() -> int:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="a part of names")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(_measured(options.only)))
-        return 0
-    try:
-        found = counts(options.only)
-    except UnavailableError as reason:
-        print(f"host_counts: {reason}", file=sys.stderr)
-        return 2
-    print(json.dumps(found, indent=1))
+    """Prints the counts, of a process on the emulated device, which this one becomes. Exit code 2 without the device.
+
+    Of the device it has the libraries alone, and not `site`, which computes values.
+    """
+    if "NULLGPU" not in os.environ:
+        try:
+            device = environment()
+        except UnavailableError as reason:
+            print(f"host_counts: {reason}", file=sys.stderr)
+            return 2
+        paths = [path for path in device["PYTHONPATH"].split(os.pathsep) if path != str(HERE / "site")]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+        os.execve(sys.executable, [sys.executable, "-m", "tools.host_counts"], device | own)
+    torch.autograd.set_multithreading_enabled(False)
+    torch.bmm = lambda a, b: a.new_empty(len(a), a.shape[1], b.shape[2])  # the emulated device has no cuBLAS
+    print(json.dumps({name: counts_of(case) for name, case in CASES.items()}, indent=1))
     return 0
 
 

@@ -14,10 +14,10 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import SCHEMES
 from tests.commands import run_python
 from tools.faults import operations
+from tools.faults.__main__ import line, summary, table
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, classify, names_cause, names_rank, said
 from tools.faults.job import Job
-from tools.faults.report import line, summary, table
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 NUMBERS = [[1.0, 2.0], [3.0, 4.0]]

@@ -35,16 +35,13 @@ def text_of(found: dict[Cell, Outcome], seconds: float) -> str:
     lines = [_HOW.format(bound=BOUND, seconds=seconds, count=len(found))]
     lines += ["| package | version |", "|---|---|", f"| Python | {platform.python_version()} |"]
     lines += [f"| {name} | {_version(name)} |" for name in _PACKAGES]
-    return "\n".join([*lines, "", *results(found)]) + "\n"
-
-
-def results(found: dict[Cell, Outcome]) -> list[str]:
-    """Returns the lines of all tables, and below them the first lines of errors, each once."""
-    lines, notes = ["## In short", "", *_counts(found)], dict[str, str]()
+    lines += ["", "## In short", "", *_counts(found)]
+    notes = dict[str, str]()  # the first lines of errors, each once
     both = (("Language models", LANGUAGE_WAYS, models.LANGUAGE), ("Flux", DIFFUSION_WAYS, models.DIFFUSION))
     for title, ways, kinds in both:
         lines += ["", f"## {title}", *_tables({c: o for c, o in found.items() if c.model in kinds}, ways, notes)]
-    return [*lines, "", "## Errors", "", *(f"- {number} `` {words[:300]} ``" for words, number in notes.items())]
+    lines += ["", "## Errors", "", *(f"- {number} `` {words[:300]} ``" for words, number in notes.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _version(name):

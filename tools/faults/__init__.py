@@ -9,7 +9,7 @@ miss what is not sent.
     faulty.py     the fault itself: when it is due, and what it does
     launches.py   the ways in which a job's ranks are started
     watch.py      one job from outside: signals, time limits, processes that are left, its checkpoint
-    classify.py   what came of it, from what was recorded; report.py counts it
+    classify.py   what came of it, from what was recorded
 
 Needs Linux: it forks, and it finds processes that are left behind by `PR_SET_CHILD_SUBREAPER`.
 """

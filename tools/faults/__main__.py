@@ -10,11 +10,14 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from tools.faults.cases import Case, draw
-from tools.faults.report import line, summary, table
+from tools.faults.cases import FAULTS, Case, draw
+from tools.faults.classify import FAILURES, OUTCOMES, Verdict
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                 "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
@@ -34,9 +37,7 @@ def main(args: argparse.Namespace, home: Path) -> int:
         ended.append((case, verdict, record))
         if verdict.failed:
             print(line(case, verdict), flush=True)
-        elif args.show:
-            print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
-        for name, message in verdict.messages.items() if args.show else ():
+        for name, message in verdict.messages.items() if args.case else ():
             print(f"    {name}: {message}", flush=True)
     ended.sort(key=lambda each: each[0].number)
     results = [(case, verdict) for case, verdict, _ in ended]
@@ -56,10 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=8, help="at a time, most of which wait (default: 8)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after a fault that are a hang (default: 60)")
     parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds (default: 8)")
-    parser.add_argument("--case", help="one case, as a failure prints it")
+    parser.add_argument("--case", help="one case, as a failure prints it; shows what its survivors say")
     parser.add_argument("--only", help="of the cases, those of these kinds of faults, with commas")
     parser.add_argument("--json", help="a file for verdicts and records")
-    parser.add_argument("--show", action="store_true", help="every case, with what its survivors say")
     return parser.parse_args()
 
 
@@ -75,6 +75,43 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
         if only is None or case.fault.kind in only:
             drawn += 1
             yield case
+
+
+def table(results: list[tuple[Case, Verdict]]) -> str:
+    """Returns the table of kinds of faults by outcomes."""
+    shown = [outcome for outcome in OUTCOMES if any(verdict.outcome == outcome for _, verdict in results)]
+    rows = [["fault", "cases", *shown, "seconds (median, most)"]]
+    for kind in (*FAULTS, "all"):
+        own = [verdict for case, verdict in results if kind in (case.fault.kind, "all")]
+        if own:
+            counts = Counter(verdict.outcome for verdict in own)
+            known = [verdict.seconds for verdict in own if verdict.seconds is not None]
+            times = f"{median(known):.1f}, {max(known):.1f}" if known else ""
+            rows.append([kind, str(len(own)), *(str(counts[outcome] or "") for outcome in shown), times])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def summary(results: list[tuple[Case, Verdict]]) -> dict[str, Any]:
+    """Counts over all cases: of each failure the cases in which it occurs, of which a case may have several."""
+    seconds = [verdict.seconds for case, verdict in results
+               if verdict.seconds is not None and case.fault.kind != "delay"]  # fmt: skip
+    errors, named = (sum(verdict.named[place] for _, verdict in results) for place in (0, 1))
+    return {
+        "cases": len(results),
+        "failed": sum(verdict.failed for _, verdict in results),
+        **{name: sum(name in verdict.of.values() for _, verdict in results) for name in FAILURES},
+        "errors": errors,
+        "errors_that_name_the_cause": named,
+        "seconds_median": round(median(seconds), 2) if seconds else None,
+        "seconds_most": round(max(seconds), 2) if seconds else None,
+    }
+
+
+def line(case: Case, verdict: Verdict) -> str:
+    """A failing case, and how to run it again."""
+    parts = "; ".join(f"{name}: {outcome}" for name, outcome in verdict.of.items() if outcome in FAILURES)
+    return f"FAILED {case.number} {case.fault.kind}: {parts}\n  --case '{case.text()}'"
 
 
 if __name__ == "__main__":

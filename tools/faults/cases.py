@@ -27,7 +27,6 @@ FAULTS = LOST | HELD_UP | PARENT | SAVING | DISAGREE
 _OF_ATTENTION = ("batch", "softcap", "sink_given", "sink_values", "dropout", "seed")
 _IN_TRAIN = ("kill", "kill_outside", "stop", "exit", "raise", "kill_parent", "kill_in_save")
 TRAIN_SHARE = 0.12  # of those
-TIMEOUT = "TOOLS_FAULTS_TIMEOUT"  # the variable with the seconds of process groups that are made without a word on it
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,27 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup
 from tools.faults import training
-from tools.faults.cases import TIMEOUT, Case
+from tools.faults.cases import Case
 from tools.faults.job import Job
+from tools.forks import ranks_are_forks
 
-MASTER_PORT, CALLER = "master_port", "caller.json"
+CALLER = "caller.json"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -44,11 +41,10 @@ def write(path: Path, value: Any) -> None:
     new.replace(path)
 
 
-def choose_port(folder: Path) -> None:
-    """Writes down a free port for the store over which ranks meet that start by themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (folder / MASTER_PORT).write_text(str(free.getsockname()[1]))
+def choose_port() -> None:
+    """Chooses a free port for the store over which ranks meet that start by themselves, which inherit it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
 
 
 def show_stacks_on_demand(folder: Path) -> None:
@@ -96,8 +92,7 @@ def independent_rank(case: Case, rank: int, folder: Path) -> None:
     show_stacks_on_demand(folder)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(case.cp_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "LOCAL_WORLD_SIZE": str(case.cp_size), "MASTER_PORT": (folder / MASTER_PORT).read_text(),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "LOCAL_WORLD_SIZE": str(case.cp_size), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     if case.train:
         raise SystemExit(training.run(case, folder))
@@ -118,14 +113,11 @@ def call_launcher(case: Case, folder: Path) -> None:
     """Runs `run_ranks`, or `megatron-cp train`, in this process, and records the outcome."""
     show_stacks_on_demand(folder)
     outcome: dict[str, Any] = {}
-    processes: list[Any] = []
-    with _forks(processes) if not case.spawn else contextlib.nullcontext():
+    with contextlib.nullcontext([]) if case.spawn else ranks_are_forks() as processes:
         try:
             if case.train:
                 outcome["ok"] = training.run(case, folder) == 0
             else:
-                os.environ[TIMEOUT] = str(case.timeout)  # for new processes, too
-                limit_groups()
                 launch.run_ranks(
                     _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes",
                     timeout=5 * case.timeout,
@@ -136,40 +128,10 @@ def call_launcher(case: Case, folder: Path) -> None:
     write(folder / CALLER, outcome | {"exit_codes": [p.exitcode for p in processes]})
 
 
-def limit_groups() -> None:
-    """Gives process groups the job's time limit where the library says nothing about it."""
-    if TIMEOUT in os.environ:
-        distributed_c10d.default_pg_timeout = timedelta(seconds=float(os.environ[TIMEOUT]))
-
-
-limit_groups()  # of a new process, which imports this before its group is made
-
-
 def _rank_of_launcher(group: TorchGroup, text: str, folder: str) -> Any:
     case, home = Case.of(text), Path(folder)
     show_stacks_on_demand(home)
     return recorded(home, group.rank, lambda: _of_case(case, group.group, home))
-
-
-@contextlib.contextmanager
-def _forks(processes: list[Any]) -> Iterator[None]:
-    """Makes the launcher fork its processes, to save their imports; the processes are added to the list."""
-    context = ForkContext()
-
-    class Process(ForkProcess):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            processes.append(self)
-
-    context.Process = Process  # type: ignore[misc, assignment]
-    known = launch.multiprocessing
-    launch.multiprocessing = SimpleNamespace(
-        get_context=lambda _: context, parent_process=multiprocessing.parent_process
-    )
-    try:
-        yield
-    finally:
-        launch.multiprocessing = known
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class Watch:
         if case.launch == "launcher":
             self.pids[-1] = forked(partial(launches.call_launcher, case, folder), folder / f"{LOG}.-1")
             return
-        launches.choose_port(folder)
+        launches.choose_port()
         begin = launches.become_fresh_rank if case.fresh else launches.independent_rank
         for rank in range(case.cp_size):
             self.pids[rank] = forked(partial(begin, case, rank, folder), folder / f"{LOG}.{rank}")

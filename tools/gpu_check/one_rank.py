@@ -17,6 +17,7 @@ from megatron_cp.apps.estimate import MODELS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.groups.base import Done
 from megatron_cp.executor.run import prepare
 from megatron_cp.extras import installed_version
 from megatron_cp.planner.predict import machine
@@ -48,23 +49,18 @@ class StillGroup(RankGroup):
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int],
         split_counts: SplitCounts | None = None,
     ) -> Pending:  # fmt: skip
-        return _Done()
+        return Done()
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        return _Done()
+        return Done()
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return _Done()
+        return Done()
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
         received.view(self.size, -1).copy_(sent.view(1, -1))  # all ranks agree
 
     def barrier(self) -> None:
-        pass
-
-
-class _Done(Pending):
-    def wait(self) -> None:
         pass
 
 

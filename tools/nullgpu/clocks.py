@@ -45,7 +45,6 @@ class Clocks:
         self._accesses: list[Access | None] = []
         self._free: list[int] = []  # places in it
         self._ranges = np.zeros((2, 0), dtype=np.int64)
-        self.checks = 0
 
     def release(self, stream: int) -> dict[int, int]:
         """Returns what has happened before this moment of a stream."""
@@ -93,7 +92,6 @@ class Clocks:
             yield at, other
 
     def _access(self, access: Access, start: int, end: int, clock: dict[int, int]) -> None:
-        self.checks += 1
         starts, ends = self._ranges
         for at, other in self._others(start, end):
             if other.stream != access.stream and clock.get(other.stream, 0) < other.time:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,11 +75,7 @@ def _torch_version() -> str:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return "not installed"
-    scope: dict[str, str] = {}
-    for line in (Path(spec.origin).parent / "version.py").read_text().splitlines():
-        if line.startswith("__version__ ="):
-            exec(line, scope)
-    return str(scope.get("__version__", "unknown"))
+    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
 
 
 def _headers() -> list[Path]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
 from typing import Any
 
 import torch
@@ -38,8 +37,6 @@ OF_DATA = frozenset({
 # Modes of torch that trace. They see an operator after this one, whichever was entered first.
 TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 TAKE_HOST_INDICES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-
-operators: Counter[str] = Counter()  # what was emulated, by name
 
 
 class Emulation(TorchDispatchMode):
@@ -69,7 +66,6 @@ class Emulation(TorchDispatchMode):
         if device is None and (asked is None or asked.type != "cuda"):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        operators[name] += 1
         if func._can_decompose():  # below autograd, where `to` comes as such: a view or a copy, as it turns out
             with Emulation():
                 return func.decompose(*args, **kwargs)

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tools.nullgpu import ordering
-
-launches = 0
+from tools.nullgpu.clocks import runs
 
 
 def _watched(access: Any, mask_at: int, name: str) -> Any:
@@ -22,7 +21,9 @@ def _watched(access: Any, mask_at: int, name: str) -> Any:
     def checked(self: Any, pointers: Any, *rest: Any) -> Any:
         if ordering.active is not None:
             addresses = pointers.data[rest[mask_at].data]
-            ordering.active.touch_addresses(f"a {name} of a kernel", addresses, writes=name == "store")
+            ordering.active.access(
+                f"a {name} of a kernel", runs(addresses), writes=name == "store", stream=ordering.stream()
+            )
         return access(self, pointers, *rest)
 
     return checked
@@ -43,9 +44,7 @@ def interpret_in_place() -> None:
         return tree_map(of_host, args), tree_map(of_host, kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global launches
         with one_at_a_time, _disable_current_modes():
-            launches += 1
             return run(self, *args, **kwargs)
 
     builder = interpreter.InterpreterBuilder

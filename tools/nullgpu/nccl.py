@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from tools.nullgpu import ordering
-from tools.nullgpu.clocks import Clocks
 from tools.nullgpu.emulation import on_host
 
 T = TypeVar("T")
@@ -31,9 +30,7 @@ T = TypeVar("T")
 BACKEND = "cuda:nccl"
 
 
-def run_ranks_over_nccl(
-    function: Callable[..., T], size: int, *args: Any, timeout: float = 120.0, clocks: Clocks | None = None
-) -> list[T]:
+def run_ranks_over_nccl(function: Callable[..., T], size: int, *args: Any, timeout: float = 120.0) -> list[T]:
     """`run_ranks` with threads whose group is a `TorchGroup` over NCCL. Checks the order of transfers.
 
     Args:
@@ -41,13 +38,12 @@ def run_ranks_over_nccl(
         size: the number of ranks.
         args: its further arguments.
         timeout: seconds until the call fails.
-        clocks: of the order of all accesses; new ones if None.
 
     Raises:
         RankError: a rank raised; a collective was started otherwise on another rank, or not everywhere.
     """
     communicator = Communicator(size, 0.7 * timeout)  # before the ranks' own time is over, whose end says less
-    with ordering.watching(clocks), _answering():
+    with ordering.watching(), _answering():
         results = run_ranks(partial(_on_rank, communicator, function), size, *args, timeout=timeout)
     counts = [len(of_rank) for of_rank in communicator.started]
     if len(set(counts)) > 1:

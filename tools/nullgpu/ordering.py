@@ -14,70 +14,63 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.cuda import _gpu_trace as gpu_trace
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp.exchange.buffers import Buffers
-from tools.nullgpu.clocks import Clocks, runs
+from tools.nullgpu.clocks import Clocks
 
 
-class Watch:
-    """The order of all accesses of a process."""
+class Watch(Clocks):
+    """The order of all accesses of a process, and its transfers."""
 
-    def __init__(self, clocks: Clocks) -> None:
-        self.clocks = clocks
+    def __init__(self) -> None:
+        super().__init__()
         self._transfers = itertools.count(-1, -1)  # no stream of CUDA has a number below 0
 
     def start(self, name: str, sent: Tensor, received: Tensor) -> int:
         """Starts a transfer; earlier transfers with the same memory must have been waited for. Returns its stream."""
         transfer = next(self._transfers)
-        self.clocks.acquire(transfer, self.clocks.release(stream()))
-        self.clocks.access(name, [span(sent)], writes=False, stream=transfer)
-        self.clocks.access(name, [span(received)], writes=True, stream=transfer)
+        self.acquire(transfer, self.release(stream()))
+        self.access(name, [span(sent)], writes=False, stream=transfer)
+        self.access(name, [span(received)], writes=True, stream=transfer)
         return transfer
 
     def wait(self, transfer: int) -> None:
         """Makes the current stream wait for a transfer."""
-        self.clocks.acquire(stream(), self.clocks.release(transfer))
-
-    def touch_addresses(self, name: str, addresses: np.ndarray, *, writes: bool) -> None:
-        """Checks a kernel's accesses."""
-        self.clocks.access(name, runs(addresses), writes=writes, stream=stream())
+        self.acquire(stream(), self.release(transfer))
 
 
 active: Watch | None = None
 
 
 @contextlib.contextmanager
-def watching(clocks: Clocks | None = None) -> Iterator[Watch]:
+def watching() -> Iterator[None]:
     """Checks every operator, kernel and buffer of the process within it."""
     global active
-    watch = Watch(clocks or Clocks())
+    watch = Watch()
     acquire, release = Buffers.acquire, Buffers.release
 
     def acquired(self: Buffers, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         found = acquire(self, size, device, pinned=pinned)
-        watch.clocks.check_transfers("a buffer's acquisition", span(found), stream())
+        watch.check_transfers("a buffer's acquisition", span(found), stream())
         return found
 
     def released(self: Buffers, *tensors: Tensor) -> None:
         for tensor in tensors:
-            watch.clocks.check_transfers("a buffer's release", span(tensor), stream())
+            watch.check_transfers("a buffer's release", span(tensor), stream())
         release(self, *tensors)
 
-    hooks = (
-        (gpu_trace.EventRecordCallbacks, watch.clocks.record), (gpu_trace.EventWaitCallbacks, watch.clocks.wait_event)
-    )  # fmt: skip
+    hooks = ((gpu_trace.EventRecordCallbacks, watch.record), (gpu_trace.EventWaitCallbacks, watch.wait_event))
     torch._C._activate_gpu_trace()
     for registry, hook in hooks:
         registry.add_callback(hook)
     active = watch
     try:
         with patch.object(Buffers, "acquire", acquired), patch.object(Buffers, "release", released):
-            yield watch
+            yield
     finally:
         active = None
         for registry, hook in hooks:
@@ -90,7 +83,7 @@ def check_operator(func: Any, args: Any, kwargs: Any, written: list[Any]) -> Non
     targets = _of_device(written)
     sources = [source for source in _of_device((args, kwargs)) if not any(source is target for target in targets)]
     for tensors, writes in ((sources, False), (targets, True)):
-        active.clocks.access(str(func), map(span, tensors), writes=writes, stream=stream())
+        active.access(str(func), map(span, tensors), writes=writes, stream=stream())
 
 
 def _of_device(tree: Any) -> list[Tensor]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.transports import symmetric_memory
 from tools.nullgpu import ordering
-from tools.nullgpu.clocks import Clocks
 from tools.nullgpu.nccl import run_ranks_over_nccl
 
 T = TypeVar("T")
@@ -67,9 +66,8 @@ class Handle:
         memory, key = self.memory, (dst_rank, self.rank, channel)
         text = f"rank {dst_rank} did not take signal {channel} of rank {self.rank}"
         memory.wait_until(lambda: key not in memory.signals, text)
-        clocks = _clocks()
         with memory.changed:
-            memory.signals[key] = {} if clocks is None else clocks.release(ordering.stream())
+            memory.signals[key] = {} if ordering.active is None else ordering.active.release(ordering.stream())
             memory.changed.notify_all()
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -78,13 +76,8 @@ class Handle:
         with memory.changed:
             seen = memory.signals.pop(key)
             memory.changed.notify_all()
-        clocks = _clocks()
-        if clocks is not None:
-            clocks.acquire(ordering.stream(), seen)
-
-
-def _clocks() -> Clocks | None:
-    return None if ordering.active is None else ordering.active.clocks
+        if ordering.active is not None:
+            ordering.active.acquire(ordering.stream(), seen)
 
 
 def run_ranks_over_symmetric_memory(
@@ -104,9 +97,7 @@ def run_ranks_over_symmetric_memory(
         return buffer, Handle(memory, group.own_rank, buffer)
 
     with patch.multiple(symmetric_memory, symmetric_memory=rendezvous, SLOT=slot):
-        return run_ranks_over_nccl(
-            partial(_on_rank, memory, streams, function), size, *args, timeout=timeout, clocks=Clocks()
-        )
+        return run_ranks_over_nccl(partial(_on_rank, memory, streams, function), size, *args, timeout=timeout)
 
 
 def _on_rank(
@@ -114,9 +105,8 @@ def _on_rank(
 ) -> Any:
     try:
         with torch.cuda.stream(streams[group.rank]):
-            clocks = _clocks()
-            assert clocks is not None
-            clocks.callers.add(ordering.stream())
+            assert ordering.active is not None
+            ordering.active.callers.add(ordering.stream())
             return function(group, *args)
     except BaseException:
         memory.abort()
