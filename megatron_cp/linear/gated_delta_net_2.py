@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_cp.errors import checked_flag, checked_scale
-from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.arguments import check_plan
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.linear.gates.delta import channel_gates, normalised
-from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
+from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.gates.delta import channel_gates
+from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.linear.on_rank import LinearChunk, MixerParameters
+from megatron_cp.plan.kinds import GDN2
 from megatron_cp.plan.plan import Plan
 
 
@@ -59,29 +60,14 @@ def gdn2(
     Raises:
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "gdn2", 'plan_linear(kind="gdn2")')
-    q, k, v = widened(q, k, v)
-    layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
-    tensors = {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}
-    for block in (blocks[2], *blocks[:2], *blocks[3:]):  # v is first, since the others are compared with it
-        shape = layer.rows, block.num_heads, block.head_dim
-        check_tensor(block.name, tensors[block.name], shape, like=v, same_dtype=not block.exact, layout=plan.layout)
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    comm = layer.agree("gdn2", tensors, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return delta_rule(
+        GDN2, "gdn2", {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}, plan, group, scale, use_qk_l2norm_in_kernel,
+        kernel, cache, arranged=_arranged,
+    )  # fmt: skip
 
-    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
-        if use_qk_l2norm_in_kernel:
-            q, k = normalised(q, k)
-        return [q, k, (w * v).to(v.dtype), chunk.of_heads(g), chunk.of_heads(b)]
 
-    return layer.run(
-        comm,
-        [x.flatten(1) for x in tensors.values()],
-        conv=LinearChunk.sections,
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
-    )
+def _arranged(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
+    return [q, k, (w * v).to(v.dtype), chunk.of_heads(g), chunk.of_heads(b)]
 
 
 @no_compile
@@ -136,18 +122,9 @@ def gdn2_mixer(
     check_plan(plan, "gdn2", 'plan_linear(kind="gdn2")')
     (qkv,) = lowered(qkv)
     inputs, parameters = {"qkv": qkv, "g": g, "b": b, "w": w}, MixerParameters(conv, conv_bias, A_log, dt_bias)
-    layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, "g")
-    scale = checked_scale("scale", scale, plan.sections.blocks[0].head_dim)
-    comm = layer.agree("gdn2_mixer", {**inputs, **parameters._asdict()}, scale=scale)
 
     def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, x: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
         q, k, v, g, erase = channel_gates(q, k, v, x, b, w, heads=chunk.key_heads, A_log=A_log, dt_bias=dt_bias)
         return [q, k, v, chunk.of_heads(g), chunk.of_heads(erase)]
 
-    return layer.run(
-        comm,
-        list(inputs.values()),
-        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, conv_bias, count=3),
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
-    )
+    return delta_mixer("gdn2_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, gates)

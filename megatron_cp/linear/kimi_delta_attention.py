@@ -12,8 +12,10 @@ from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.gates.delta import delta_gates
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.linear.on_rank import MixerParameters
+from megatron_cp.linear.on_rank import LinearChunk, MixerParameters
+from megatron_cp.plan.kinds import KDA
 from megatron_cp.plan.plan import Plan
 
 
@@ -58,7 +60,8 @@ def kda(
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     return delta_rule(
-        "kda", "kda", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, cache, per_feature=True,
+        KDA, "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, plan, group, scale, use_qk_l2norm_in_kernel,
+        kernel, cache, arranged=lambda _, *sections: [*sections[:4], sections[4].squeeze(-1)],
     )  # fmt: skip
 
 
@@ -117,8 +120,14 @@ def kda_mixer(
     if lower_bound is not None and not -torch.finfo(torch.float32).max <= as_number(lower_bound) < 0:
         raise ArgumentError("lower_bound", lower_bound, "a finite number below 0, or None")
     inputs, parameters = {"qkv": qkv, "g": g, "beta": beta}, MixerParameters(conv, conv_bias, A_log, dt_bias)
-    lower_bound = None if lower_bound is None else float(lower_bound)
+    bound = None if lower_bound is None else float(lower_bound)
+
+    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, x: Tensor, beta: Tensor) -> list[Tensor]:
+        q, k, g, beta = delta_gates(
+            q, k, beta, x, heads=chunk.heads, A_log=A_log, dt_bias=dt_bias, lower_bound=bound, per_feature=True
+        )
+        return [q, k, v, g, beta]
+
     return delta_mixer(
-        "kda_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, per_feature=True,
-        lower_bound=lower_bound,
-    )  # fmt: skip
+        "kda_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, gates, lower_bound=bound
+    )
