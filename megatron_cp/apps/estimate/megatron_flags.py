@@ -71,7 +71,8 @@ def read_flags(text: str) -> ModelSpec:
     blocks = _hybrid(given, patterns[0]) if patterns else _transformer(given)
     source = "Megatron's flags" + (f"; not read: {' '.join(others)}" if others else "")
     tied = not given.flag("--untie-embeddings-and-output-weights")
-    return ModelSpec("megatron", given.size("--hidden-size"), _vocab_size(given), tied, blocks, source)
+    sizes = given.size("--hidden-size"), _vocab_size(given)
+    return ModelSpec("megatron", *sizes, tied, blocks, source, is_megatrons=True)
 
 
 def _parsed(text: str) -> tuple[Fields, list[str]]:
