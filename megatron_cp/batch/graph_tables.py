@@ -90,11 +90,7 @@ class GraphTables:
             if capacity_tokens % divisor:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
         if not isinstance(layout, str) or layout not in _LAYOUTS:
-            remedy = (
-                "A graph repeats the launches of one layout for every pack."
-                if isinstance(layout, str) and layout == AUTO
-                else ""
-            )
+            remedy = "A graph repeats the launches of one layout for every pack." if str(layout) == AUTO else ""
             raise ArgumentError("layout", layout, " or ".join(_LAYOUTS), remedy)
         self._layout_name = layout
         self._memory: _TableMemory | None = None
