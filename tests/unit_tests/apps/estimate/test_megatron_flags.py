@@ -91,7 +91,7 @@ GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 
         (MIXTURE + "[1,0]*2", experts, "E-E-"), (MIXTURE + "[0]+[1]*3", experts, "-EEE"),
         (MIXTURE + "2*([0]+[1])", experts, "-E-E"),
         (GDN + "2", layers, "G*G*"), (GDN + "4", layers, "GGG*"), (GDN + "1", layers, "****"),
-        (GDN + "[0,1,1,0]", layers, "*GG*"),
+        (GDN + "[0,1,1,0]", layers, "*GG*"), (GDN.replace("gated_delta_net", "gdn") + "2", layers, "G*G*"),
     ],
 )  # fmt: skip
 def test_flags_are_read_with_megatrons_defaults(more, read, expected):
@@ -130,7 +130,10 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--group-query-attention --num-query-groups 3", "kv_heads: got 3; allowed: a divisor of heads"),
         (SMALL + "--moe-latent-size 32", "--moe-latent-size: got 'the flag'; allowed: models without it"),
         (SMALL + "--mtp-num-layers 1", "--mtp-num-layers: got 'the flag'"),
-        (SMALL + "--experimental-attention-variant dsa", "variant: got 'dsa'; allowed: gated_delta_net, or none"),
+        (
+            SMALL + "--experimental-attention-variant dsa",
+            "variant: got 'dsa'; allowed: gated_delta_net or gdn, or none",
+        ),
         (SMALL + "--experimental-attention-variant gated_delta_net", "--linear-attention-freq: got None"),
         (SMALL + "--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq: got 0; allowed: an integer of at least 1"),
         (SMALL + "--num-experts 4 --moe-layer-freq [1]*3", "allowed: 0 or 1 for each of the 4 layers"),
