@@ -130,10 +130,7 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--group-query-attention --num-query-groups 3", "kv_heads: got 3; allowed: a divisor of heads"),
         (SMALL + "--moe-latent-size 32", "--moe-latent-size: got 'the flag'; allowed: models without it"),
         (SMALL + "--mtp-num-layers 1", "--mtp-num-layers: got 'the flag'"),
-        (
-            SMALL + "--experimental-attention-variant dsa",
-            "variant: got 'dsa'; allowed: gated_delta_net or gdn, or none",
-        ),
+        (SMALL + "--experimental-attention-variant dsa", "variant: got 'dsa'; allowed: gated_delta_net or gdn"),
         (SMALL + "--experimental-attention-variant gated_delta_net", "--linear-attention-freq: got None"),
         (SMALL + "--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq: got 0; allowed: an integer of at least 1"),
         (SMALL + "--num-experts 4 --moe-layer-freq [1]*3", "allowed: 0 or 1 for each of the 4 layers"),
