@@ -261,14 +261,12 @@ class GraphTables:
             raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[1]} with {plan.scheme}", remedy)
         if not isinstance(way, Scheme) or not way.exchanges_keys:
             return
+        remedy = f"With {plan.scheme} every rank must have as many rows of a document as the others."
         if self._layout_name != _LAYOUTS[0]:
-            remedy = f"With {plan.scheme} every rank must have as many rows of a document as the others."
             raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[0]} with {plan.scheme}", remedy)
         if self.align_documents % (2 * self.cp_size):
-            raise ArgumentError(
-                "align_documents", self.align_documents, f"a multiple of 2 * cp_size = {2 * self.cp_size}",
-                f"With {plan.scheme} every rank must have as many rows of a document as the others.",
-            )  # fmt: skip
+            allowed = f"a multiple of 2 * cp_size = {2 * self.cp_size}"
+            raise ArgumentError("align_documents", self.align_documents, allowed, remedy)
 
     @staticmethod
     def _tables(plans: BatchPlan, rank: int, calls: Sequence[tuple[HostTables, Any]]) -> HostTables:
