@@ -17,7 +17,7 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
-from megatron_cp.plan.kinds import GDN, KINDS, Dim, LinearKind
+from megatron_cp.plan.kinds import GDN, Dim, LinearKind
 from megatron_cp.plan.plan import Plan
 
 
@@ -114,18 +114,18 @@ def delta_rule(
 def delta_mixer(
     operation: str, inputs: dict[str, Tensor], decay: str, parameters: MixerParameters, plan: Plan, group: Group | None,
     scale: float | None, kernel: str | LinearKernel, cache: LayerCache | None, gates: Callable[..., list[Tensor]],
-    **options: Any,
+    count: int = 3, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Computes a mixer of a delta rule, such as `gated_delta_net`.
 
     Args:
         inputs, decay: see `check_mixer`.
         gates: takes a `LinearChunk` and its sections after the convolution, and returns the arguments of `Delta`.
+        count: the number of tensors that are convolved.
         options: the operation's own, which ranks compare.
     """
     layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, decay)
-    blocks, count = plan.sections.blocks, KINDS[plan.kind].num_convolved(len(plan.sections.blocks))
-    scale = checked_scale("scale", scale, next(block.head_dim for block in blocks if block.name == "k"))
+    scale = checked_scale("scale", scale, {block.name: block.head_dim for block in plan.sections.blocks}["k"])
     comm = layer.agree(operation, {**inputs, **parameters._asdict()}, scale=scale, **options)
     return layer.run(
         comm,

@@ -131,8 +131,9 @@ def gated_delta_product_mixer(
         return [q, k, v, _at_first(g[::steps], steps), beta]
 
     return delta_mixer(
-        "gated_delta_product_mixer", inputs, "alpha", parameters, plan, group, scale, kernel, cache, gates
-    )
+        "gated_delta_product_mixer", inputs, "alpha", parameters, plan, group, scale, kernel, cache, gates,
+        count=2 * steps + 1,
+    )  # fmt: skip
 
 
 def _by_step(sections: Sequence[Tensor], steps: int) -> list[Tensor]:
