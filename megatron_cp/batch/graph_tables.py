@@ -90,11 +90,7 @@ class GraphTables:
             if capacity_tokens % divisor:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
         if not isinstance(layout, str) or layout not in _LAYOUTS:
-            remedy = (
-                "A graph repeats the launches of one layout for every pack."
-                if isinstance(layout, str) and layout == AUTO
-                else ""
-            )
+            remedy = "A graph repeats the launches of one layout for every pack." if str(layout) == AUTO else ""
             raise ArgumentError("layout", layout, " or ".join(_LAYOUTS), remedy)
         self._layout_name = layout
         self._memory: _TableMemory | None = None
@@ -265,14 +261,12 @@ class GraphTables:
             raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[1]} with {plan.scheme}", remedy)
         if not isinstance(way, Scheme) or not way.exchanges_keys:
             return
+        remedy = f"With {plan.scheme} every rank must have as many rows of a document as the others."
         if self._layout_name != _LAYOUTS[0]:
-            remedy = f"With {plan.scheme} every rank must have as many rows of a document as the others."
             raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[0]} with {plan.scheme}", remedy)
         if self.align_documents % (2 * self.cp_size):
-            raise ArgumentError(
-                "align_documents", self.align_documents, f"a multiple of 2 * cp_size = {2 * self.cp_size}",
-                f"With {plan.scheme} every rank must have as many rows of a document as the others.",
-            )  # fmt: skip
+            allowed = f"a multiple of 2 * cp_size = {2 * self.cp_size}"
+            raise ArgumentError("align_documents", self.align_documents, allowed, remedy)
 
     @staticmethod
     def _tables(plans: BatchPlan, rank: int, calls: Sequence[tuple[HostTables, Any]]) -> HostTables:

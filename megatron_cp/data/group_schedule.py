@@ -81,6 +81,20 @@ class _Problem:
         sizes = range(self.fewest(document), self.ranks + 1)
         return next((size for size in sizes if self.seconds(document, size) <= target), self.ranks)
 
+    @property
+    def ideal(self) -> float:
+        """The duration of a step if all work is spread evenly and without messages."""
+        return sum(self.works) / self.ranks
+
+    def choices(self, share: float, smallest: int = 1) -> set[tuple[int, ...]]:
+        """Returns numbers of ranks of each document to try, which finish it within multiples of `share` seconds.
+
+        Also with every shared document over all ranks, where no rank ever waits.
+        """
+        documents = range(len(self.lengths))
+        found = {tuple(max(smallest, self.size_within(n, target * share)) for n in documents) for target in _TARGETS}
+        return found | {tuple(self.ranks if size > smallest else smallest for size in sizes) for sizes in found}
+
 
 def group_batches(
     lengths: Iterable[int], *, ranks: int, tokens_per_rank: int, cost: Cost, exchange: float = 0.0
@@ -115,15 +129,9 @@ def group_batches(
         (6.0, 6.0)
     """
     problem = _checked(lengths, ranks, tokens_per_rank, cost, exchange)
-    ideal = sum(problem.works) / ranks
-    documents = range(len(problem.lengths))
-    choices = {tuple(problem.size_within(document, target * ideal) for document in documents) for target in _TARGETS}
-    # Also with every shared document over all ranks, where no rank ever waits.
-    choices |= {tuple(ranks if size > 1 else 1 for size in sizes) for sizes in choices}
-    options = itertools.product(sorted(choices), (False, True))
-    known = {(sizes, by_time): _scheduled(problem, sizes, by_time=by_time) for sizes, by_time in options}
-    batches, seconds = min(known.values(), key=lambda found: found[1])
-    return GroupSchedule(tuple(batches), seconds, _bound(problem), ideal)
+    options = itertools.product(sorted(problem.choices(problem.ideal)), (False, True))
+    known = [_scheduled(problem, sizes, by_time=by_time) for sizes, by_time in options]
+    return _shortest(problem, known)
 
 
 def group_microbatches(
@@ -178,21 +186,14 @@ def group_microbatches(
         raise ArgumentError("smallest", smallest, f"from 1 to {ranks}, the number of ranks")
     if microbatches > len(problem.lengths):
         raise ArgumentError("microbatches", microbatches, f"at most {len(problem.lengths)}, one for each document")
-    ideal = sum(problem.works) / ranks
-    documents, share = range(len(problem.lengths)), ideal / microbatches
-    choices = {
-        tuple(max(smallest, problem.size_within(document, target * share)) for document in documents)
-        for target in _TARGETS
-    }
-    choices |= {tuple(ranks if size > smallest else smallest for size in sizes) for sizes in choices}
-    choices.add((ranks,) * len(documents))  # which wastes no room
+    choices = problem.choices(problem.ideal / microbatches, smallest)
+    choices.add((ranks,) * len(problem.lengths))  # which wastes no room
     known = [_in_microbatches(problem, sizes, microbatches, smallest, barrier) for sizes in sorted(choices)]
     found = [schedule for schedule in known if schedule is not None]
     if not found:
         allowed = f"room for {int(problem.lengths.sum())} tokens in {microbatches} microbatches of {ranks} ranks"
         raise ArgumentError("tokens_per_rank", tokens_per_rank, allowed, "Documents are not cut: leave more room.")
-    batches, seconds = min(found, key=lambda one: one[1])
-    return GroupSchedule(tuple(batches), seconds, _bound(problem), ideal)
+    return _shortest(problem, found)
 
 
 def _checked(lengths: Iterable[int], ranks: int, tokens_per_rank: int, cost: Cost, exchange: float) -> _Problem:
@@ -207,6 +208,11 @@ def _checked(lengths: Iterable[int], ranks: int, tokens_per_rank: int, cost: Cos
         raise ArgumentError("lengths", wrong[0], f"from 1 to {ranks * tokens_per_rank}, what all ranks hold together")
     works = tuple(cost.token * length + cost.pair * length * length for length in found.tolist())
     return _Problem(found, works, ranks, tokens_per_rank, float(exchange))
+
+
+def _shortest(problem: _Problem, schedules: Iterable[tuple[list[GroupBatch], float]]) -> GroupSchedule:
+    batches, seconds = min(schedules, key=lambda one: one[1])
+    return GroupSchedule(tuple(batches), seconds, _bound(problem), problem.ideal)
 
 
 def _bound(problem: _Problem) -> float:

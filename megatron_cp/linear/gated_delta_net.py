@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from megatron_cp.errors import checked_flag, checked_scale
@@ -13,6 +17,7 @@ from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
+from megatron_cp.plan.kinds import GDN, Dim, LinearKind
 from megatron_cp.plan.plan import Plan
 
 
@@ -57,85 +62,84 @@ def gated_delta_rule(
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     return delta_rule(
-        "gdn", "gated_delta_rule", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, cache,
-        per_feature=False,
+        GDN, "gated_delta_rule", {"q": q, "k": k, "v": v, "beta": beta, "g": g}, plan, group, scale,
+        use_qk_l2norm_in_kernel, kernel, cache,
+        arranged=lambda _, q, k, v, beta, g: [q, k, v, g.squeeze(-1), beta.squeeze(-1)],
     )  # fmt: skip
 
 
 def delta_rule(
-    kind: str, operation: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: Plan,
-    group: Group | None, scale: float | None, use_qk_l2norm_in_kernel: bool, kernel: str | LinearKernel,
-    cache: LayerCache | None, *, per_feature: bool,
+    kind: LinearKind, operation: str, tensors: dict[str, Tensor], plan: Plan, group: Group | None, scale: float | None,
+    use_qk_l2norm_in_kernel: bool, kernel: str | LinearKernel, cache: LayerCache | None, *,
+    arranged: Callable[..., Sequence[Tensor]],
 ) -> Tensor:  # fmt: skip
-    """Computes `gated_delta_rule`, or `kda`, whose g has a number `per_feature` and travels before beta."""
-    check_plan(plan, kind, f'plan_linear(kind="{kind}")')
-    q, k, v = widened(q, k, v)
-    layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
-    # v is first, since the others are compared with it.
-    for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
-        check_tensor(
-            name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True, layout=plan.layout
-        )
-    heads = blocks[2].num_heads
-    features = (blocks[3].head_dim,) if per_feature else ()
-    check_tensor("g", g, (layer.rows, heads, *features), like=v, layout=plan.layout)
-    check_tensor("beta", beta, (layer.rows, heads), like=v, layout=plan.layout)
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    comm = layer.agree(
-        operation, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    """Computes a bare delta rule, such as `gated_delta_rule`.
 
-    def gates(_: LinearChunk, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
+    Args:
+        tensors: by name, in the order of the kind's sections: `[t, heads, features]`, or `[t, heads]` where a head has
+            one number, with as many rows for each token as it makes steps if each step has its own.
+        arranged: takes a `LinearChunk` and its sections, and returns the arguments of `Delta`; q and k are normalised
+            afterwards.
+    """
+    check_plan(plan, kind.name, f'plan_linear(kind="{kind.name}")')
+    q, k, v = widened(tensors["q"], tensors["k"], tensors["v"])
+    tensors |= {"q": q, "k": k, "v": v}
+    layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), {each.name: each for each in plan.sections.blocks}
+    steps = [plan.steps_a_token if section.has_steps else 1 for section in kind.sections]
+    shapes = {}
+    for name, section, count in zip(tensors, kind.sections, steps, strict=True):
+        block = blocks[section.name]
+        features = () if section.dim is Dim.ONE else (block.head_dim,)
+        shapes[name] = (layer.rows * count, block.num_heads, *features), not section.exact
+    for name in sorted(tensors, key="v".__ne__):  # v is first, since the others are compared with it
+        shape, same_dtype = shapes[name]
+        check_tensor(name, tensors[name], shape, like=v, same_dtype=same_dtype, layout=plan.layout)
+    scale = checked_scale("scale", scale, blocks["k"].head_dim)
+    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
+    comm = layer.agree(operation, tensors, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    def gates(chunk: LinearChunk, *sections: Tensor) -> list[Tensor]:
+        q, k, *others = arranged(chunk, *sections)
         if use_qk_l2norm_in_kernel:
             q, k = normalised(q, k)
-        g, beta = others if per_feature else reversed(others)
-        return [q, k, v, g if per_feature else g.squeeze(-1), beta.squeeze(-1)]
+        return [q, k, *others]
 
-    return layer.run(
-        comm,
-        [q.flatten(1), k.flatten(1), v.flatten(1), *((g.flatten(1), beta) if per_feature else (beta, g))],
-        conv=LinearChunk.sections,
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
-    )
+    by_token = [
+        x.flatten(1) if count == 1 else x.unflatten(0, (layer.rows, count)).flatten(1)
+        for x, count in zip(tensors.values(), steps, strict=True)
+    ]
+    return layer.run(comm, by_token, conv=LinearChunk.sections, gates=gates, rule=partial(_rule, scale))
 
 
 def delta_mixer(
     operation: str, inputs: dict[str, Tensor], decay: str, parameters: MixerParameters, plan: Plan, group: Group | None,
-    scale: float | None, kernel: str | LinearKernel, cache: LayerCache | None, *, per_feature: bool,
-    lower_bound: float | None = None, allow_neg_eigval: bool = False,
+    scale: float | None, kernel: str | LinearKernel, cache: LayerCache | None, gates: Callable[..., list[Tensor]],
+    count: int = 3, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Computes `gated_delta_net`, or `kda_mixer`, whose decay has a number `per_feature` and travels before beta.
+    """Computes a mixer of a delta rule, such as `gated_delta_net`.
 
     Args:
         inputs, decay: see `check_mixer`.
-        lower_bound: see `kda_mixer`.
-        allow_neg_eigval: see `gated_delta_net`.
+        gates: takes a `LinearChunk` and its sections after the convolution, and returns the arguments of `Delta`.
+        count: the number of tensors that are convolved.
+        options: the operation's own, which ranks compare.
     """
     layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, decay)
-    scale = checked_scale("scale", scale, plan.sections.blocks[0].head_dim)
-    comm = layer.agree(
-        operation, {**inputs, **parameters._asdict()}, scale=scale, lower_bound=lower_bound,
-        allow_neg_eigval=allow_neg_eigval,
-    )  # fmt: skip
-
-    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
-        x, beta = others if per_feature else reversed(others)
-        q, k, g, beta = delta_gates(
-            q, k, beta, x, heads=chunk.heads, A_log=parameters.A_log, dt_bias=parameters.dt_bias,
-            lower_bound=lower_bound, per_feature=per_feature,
-        )  # fmt: skip
-        return [q, k, v, g, 2 * beta if allow_neg_eigval else beta]
-
+    scale = checked_scale("scale", scale, {block.name: block.head_dim for block in plan.sections.blocks}["k"])
+    comm = layer.agree(operation, {**inputs, **parameters._asdict()}, scale=scale, **options)
     return layer.run(
         comm,
         list(inputs.values()),
-        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, parameters.conv_bias, count=3),
+        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, parameters.conv_bias, count=count),
         gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
+        rule=partial(_rule, scale),
     )
+
+
+def _rule(scale: float, chunk: LinearChunk, *inputs: Tensor) -> list[Tensor]:
+    """Computes the recurrence, whose state a token's query reads after the last of its steps."""
+    out, steps = chunk.recurrence(Delta(*inputs), scale), chunk.layer.plan.steps_a_token
+    return [out if steps == 1 else out[steps - 1 :: steps]]
 
 
 @no_compile
@@ -168,17 +172,12 @@ def gated_delta_net(
         qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]`, this rank's rows, before the convolution.
         beta: `[t, heads]`, before the sigmoid.
         alpha: `[t, heads]`, before the softplus.
-        plan: from `plan_linear(kind="gdn")`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
         allow_neg_eigval: True for write strengths of 2 sigmoid(beta), with which a token can turn what a state has for
             its key to the opposite (arXiv 2411.12537; OLMo-Hybrid).
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        plan, group, scale, kernel, cache: as in `gated_delta_rule`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
@@ -192,7 +191,12 @@ def gated_delta_net(
     (qkv,) = lowered(qkv)
     checked_flag("allow_neg_eigval", allow_neg_eigval)
     inputs, parameters = {"qkv": qkv, "beta": beta, "alpha": alpha}, MixerParameters(conv, conv_bias, A_log, dt_bias)
+
+    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, x: Tensor) -> list[Tensor]:
+        q, k, g, beta = delta_gates(q, k, beta, x, heads=chunk.heads, A_log=A_log, dt_bias=dt_bias)
+        return [q, k, v, g, 2 * beta if allow_neg_eigval else beta]
+
     return delta_mixer(
-        "gated_delta_net", inputs, "alpha", parameters, plan, group, scale, kernel, cache, per_feature=False,
+        "gated_delta_net", inputs, "alpha", parameters, plan, group, scale, kernel, cache, gates,
         allow_neg_eigval=allow_neg_eigval,
     )  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_cp.errors import checked_flag, checked_scale
-from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.arguments import check_plan
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.linear.gates.delta import channel_gates, normalised
-from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
+from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.gates.delta import channel_gates
+from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.linear.on_rank import LinearChunk, MixerParameters
+from megatron_cp.plan.kinds import GDN2
 from megatron_cp.plan.plan import Plan
 
 
@@ -46,12 +47,7 @@ def gdn2(
         b: `[t, key_heads, head_dim]`, erase gate, in (0, 1).
         w: `[t, heads, value_head_dim]`, write gate, in (0, 1).
         plan: from `plan_linear(kind="gdn2")`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -59,29 +55,14 @@ def gdn2(
     Raises:
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "gdn2", 'plan_linear(kind="gdn2")')
-    q, k, v = widened(q, k, v)
-    layer, blocks = LinearOnRank(plan, group, kernel, "v", v, cache), plan.sections.blocks
-    tensors = {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}
-    for block in (blocks[2], *blocks[:2], *blocks[3:]):  # v is first, since the others are compared with it
-        shape = layer.rows, block.num_heads, block.head_dim
-        check_tensor(block.name, tensors[block.name], shape, like=v, same_dtype=not block.exact, layout=plan.layout)
-    scale = checked_scale("scale", scale, blocks[0].head_dim)
-    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    comm = layer.agree("gdn2", tensors, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return delta_rule(
+        GDN2, "gdn2", {"q": q, "k": k, "v": v, "g": g, "b": b, "w": w}, plan, group, scale, use_qk_l2norm_in_kernel,
+        kernel, cache, arranged=_arranged,
+    )  # fmt: skip
 
-    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
-        if use_qk_l2norm_in_kernel:
-            q, k = normalised(q, k)
-        return [q, k, (w * v).to(v.dtype), chunk.of_heads(g), chunk.of_heads(b)]
 
-    return layer.run(
-        comm,
-        [x.flatten(1) for x in tensors.values()],
-        conv=LinearChunk.sections,
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
-    )
+def _arranged(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
+    return [q, k, (w * v).to(v.dtype), chunk.of_heads(g), chunk.of_heads(b)]
 
 
 @no_compile
@@ -115,15 +96,9 @@ def gdn2_mixer(
         b: `[t, key_heads * head_dim]`, before the sigmoid.
         w: `[t, heads * value_head_dim]`, before the sigmoid.
         plan: from `plan_linear(kind="gdn2")`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
-        conv_bias: `[channels]`.
         A_log: `[key_heads]`, whole on every rank.
         dt_bias: `[key_heads * head_dim]`, whole on every rank.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        conv, conv_bias, group, scale, kernel, cache: as in `gated_delta_net`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
@@ -136,18 +111,9 @@ def gdn2_mixer(
     check_plan(plan, "gdn2", 'plan_linear(kind="gdn2")')
     (qkv,) = lowered(qkv)
     inputs, parameters = {"qkv": qkv, "g": g, "b": b, "w": w}, MixerParameters(conv, conv_bias, A_log, dt_bias)
-    layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, "g")
-    scale = checked_scale("scale", scale, plan.sections.blocks[0].head_dim)
-    comm = layer.agree("gdn2_mixer", {**inputs, **parameters._asdict()}, scale=scale)
 
     def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, x: Tensor, b: Tensor, w: Tensor) -> list[Tensor]:
         q, k, v, g, erase = channel_gates(q, k, v, x, b, w, heads=chunk.key_heads, A_log=A_log, dt_bias=dt_bias)
         return [q, k, v, chunk.of_heads(g), chunk.of_heads(erase)]
 
-    return layer.run(
-        comm,
-        list(inputs.values()),
-        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, conv_bias, count=3),
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)],
-    )
+    return delta_mixer("gdn2_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, gates)

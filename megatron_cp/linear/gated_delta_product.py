@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron_cp.errors import checked_flag, checked_scale
-from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.autocast import lowered, widened
+from megatron_cp.executor.arguments import check_plan
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
-from megatron_cp.linear.gates.delta import delta_gates, normalised
-from megatron_cp.linear.kernels import Delta, LinearKernel
-from megatron_cp.linear.on_rank import LinearChunk, LinearOnRank, MixerParameters, check_mixer
+from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.gates.delta import delta_gates
+from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.linear.on_rank import LinearChunk, MixerParameters
+from megatron_cp.plan.kinds import GDP
 from megatron_cp.plan.plan import Plan
 
 
@@ -53,12 +54,7 @@ def gated_delta_product(
         g: `[t, heads]`, log decay, at most 0.
         beta: `[t * n, heads]`, write strength, in (0, 2).
         plan: from `plan_linear(kind="gdp", num_householder=n)`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -66,38 +62,15 @@ def gated_delta_product(
     Raises:
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
-    check_plan(plan, "gdp", 'plan_linear(kind="gdp")')
-    q, k, v = widened(q, k, v)
-    layer, steps = LinearOnRank(plan, group, kernel, "v", v, cache), plan.steps_a_token
-    values, keys, *_ = (block for block in plan.sections.blocks if block.name in ("v", "k"))
-    heads, rows = values.num_heads, layer.rows * steps
-    # v is first, since the others are compared with it.
-    for name, tensor, block, count in (("v", v, values, rows), ("q", q, keys, layer.rows), ("k", k, keys, rows)):
-        shape = count, block.num_heads, block.head_dim
-        check_tensor(name, tensor, shape, like=v, same_dtype=True, layout=plan.layout)
-    check_tensor("g", g, (layer.rows, heads), like=v, layout=plan.layout)
-    check_tensor("beta", beta, (rows, heads), like=v, layout=plan.layout)
-    scale = checked_scale("scale", scale, keys.head_dim)
-    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    comm = layer.agree(
-        "gated_delta_product", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
 
-    def gates(_: LinearChunk, *sections: Tensor) -> list[Tensor]:
-        v, k, q, beta, g = _by_step(sections, steps)
-        if use_qk_l2norm_in_kernel:
-            q, k = normalised(q, k)
+    def arranged(_: LinearChunk, *sections: Tensor) -> list[Tensor]:
+        v, k, q, beta, g = _by_step(sections, plan.steps_a_token)
         return [q, k, v, g.squeeze(-1), beta.squeeze(-1)]
 
-    v, k, beta = (x.unflatten(0, (layer.rows, steps)).flatten(1) for x in (v, k, beta))
-    return layer.run(
-        comm,
-        [v, k, q.flatten(1), beta, g],
-        conv=LinearChunk.sections,
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)[steps - 1 :: steps]],
-    )
+    return delta_rule(
+        GDP, "gated_delta_product", {"v": v, "k": k, "q": q, "beta": beta, "g": g}, plan, group, scale,
+        use_qk_l2norm_in_kernel, kernel, cache, arranged=arranged,
+    )  # fmt: skip
 
 
 @no_compile
@@ -133,14 +106,10 @@ def gated_delta_product_mixer(
         beta: `[t, n * heads]`, before the sigmoid.
         alpha: `[t, heads]`, before the softplus.
         plan: from `plan_linear(kind="gdp", num_householder=n)`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of vkq, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        group, scale, kernel, cache: as in `gated_delta_net`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of vkq, zero in pad rows. A parameter's gradient is this rank's share,
@@ -154,23 +123,17 @@ def gated_delta_product_mixer(
     (vkq,) = lowered(vkq)
     inputs = {"vkq": vkq, "beta": beta, "alpha": alpha}
     parameters = MixerParameters(conv, conv_bias, A_log, dt_bias)
-    layer, taps = check_mixer(plan, group, kernel, cache, inputs, parameters, "alpha")
-    steps, keys = plan.steps_a_token, next(block for block in plan.sections.blocks if block.name == "k")
-    scale = checked_scale("scale", scale, keys.head_dim)
-    comm = layer.agree("gated_delta_product_mixer", {**inputs, **parameters._asdict()}, scale=scale)
+    steps = plan.steps_a_token
 
     def gates(chunk: LinearChunk, *sections: Tensor) -> list[Tensor]:
         v, k, q, beta, x = _by_step(sections, steps)
         q, k, g, beta = delta_gates(q, k, beta, x, heads=chunk.heads, A_log=A_log, dt_bias=dt_bias)
         return [q, k, v, _at_first(g[::steps], steps), beta]
 
-    return layer.run(
-        comm,
-        list(inputs.values()),
-        conv=lambda chunk, *arrived: chunk.convolved(arrived, taps, conv_bias, count=2 * steps + 1),
-        gates=gates,
-        rule=lambda chunk, *inputs: [chunk.recurrence(Delta(*inputs), scale)[steps - 1 :: steps]],
-    )
+    return delta_mixer(
+        "gated_delta_product_mixer", inputs, "alpha", parameters, plan, group, scale, kernel, cache, gates,
+        count=2 * steps + 1,
+    )  # fmt: skip
 
 
 def _by_step(sections: Sequence[Tensor], steps: int) -> list[Tensor]:

@@ -12,8 +12,10 @@ from megatron_cp.executor.cache import LayerCache
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.linear.gated_delta_net import delta_mixer, delta_rule
+from megatron_cp.linear.gates.delta import delta_gates
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.linear.on_rank import MixerParameters
+from megatron_cp.linear.on_rank import LinearChunk, MixerParameters
+from megatron_cp.plan.kinds import KDA
 from megatron_cp.plan.plan import Plan
 
 
@@ -44,12 +46,7 @@ def kda(
         g: `[t, heads, head_dim]`, log decay, at most 0.
         beta: `[t, heads]`, write strength, in (0, 1).
         plan: from `plan_linear(kind="kda")`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -58,7 +55,8 @@ def kda(
         ArgumentError: tensors, group, kernel or cache that do not fit the plan. Raised before anything is sent.
     """
     return delta_rule(
-        "kda", "kda", q, k, v, g, beta, plan, group, scale, use_qk_l2norm_in_kernel, kernel, cache, per_feature=True,
+        KDA, "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, plan, group, scale, use_qk_l2norm_in_kernel,
+        kernel, cache, arranged=lambda _, *sections: [*sections[:4], sections[4].squeeze(-1)],
     )  # fmt: skip
 
 
@@ -93,16 +91,10 @@ def kda_mixer(
         g: `[t, heads * head_dim]`, before its activation.
         beta: `[t, heads]`, before the sigmoid.
         plan: from `plan_linear(kind="kda")`, the same on every rank.
-        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
-        conv_bias: `[channels]`.
         A_log: `[heads]`, whole on every rank.
         dt_bias: `[heads * head_dim]`, whole on every rank.
         lower_bound: limit of the log decay, below 0; None for no limit.
-        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
-        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
-            those after the new tokens.
+        conv, conv_bias, group, scale, kernel, cache: as in `gated_delta_net`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
@@ -117,8 +109,14 @@ def kda_mixer(
     if lower_bound is not None and not -torch.finfo(torch.float32).max <= as_number(lower_bound) < 0:
         raise ArgumentError("lower_bound", lower_bound, "a finite number below 0, or None")
     inputs, parameters = {"qkv": qkv, "g": g, "beta": beta}, MixerParameters(conv, conv_bias, A_log, dt_bias)
-    lower_bound = None if lower_bound is None else float(lower_bound)
+    bound = None if lower_bound is None else float(lower_bound)
+
+    def gates(chunk: LinearChunk, q: Tensor, k: Tensor, v: Tensor, x: Tensor, beta: Tensor) -> list[Tensor]:
+        q, k, g, beta = delta_gates(
+            q, k, beta, x, heads=chunk.heads, A_log=A_log, dt_bias=dt_bias, lower_bound=bound, per_feature=True
+        )
+        return [q, k, v, g, beta]
+
     return delta_mixer(
-        "kda_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, per_feature=True,
-        lower_bound=lower_bound,
-    )  # fmt: skip
+        "kda_mixer", inputs, "g", parameters, plan, group, scale, kernel, cache, gates, lower_bound=bound
+    )

@@ -10,8 +10,10 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.executor.groups import Group
 from megatron_cp.layout.mask import MaskLike
-from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, checked_rows, positions_of
+from megatron_cp.nn.base import Layer, checked_factory, checked_rows, positions_of
+from megatron_cp.nn.parts import checked_eps
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan
+from megatron_cp.planner.checks import checked_heads
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 
@@ -68,8 +70,8 @@ class Attention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, kernel, KERNELS)
-        factory, heads = checked_factory(device, dtype), checked_integer("heads", heads, 1)
-        kv_heads = heads if kv_heads is None else checked_heads("kv_heads", kv_heads, heads)
+        factory = checked_factory(device, dtype)
+        heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
         if head_dim is None and hidden_size % heads:
             raise ArgumentError("heads", heads, f"a divisor of hidden_size {hidden_size}, or give head_dim")
         dim = hidden_size // heads if head_dim is None else checked_integer("head_dim", head_dim, 1)

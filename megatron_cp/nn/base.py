@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch, local_positions
-from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
@@ -129,22 +129,6 @@ def _moved(
 def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device) -> Tensor:
     """Returns `[t]` int64 the position of each of a rank's rows in its document, on the device."""
     return batch.position_ids if isinstance(batch, LocalBatch) else local_positions(batch.layout, rank, device)
-
-
-def checked_heads(argument: str, value: object, heads: int) -> int:
-    """Returns a number of heads, after checking that it divides `heads`."""
-    number = checked_integer(argument, value, 1)
-    if heads % number:
-        raise ArgumentError(argument, number, f"a divisor of the {heads} heads")
-    return number
-
-
-def checked_eps(value: object) -> float:
-    """Returns the epsilon of a norm after checking it."""
-    number = as_number(value)
-    if not 0 < number <= 1:
-        raise ArgumentError("eps", value, "a number above 0, such as 1e-6")
-    return number
 
 
 def checked_factory(device: object, dtype: object) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
-from megatron_cp.errors import checked_integer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.gated_delta_net_2 import gdn2_mixer
 from megatron_cp.linear.kernels import RULES, LinearKernel
-from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.base import LinearLayer, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
+from megatron_cp.planner.checks import checked_heads
 
 
 class GatedDeltaNet2(LinearLayer):
@@ -23,16 +23,9 @@ class GatedDeltaNet2(LinearLayer):
     `[key_heads * head_dim]`, `out_norm.weight` `[value_head_dim]`, and `out_proj`.
 
     Args:
-        hidden_size: features of a hidden state.
-        heads: value heads, each with its own state.
-        key_heads: query/key heads, a divisor of `heads`; as many if None.
-        head_dim: features of a key head.
-        value_head_dim: features of a value head; `head_dim` if None.
-        conv_width: taps of the convolution.
-        eps: the epsilon of the gated norm.
-        mode: see `LinearSpec`.
+        hidden_size, heads, key_heads, head_dim, value_head_dim, conv_width, eps, mode, device, dtype: as in
+            `GatedDeltaNet`.
         kernel: see `gdn2_mixer`.
-        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
@@ -54,10 +47,10 @@ class GatedDeltaNet2(LinearLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, kernel, RULES)
-        factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
-        key_heads = heads if key_heads is None else checked_heads("key_heads", key_heads, heads)
+        factory = checked_factory(device, dtype)
+        heads, key_heads = checked_heads(heads=heads, key_heads=heads if key_heads is None else key_heads)
         value_dim = head_dim if value_head_dim is None else value_head_dim
-        self.slot = LinearSpec("gdn2", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
+        self.slot = LinearSpec("gdn2", heads, key_heads, head_dim, value_dim,
                                conv_width=conv_width, mode=mode, hidden_size=hidden_size)  # fmt: skip
         keys, values = key_heads * head_dim, heads * value_dim
         self._widths = [2 * keys + values, values, keys, keys, values]

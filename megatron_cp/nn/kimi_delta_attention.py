@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
-from megatron_cp.errors import checked_integer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
-from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory
+from megatron_cp.nn.base import LinearLayer, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
@@ -53,8 +52,7 @@ class KimiDeltaAttention(LinearLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, kernel, RULES)
-        factory, eps = checked_factory(device, dtype), checked_eps(eps)
-        checked_integer("heads", heads, 1), checked_integer("head_dim", head_dim, 1)
+        factory = checked_factory(device, dtype)
         self.slot = LinearSpec("kda", heads, heads, head_dim, head_dim, conv_width=conv_width, mode=mode,
                                hidden_size=hidden_size)  # fmt: skip
         width = heads * head_dim

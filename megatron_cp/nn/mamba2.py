@@ -10,9 +10,10 @@ from megatron_cp.errors import checked_flag, checked_integer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.nn.base import LinearLayer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.base import LinearLayer, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSpec
+from megatron_cp.planner.checks import checked_heads
 
 
 class Mamba2(LinearLayer):
@@ -57,9 +58,9 @@ class Mamba2(LinearLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, kernel, RULES)
-        factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
+        factory = checked_factory(device, dtype)
         checked_integer("head_dim", head_dim, 1), checked_integer("state", state, 1)
-        checked_heads("groups", groups, heads), checked_flag("conv_bias", conv_bias)
+        checked_heads(heads=heads, groups=groups), checked_flag("conv_bias", conv_bias)
         self.slot = LinearSpec("mamba", heads, groups, state, head_dim, conv_width=conv_width, mode=mode,
                                hidden_size=hidden_size)  # fmt: skip
         self._widths = inner, channels, _ = [heads * head_dim, heads * head_dim + 2 * groups * state, heads]

@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.executor.arguments import accumulation_dtype
 from megatron_cp.linear.gated_norm import gated_norm
 
 Gate = Callable[[Tensor], Tensor]
+
+
+def checked_eps(value: object) -> float:
+    """Returns the epsilon of a norm after checking it."""
+    number = as_number(value)
+    if not 0 < number <= 1:
+        raise ArgumentError("eps", value, "a number above 0, such as 1e-6")
+    return number
 
 
 class GatedRMSNorm(nn.Module):
@@ -28,7 +37,7 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, features: int, group_size: int, eps: float, gate: Gate | None, factory: dict[str, Any]) -> None:
         super().__init__()
-        self.group_size, self.eps, self.gate = group_size, eps, gate
+        self.group_size, self.eps, self.gate = group_size, checked_eps(eps), gate
         self.weight = nn.Parameter(torch.empty(features, **factory))
 
     def reset_parameters(self) -> None:

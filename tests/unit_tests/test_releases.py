@@ -18,11 +18,17 @@ def read(path):
     return pytest.importorskip("yaml").safe_load(path.read_text())
 
 
+def status(path):
+    """Returns the paragraph that begins with the status."""
+    return next(part for part in path.read_text().split("\n\n") if part.startswith("**Status"))
+
+
 def test_version_changelog_citation_and_tag_agree():
     citation, changelog = read(ROOT / "CITATION.cff"), (ROOT / "CHANGELOG.md").read_text()
     assert citation["license"] == "Apache-2.0"
     releases = re.findall(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
     assert releases[0] == (citation["version"], str(citation["date-released"]))
+    assert {releases[0][0], __version__} == set(re.findall(r"\d+\.\d+\.\d+(?:\.dev0)?", status(ROOT / "README.md")))
     dates = [date for _, date in releases]
     assert dates == sorted(dates, reverse=True)
     is_released = re.search(r"^## (.*)$", changelog, re.MULTILINE)[1] != "Unreleased"

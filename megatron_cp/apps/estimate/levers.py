@@ -19,7 +19,8 @@ def with_levers(model: ModelSpec, job: Job) -> Iterator[tuple[str, Job]]:
     if job.logit_rows is None:
         job = replace(job, logit_rows=_ROWS)
         yield f"--logit-rows {_ROWS}", job
-    if job.mlp_rows is None and job.recompute != OPS and any(block.mlp for block in model.blocks):
+    takes_rows = not model.is_megatrons and any(block.mlp for block in model.blocks)
+    if job.mlp_rows is None and job.recompute != OPS and takes_rows:
         job = replace(job, mlp_rows=_ROWS)
         yield f"--mlp-rows {_ROWS}", job
     if job.recompute != FULL:
@@ -32,12 +33,14 @@ def with_levers(model: ModelSpec, job: Job) -> Iterator[tuple[str, Job]]:
 def repeated_products(model: ModelSpec, job: Job) -> float:
     """Returns the products with weights that backward repeats, as a part of those of a step without recomputation.
 
-    Full recomputation runs all layers again, and an MLP in chunks runs once more. Products that "ops" recomputes are
-    not counted.
+    Full recomputation runs all layers again, an MLP in chunks runs once more, and so does Megatron's head for logits of
+    a few rows at a time. Products that "ops" recomputes are not counted.
     """
     each = [(block.weights(model.hidden_size), block.mlp) for block in model.blocks]
-    layers = sum(weights for weights, _ in each)
+    layers, head = sum(weights for weights, _ in each), model.hidden_size * model.vocab_size
     repeated = layers if job.recompute == FULL else 0
     if job.mlp_rows is not None:
         repeated += sum(mlp.weights(model.hidden_size) for _, mlp in each if mlp is not None)
-    return repeated / (_PRODUCTS * (layers + model.hidden_size * model.vocab_size))
+    if job.logit_rows is not None and model.is_megatrons:
+        repeated += head
+    return repeated / (_PRODUCTS * (layers + head))

@@ -40,7 +40,7 @@ _REFUSED = (
     "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json", "--yaml-cfg",
     "--use-checkpoint-args",
 )  # fmt: skip
-_VARIANT = "gated_delta_net"
+_VARIANTS = ("gated_delta_net", "gdn")  # two names of one layer; main and dev call the first deprecated
 
 
 def read_flags(text: str) -> ModelSpec:
@@ -71,7 +71,8 @@ def read_flags(text: str) -> ModelSpec:
     blocks = _hybrid(given, patterns[0]) if patterns else _transformer(given)
     source = "Megatron's flags" + (f"; not read: {' '.join(others)}" if others else "")
     tied = not given.flag("--untie-embeddings-and-output-weights")
-    return ModelSpec("megatron", given.size("--hidden-size"), _vocab_size(given), tied, blocks, source)
+    sizes = given.size("--hidden-size"), _vocab_size(given)
+    return ModelSpec("megatron", *sizes, tied, blocks, source, is_megatrons=True)
 
 
 def _parsed(text: str) -> tuple[Fields, list[str]]:
@@ -133,9 +134,9 @@ def _transformer(given: Fields) -> tuple[Block, ...]:
     """Returns the layers of GPTModel: attention or a linear layer, followed by an MLP or a mixture."""
     layers = given.size("--num-layers", most=MAX_LAYERS)
     variant = given.get("--experimental-attention-variant")
-    if variant not in (None, _VARIANT):
-        remedy = did_you_mean(variant, [_VARIANT])
-        raise ArgumentError("--experimental-attention-variant", variant, f"{_VARIANT}, or none", remedy)
+    if variant not in (None, *_VARIANTS):
+        remedy, allowed = did_you_mean(variant, _VARIANTS), f"{' or '.join(_VARIANTS)}, or none"
+        raise ArgumentError("--experimental-attention-variant", variant, allowed, remedy)
     linear = None
     is_linear = [False] * layers
     if variant:

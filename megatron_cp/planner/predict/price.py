@@ -148,10 +148,7 @@ def there_and_back(counts: IntArray, row: int, hardware: Hardware, name: str = "
         hardware: the rates of a rank.
         name: what the rows are.
     """
-    ranks = len(counts)
-    workload = Workload.on(hardware, ranks)
-    senders, receivers = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(ranks), indexing="ij"))
-    edges = Edges.from_messages(senders, receivers, counts.ravel() * row)
+    workload, edges = Workload.on(hardware, len(counts)), Edges.from_counts(counts * row)
     for messages in (edges, edges.reversed()):
         for moved in (counts.sum(axis=1), counts.sum(axis=0)):
             workload.work(f"order {name}", "copy", moved * row / hardware.copy + hardware.launch)

@@ -348,7 +348,7 @@ class _Walk:
         if step.crosses:
             counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
             self._copy("pack halo", counts.sum(axis=1) * step.channels * self.item)
-            self._wait(self._start("halo", self._count_edges(counts * step.channels * self.item)))
+            self._wait(self._start("halo", Edges.from_counts(counts * step.channels * self.item)))
         if self.is_forward:
             self._linear_work("conv")
 
@@ -358,17 +358,13 @@ class _Walk:
         if step.crosses:
             counts, width = step.split_counts(forward=self.is_forward).counts, max(self.item, 4)
             sent = np.full_like(counts, step.share(forward=self.is_forward)) if step.gathers else counts
-            key = self._start("states of segments", self._count_edges(sent * width), shares=step.gathers)
+            key = self._start("states of segments", Edges.from_counts(sent * width), shares=step.gathers)
             self.workload.work("rule, before states", "kernel", local / 2, host=self._rule_host)
             self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * width)
             self.workload.work("rule, after states", "kernel", local / 2)
         else:
             self.workload.work("rule", "kernel", local, host=self._rule_host)
-
-    def _count_edges(self, nbytes: IntArray) -> Edges:
-        senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
-        return Edges.from_messages(senders, readers, nbytes[senders, readers])
 
 
 def _message_rows(step: Attend, flow: Fetch | Return, which: str) -> IntArray:

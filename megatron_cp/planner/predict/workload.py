@@ -38,6 +38,12 @@ class Edges:
             return cls(senders, receivers, nbytes)
         return cls(senders[travels], receivers[travels], nbytes[travels])
 
+    @classmethod
+    def from_counts(cls, nbytes: IntArray) -> Edges:
+        """Makes edges of `[ranks, ranks]` the bytes that go from each rank to each."""
+        senders, receivers = np.divmod(np.arange(nbytes.size), len(nbytes))
+        return cls.from_messages(senders, receivers, nbytes.ravel())
+
     def sent(self, ranks: int) -> IntArray:
         """Returns `[ranks]` the bytes that each rank sends."""
         return np.bincount(self.senders, self.nbytes, minlength=ranks).astype(np.int64)

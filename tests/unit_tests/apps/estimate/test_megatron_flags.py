@@ -47,6 +47,7 @@ def test_flags_are_read_as_megatron_spells_them_and_others_are_named():
     quoted = LLAMA.replace("--num-layers 32", "'--num-layers=32'").replace("--hidden-size", "--hidden_size")
     assert read_flags(quoted).blocks == read_flags(LLAMA).blocks
     assert len(read_flags(LLAMA + "--num-layers 7").blocks) == 7  # the last of two
+    assert read_flags(LLAMA).is_megatrons
     model = read_flags(LLAMA + "--lr 1e-4 --seed -1 --data-path 0.5 a 0.5 b --bf16 --lr 2")
     assert model.source == "Megatron's flags; not read: --lr --seed --data-path --bf16"
     assert model.blocks == PRESETS["llama3-8b"].blocks
@@ -90,7 +91,7 @@ GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 
         (MIXTURE + "[1,0]*2", experts, "E-E-"), (MIXTURE + "[0]+[1]*3", experts, "-EEE"),
         (MIXTURE + "2*([0]+[1])", experts, "-E-E"),
         (GDN + "2", layers, "G*G*"), (GDN + "4", layers, "GGG*"), (GDN + "1", layers, "****"),
-        (GDN + "[0,1,1,0]", layers, "*GG*"),
+        (GDN + "[0,1,1,0]", layers, "*GG*"), (GDN.replace("gated_delta_net", "gdn") + "2", layers, "G*G*"),
     ],
 )  # fmt: skip
 def test_flags_are_read_with_megatrons_defaults(more, read, expected):
@@ -129,7 +130,7 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--group-query-attention --num-query-groups 3", "kv_heads: got 3; allowed: a divisor of heads"),
         (SMALL + "--moe-latent-size 32", "--moe-latent-size: got 'the flag'; allowed: models without it"),
         (SMALL + "--mtp-num-layers 1", "--mtp-num-layers: got 'the flag'"),
-        (SMALL + "--experimental-attention-variant dsa", "variant: got 'dsa'; allowed: gated_delta_net, or none"),
+        (SMALL + "--experimental-attention-variant dsa", "variant: got 'dsa'; allowed: gated_delta_net or gdn"),
         (SMALL + "--experimental-attention-variant gated_delta_net", "--linear-attention-freq: got None"),
         (SMALL + "--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq: got 0; allowed: an integer of at least 1"),
         (SMALL + "--num-experts 4 --moe-layer-freq [1]*3", "allowed: 0 or 1 for each of the 4 layers"),

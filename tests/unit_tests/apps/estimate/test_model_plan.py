@@ -19,6 +19,7 @@ from megatron_cp.planner.predict.price import priced
 from tests.refusals import rejects
 
 H100, TINY, LLAMA, NEXT = machine("h100"), read_model("tiny"), read_model("llama3-8b"), read_model("qwen3-next")
+MEGATRONS = dataclasses.replace(LLAMA, is_megatrons=True)
 PACKING = Packing([5000, 1, 3000, 187])
 THREE = Layout.zigzag(PACKING, 3)
 
@@ -147,6 +148,10 @@ def test_levers_come_in_the_order_of_their_cost():
     layer, mlp, head = LLAMA.blocks[0].weights(FEATURES), LLAMA.blocks[0].mlp.weights(FEATURES), WORDS * FEATURES
     each = [repeated_products(LLAMA, job) * 3 * (32 * layer + head) for job in jobs]
     assert each == pytest.approx([0, 0, 32 * mlp, 32 * (layer + mlp), 32 * (layer + mlp)])
+    assert named(MEGATRONS) == ["as given", rows, full, host]
+    jobs = [job for _, job in with_levers(MEGATRONS, Job(1, "contiguous"))]
+    each = [repeated_products(MEGATRONS, job) * 3 * (32 * layer + head) for job in jobs]
+    assert each == pytest.approx([0, head, head + 32 * layer, head + 32 * layer])
 
 
 def test_tensor_parallelism_divides_heads_and_memory():
@@ -205,6 +210,7 @@ def test_flags_name_what_was_chosen():
         ("logit_rows", lambda: one(logit_rows=0)),
         ("mlp_rows", lambda: one(mlp_rows=0)),
         ("mlp_rows", lambda: one(mlp_rows=8, recompute="ops", sharding="zero3")),
+        ("mlp_rows", lambda: one(MEGATRONS, mlp_rows=8)),
         ("saved_on_host", lambda: one(saved_on_host=True)),
         ("hosts", lambda: Job(2, "contiguous", tp=2).topology(H100, 2)),
     ],
