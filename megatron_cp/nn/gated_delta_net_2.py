@@ -23,9 +23,16 @@ class GatedDeltaNet2(LinearLayer):
     `[key_heads * head_dim]`, `out_norm.weight` `[value_head_dim]`, and `out_proj`.
 
     Args:
-        hidden_size, heads, key_heads, head_dim, value_head_dim, conv_width, eps, mode, device, dtype: as in
-            `GatedDeltaNet`.
+        hidden_size: features of a hidden state.
+        heads: value heads, each with its own state.
+        key_heads: query/key heads, a divisor of `heads`; as many if None.
+        head_dim: features of a key head.
+        value_head_dim: features of a value head; `head_dim` if None.
+        conv_width: taps of the convolution.
+        eps: the epsilon of the gated norm.
+        mode: see `LinearSpec`.
         kernel: see `gdn2_mixer`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.

@@ -23,10 +23,17 @@ class GatedDeltaProduct(LinearLayer):
     `norm.weight` `[heads * value_head_dim]`, and `out_proj`.
 
     Args:
-        hidden_size, heads, head_dim, value_head_dim, conv_width, eps, mode, device, dtype: as in `GatedDeltaNet`.
-        key_heads: as in `GatedDeltaNet`; the norm's groups are as many.
+        hidden_size: features of a hidden state.
+        heads: value heads, each with its own state.
+        key_heads: query/key heads, a divisor of `heads`; as many if None. The norm's groups are as many.
+        head_dim: features of a key head.
+        value_head_dim: features of a value head; `head_dim` if None.
         num_householder: steps of the delta rule that a token makes.
+        conv_width: taps of the convolution.
+        eps: the epsilon of the gated norm.
+        mode: see `LinearSpec`.
         kernel: see `gated_delta_product_mixer`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
