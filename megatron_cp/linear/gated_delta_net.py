@@ -172,12 +172,17 @@ def gated_delta_net(
         qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]`, this rank's rows, before the convolution.
         beta: `[t, heads]`, before the sigmoid.
         alpha: `[t, heads]`, before the softplus.
+        plan: from `plan_linear(kind="gdn")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
         allow_neg_eigval: True for write strengths of 2 sigmoid(beta), with which a token can turn what a state has for
             its key to the opposite (arXiv 2411.12537; OLMo-Hybrid).
-        plan, group, scale, kernel, cache: as in `gated_delta_rule`.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,

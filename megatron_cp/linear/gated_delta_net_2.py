@@ -96,9 +96,11 @@ def gdn2_mixer(
         b: `[t, key_heads * head_dim]`, before the sigmoid.
         w: `[t, heads * value_head_dim]`, before the sigmoid.
         plan: from `plan_linear(kind="gdn2")`, the same on every rank.
+        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
+        conv_bias: `[channels]`.
         A_log: `[key_heads]`, whole on every rank.
         dt_bias: `[key_heads * head_dim]`, whole on every rank.
-        conv, conv_bias, group, scale, kernel, cache: as in `gated_delta_net`.
+        group, scale, kernel, cache: as in `gated_delta_net`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,

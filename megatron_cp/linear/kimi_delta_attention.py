@@ -91,10 +91,12 @@ def kda_mixer(
         g: `[t, heads * head_dim]`, before its activation.
         beta: `[t, heads]`, before the sigmoid.
         plan: from `plan_linear(kind="kda")`, the same on every rank.
+        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
+        conv_bias: `[channels]`.
         A_log: `[heads]`, whole on every rank.
         dt_bias: `[heads * head_dim]`, whole on every rank.
         lower_bound: limit of the log decay, below 0; None for no limit.
-        conv, conv_bias, group, scale, kernel, cache: as in `gated_delta_net`.
+        group, scale, kernel, cache: as in `gated_delta_net`.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,

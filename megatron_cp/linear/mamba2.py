@@ -130,12 +130,16 @@ def mamba2_mixer(
     Args:
         xBC: `[t, heads * head_dim + 2 * groups * state]`, this rank's rows, before the convolution.
         dt: `[t, heads]`, before the softplus.
+        plan: from `plan_linear(kind="mamba")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of xBC, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
         D: `[heads]`, or with a number for each feature `[heads, head_dim]`; whole on every rank.
         dt_limit: lower and upper limit to which the step sizes are clamped.
-        plan, group, kernel, cache: as in `mamba2`.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share, which
