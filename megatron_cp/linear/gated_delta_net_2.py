@@ -47,7 +47,12 @@ def gdn2(
         b: `[t, key_heads, head_dim]`, erase gate, in (0, 1).
         w: `[t, heads, value_head_dim]`, write gate, in (0, 1).
         plan: from `plan_linear(kind="gdn2")`, the same on every rank.
-        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -96,11 +101,15 @@ def gdn2_mixer(
         b: `[t, key_heads * head_dim]`, before the sigmoid.
         w: `[t, heads * value_head_dim]`, before the sigmoid.
         plan: from `plan_linear(kind="gdn2")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log: `[key_heads]`, whole on every rank.
         dt_bias: `[key_heads * head_dim]`, whole on every rank.
-        group, scale, kernel, cache: as in `gated_delta_net`.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,

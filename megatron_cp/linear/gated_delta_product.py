@@ -54,7 +54,12 @@ def gated_delta_product(
         g: `[t, heads]`, log decay, at most 0.
         beta: `[t * n, heads]`, write strength, in (0, 2).
         plan: from `plan_linear(kind="gdp", num_householder=n)`, the same on every rank.
-        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -106,10 +111,14 @@ def gated_delta_product_mixer(
         beta: `[t, n * heads]`, before the sigmoid.
         alpha: `[t, heads]`, before the softplus.
         plan: from `plan_linear(kind="gdp", num_householder=n)`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of vkq, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
-        group, scale, kernel, cache: as in `gated_delta_net`.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of vkq, zero in pad rows. A parameter's gradient is this rank's share,

@@ -46,7 +46,12 @@ def kda(
         g: `[t, heads, head_dim]`, log decay, at most 0.
         beta: `[t, heads]`, write strength, in (0, 1).
         plan: from `plan_linear(kind="kda")`, the same on every rank.
-        group, scale, use_qk_l2norm_in_kernel, kernel, cache: as in `gated_delta_rule`.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -91,12 +96,16 @@ def kda_mixer(
         g: `[t, heads * head_dim]`, before its activation.
         beta: `[t, heads]`, before the sigmoid.
         plan: from `plan_linear(kind="kda")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log: `[heads]`, whole on every rank.
         dt_bias: `[heads * head_dim]`, whole on every rank.
         lower_bound: limit of the log decay, below 0; None for no limit.
-        group, scale, kernel, cache: as in `gated_delta_net`.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
+        cache: the layer's part of a `Cache`, such as `cache.layer(0)`: documents continue its states, which become
+            those after the new tokens.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
