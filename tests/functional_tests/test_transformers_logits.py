@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_cp import ArgumentError, Packing, run_in_chunks, saved_on_host
+from megatron_cp import Packing, run_in_chunks, saved_on_host
 from megatron_cp.batch import memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from megatron_cp.transformers.logits import ROWS, ChunksRows
 from tests.limits import limit
+from tests.refusals import rejects
 from tests.transformers_cases import build, gradients_of, over_ranks, stock, summed, wide, worst_gradient
 
 LENGTHS = (37, 1, 22)
@@ -113,8 +114,7 @@ def with_hook(model):
     ],
 )
 def test_refusals(message, model, rows, changed):
-    with pytest.raises(ArgumentError, match=message):
-        call(model(), rows, changed)
+    rejects(message, call, model(), rows, changed)
 
 
 def call(model, rows, changed):
@@ -136,8 +136,7 @@ def call(model, rows, changed):
 def test_what_else_is_done_with_logits_is_refused(message, function):
     cp, tokens = enable_context_parallel(model := build("Llama"), None, logit_rows=4), tokens_of()
     logits = model(**cp.shard({"input_ids": tokens[None], "lengths": list(LENGTHS)})).logits
-    with pytest.raises(ArgumentError, match=message):
-        function(logits)
+    rejects(message, function, logits)
 
 
 def test_a_loss_of_the_models_own_is_refused():
@@ -145,8 +144,7 @@ def test_a_loss_of_the_models_own_is_refused():
     cp = enable_context_parallel(model, None, logit_rows=4)
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().sum()
     batch = cp.shard({"input_ids": tokens[None], "shift_labels": tokens[None], "lengths": list(LENGTHS)})
-    with pytest.raises(ArgumentError, match="logit_rows: got 'a call of sum with logits"):
-        model(**batch)
+    rejects("logit_rows: got 'a call of sum with logits", model, **batch)
 
 
 @pytest.mark.parametrize("temperature", [0.7, "rows"])
@@ -290,8 +288,7 @@ def parts_of_a_module(world):
     for layer in in_chunks(own).model.layers:
         fully_shard(layer.mlp.down_proj, mesh=mesh)
     batch = cp.shard({"input_ids": tokens_of()[None], "lengths": list(LENGTHS)})
-    with pytest.raises(ArgumentError, match="one whose parts gather their own weights"):
-        own(**batch)
+    rejects("one whose parts gather their own weights", own, **batch)
 
 
 def test_a_module_whose_parts_are_sharded_is_refused():
