@@ -178,6 +178,7 @@ def test_rejects_a_release_without_a_module(monkeypatch):
     rejects(r"without megatron\.core\.transformer\.moe\.router, of /.*; allowed", check)
 
 
+@pytest.mark.thorough  # it imports Megatron in a process of its own
 def test_the_specs_reject_it_before_an_import_fails():
     gone = "megatron.core.models.gpt.moe_module_specs"
     code = f"import sys\nsys.modules['{gone}'] = None\nimport megatron_cp.megatron.specs"
