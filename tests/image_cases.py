@@ -312,7 +312,7 @@ def stock(model, documents, autocast=None, changed=None):
     return total, torch.cat(logits), gradients_of(alone)
 
 
-def over_ranks(model, batch, size, autocast=None, changed=None, *, recomputes=False, **options):
+def over_ranks(model, batch, size, autocast=None, changed=None, **options):
     """Loss, logits and gradients of a copy of the model over `size` ranks, and the tower's rows of each rank.
 
     `autocast` and `changed` are those of `stock`.
@@ -324,8 +324,6 @@ def over_ranks(model, batch, size, autocast=None, changed=None, *, recomputes=Fa
     def main(group):
         own = copy.deepcopy(model)
         parallel = enable_context_parallel(own, group, **options)
-        if recomputes:
-            own.gradient_checkpointing_enable({"use_reentrant": False})
         if changed is not None:
             with lock:
                 own = changed(own)

@@ -387,6 +387,17 @@ def worst_gradient(found, expected):
     return errors[name], name
 
 
+def assert_same_step(found, expected, close):
+    """Fails if loss, logits or a gradient, as `over_ranks` and `stock` return them, are further apart than `close`."""
+    assert found[2].keys() == expected[2].keys()
+    worst, parameter = worst_gradient(found[2], expected[2])
+    errors = {
+        "loss": abs(found[0] - expected[0]), "logits": (found[1] - expected[1]).abs().max().item(),
+        f"gradient of {parameter}": worst,
+    }  # fmt: skip
+    assert [name for name, error in errors.items() if not error < close] == [], errors
+
+
 def batch(**changed):
     return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS, **changed}
 

@@ -306,7 +306,14 @@ def steps(request, tmp_path_factory):
 
 
 @pytest.mark.few
-@pytest.mark.parametrize(("place", "model"), [(place, model) for place in PLACES for model in models_in(place)])
+@pytest.mark.parametrize(
+    ("place", "model"),
+    [
+        pytest.param(place, model, marks=[pytest.mark.thorough] * bool(PLACES[place].groups))  # "dynamic cp3" has such
+        for place in PLACES
+        for model in models_in(place)
+    ],
+)
 def test_equals_one_rank(place, model, steps):
     alone, spread = steps[place, model]
     assert abs(spread.loss - alone.loss) <= 1e-5

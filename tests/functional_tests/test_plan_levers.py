@@ -119,7 +119,7 @@ def unpack_from_beside(packed):
     return packed if isinstance(packed, torch.Tensor) else packed[1] * 1
 
 
-def measured(given, monkeypatch, make=fused):
+def measured(given, monkeypatch):
     """The peak of the activations of a step in bf16, and the bytes that went to the host."""
     monkeypatch.setattr(levers, "_pack_from", pack_beside)
     monkeypatch.setattr(levers, "_unpack", unpack_from_beside)
@@ -127,7 +127,7 @@ def measured(given, monkeypatch, make=fused):
         hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, vocab_size=given.vocabulary, tie_word_embeddings=False,
     )  # fmt: skip
-    model = make(LlamaForCausalLM(config).bfloat16().train())
+    model = fused(LlamaForCausalLM(config).bfloat16().train())
     parallel = enable_context_parallel(model, None, logit_rows=given.logit_rows)
     if given.mlp_rows:
         for layer in model.model.layers:
@@ -166,15 +166,14 @@ def predicted(given):
         Case(20_000, recompute="full"),
         Case(20_000, logit_rows=64, mlp_rows=64),
         # Rows whose logits take less than a layer that is computed again.
-        Case(20_000, logit_rows=2, recompute="full"),
-        Case(20_000, logit_rows=2, mlp_rows=64, recompute="full"),
+        Case(20_000, logit_rows=8, recompute="full"),
         # Words so few that the backward of an MLP takes most.
         Case(500, logit_rows=64, mlp_rows=64, recompute="full"),
         Case(500, logit_rows=64, mlp_rows=512, recompute="full"),
         Case(500, logit_rows=64, mlp_rows=1024, recompute="full"),
         Case(500, logit_rows=64, mlp_rows=64),
         Case(500, logit_rows=64),
-        Case(20_000, logit_rows=2, mlp_rows=64, recompute="full", saved_on_host=True),
+        Case(20_000, logit_rows=8, mlp_rows=64, recompute="full", saved_on_host=True),
     ],
     ids=str,
 )
@@ -185,10 +184,3 @@ def test_a_step_takes_the_memory_that_is_predicted(given, monkeypatch):
     eager = 0 if given.logit_rows else EAGER_LOSS * given.vocabulary
     assert found.activations + eager == pytest.approx(peak, rel=0.05)
     assert found.host == to_host
-
-
-@pytest.mark.parametrize("given", [Case(20_000, logit_rows=64), Case(500, logit_rows=64)])
-def test_norms_and_activations_that_are_not_fused_take_more(given, monkeypatch):
-    """The formula is that of fused ones, which save only what they are given; the stock model's take 1.22 and 1.31."""
-    peak, _ = measured(given, monkeypatch, make=lambda model: model)
-    assert 1.2 < peak / predicted(given).activations < 1.33

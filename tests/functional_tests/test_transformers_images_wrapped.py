@@ -19,7 +19,7 @@ from tests.functional_tests.test_transformers_autocast import assert_as_near, er
 from tests.functional_tests.test_transformers_images import CLOSE, PACKS
 from tests.image_cases import build, document, over_ranks, packed, sampled_wide, stock
 from tests.limits import limit
-from tests.transformers_cases import wide, worst_gradient
+from tests.transformers_cases import assert_same_step, wide
 
 WITHOUT_IMAGES = ((6, [], []), (11, [], []))
 FRAMES = "visual", "vision_tower"  # names of towers
@@ -67,16 +67,6 @@ CHANGES = {
 NAMES = ("Qwen2_5_VL", "Qwen3VL", "Gemma3")
 
 
-def assert_close(found, expected):
-    worst, parameter = worst_gradient(found[2], expected[2])
-    wrong = {
-        "loss": abs(found[0] - expected[0]), "logits": (found[1] - expected[1]).abs().max().item(),
-        f"gradient of {parameter}": worst,
-    }  # fmt: skip
-    assert [name for name, error in wrong.items() if not error < CLOSE] == [], wrong
-    assert found[2].keys() == expected[2].keys()
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("name", "pack", "size"), [
     ("Qwen2_5_VL", "mixed", 2), ("Qwen3VL", "one image", 3), ("Gemma3", "mixed", 3), ("Qwen3VL", "both", 2),
@@ -89,7 +79,7 @@ def test_equals_the_stock_class_with_what_was_changed(change, name, pack, size):
     documents = [document(model, *each, seed=number) for number, each in enumerate(PACKS[pack])]
     with wide(), sampled_wide():
         found = over_ranks(model, packed(documents), size, changed=changed, layout="zigzag", scheme="exact")
-        assert_close(found, stock(model, documents, changed=changed))
+        assert_same_step(found, stock(model, documents, changed=changed), CLOSE)
 
 
 @functools.cache
@@ -156,4 +146,4 @@ def test_fsdp_equals_the_stock_class(size):
         model = build(name)
         documents = [document(model, *each, seed=seed) for seed, each in enumerate(STEPS[number])]
         with wide(), sampled_wide():
-            assert_close(ours, stock(model, documents))
+            assert_same_step(ours, stock(model, documents), CLOSE)

@@ -13,13 +13,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_cp import ArgumentError, Packing, run_in_chunks, saved_on_host
+from megatron_cp import Packing, run_in_chunks, saved_on_host
 from megatron_cp.batch import memory
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import enable_context_parallel, token_log_probs
 from megatron_cp.transformers.logits import ROWS, ChunksRows
+from tests.functional_tests.test_transformers_autocast import errors
 from tests.limits import limit
-from tests.transformers_cases import build, gradients_of, over_ranks, stock, summed, wide, worst_gradient
+from tests.refusals import rejects
+from tests.transformers_cases import (
+    assert_same_step,
+    build,
+    gradients_of,
+    over_ranks,
+    stock,
+    summed,
+    wide,
+    worst_gradient,
+)
 
 LENGTHS = (37, 1, 22)
 CLOSE = 2e-12
@@ -27,6 +38,12 @@ CLOSE = 2e-12
 
 def tokens_of():
     return torch.randint(3, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(parallel, *, learns=True):
+    """Returns this rank's rows of the tokens, with labels or without."""
+    tokens = tokens_of()[None]
+    return parallel.shard({"input_ids": tokens, "lengths": list(LENGTHS), **({"labels": tokens} if learns else {})})
 
 
 def with_lora(model):
@@ -55,9 +72,7 @@ def test_gradients_are_those_of_all_logits(changed):
         expected, found = (
             over_ranks(model, tokens, LENGTHS, 2, changed=changed, logit_rows=rows) for rows in (None, 7)
         )
-    assert found[2].keys() == expected[2].keys()
-    assert abs(found[0] - expected[0]) < CLOSE
-    assert worst_gradient(found[2], expected[2])[0] < CLOSE
+    assert_same_step(found, expected, CLOSE)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -65,13 +80,11 @@ def test_bf16_is_as_near_as_with_all_logits(weights):
     tokens, exact = tokens_of(), build("Gemma2", dtype=torch.float32)
     autocast, given = torch.bfloat16 if weights == torch.float32 else None, copy.deepcopy(exact).to(weights)
     expected = over_ranks(exact, tokens, LENGTHS, 2)
-    errors = []
-    for rows in (None, 7):
-        found = over_ranks(given, tokens, LENGTHS, 2, autocast, logit_rows=rows)
-        gradients = [torch.cat([each[name].flatten() for name in sorted(each)]) for each in (found[2], expected[2])]
-        errors.append(((gradients[0] - gradients[1]).norm() / gradients[1].norm()).item())
-        assert abs(found[0] - expected[0]) < 2e-3
-    assert errors[1] < 1.1 * errors[0]
+    (_, _, whole), (loss, _, gradients) = (
+        errors(over_ranks(given, tokens, LENGTHS, 2, autocast, logit_rows=rows), expected[:3]) for rows in (None, 7)
+    )
+    assert loss < 2e-3
+    assert gradients < 1.1 * whole
 
 
 def on_the_head(model):
@@ -113,13 +126,12 @@ def with_hook(model):
     ],
 )
 def test_refusals(message, model, rows, changed):
-    with pytest.raises(ArgumentError, match=message):
-        call(model(), rows, changed)
+    rejects(message, call, model(), rows, changed)
 
 
 def call(model, rows, changed):
-    cp, tokens = enable_context_parallel(model, None, logit_rows=rows), tokens_of()
-    changed(model)(**cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)}))
+    parallel = enable_context_parallel(model, None, logit_rows=rows)
+    changed(model)(**batch_of(parallel))
 
 
 @pytest.mark.parametrize(
@@ -134,28 +146,24 @@ def call(model, rows, changed):
     ],
 )
 def test_what_else_is_done_with_logits_is_refused(message, function):
-    cp, tokens = enable_context_parallel(model := build("Llama"), None, logit_rows=4), tokens_of()
-    logits = model(**cp.shard({"input_ids": tokens[None], "lengths": list(LENGTHS)})).logits
-    with pytest.raises(ArgumentError, match=message):
-        function(logits)
+    parallel = enable_context_parallel(model := build("Llama"), None, logit_rows=4)
+    logits = model(**batch_of(parallel, learns=False)).logits
+    rejects(message, function, logits)
 
 
 def test_a_loss_of_the_models_own_is_refused():
-    model, tokens = build("Llama"), tokens_of()
-    cp = enable_context_parallel(model, None, logit_rows=4)
+    parallel = enable_context_parallel(model := build("Llama"), None, logit_rows=4)
+    batch = batch_of(parallel)
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().sum()
-    batch = cp.shard({"input_ids": tokens[None], "shift_labels": tokens[None], "lengths": list(LENGTHS)})
-    with pytest.raises(ArgumentError, match="logit_rows: got 'a call of sum with logits"):
-        model(**batch)
+    rejects("logit_rows: got 'a call of sum with logits", model, **batch)
 
 
 @pytest.mark.parametrize("temperature", [0.7, "rows"])
 def test_log_probabilities_and_their_gradients(temperature):
-    tokens, found = tokens_of(), []
+    found = []
     for rows in (None, 7):
         model = build("Gemma2")
-        cp = enable_context_parallel(model, None, logit_rows=rows)
-        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+        batch = batch_of(enable_context_parallel(model, None, logit_rows=rows))
         by = 1 + batch["input_ids"].as_subclass(torch.Tensor) / 97 if temperature == "rows" else temperature
         log_probs = token_log_probs(model(**batch).logits, batch, temperature=by)
         (log_probs * torch.linspace(-1, 1, log_probs.shape[1])).sum().backward()
@@ -226,9 +234,7 @@ def test_levers_together(monkeypatch, name, changed):
     with wide():
         expected = over_ranks(model, tokens, LENGTHS, 2)
         found = over_ranks(model, tokens, LENGTHS, 2, changed=changed, logit_rows=7)
-    assert found[2].keys() == expected[2].keys()
-    assert abs(found[0] - expected[0]) < CLOSE
-    assert worst_gradient(found[2], expected[2])[0] < CLOSE
+    assert_same_step(found, expected, CLOSE)
 
 
 def steps_with_fsdp(world, separately):
@@ -239,11 +245,10 @@ def steps_with_fsdp(world, separately):
     apart = [own.lm_head, *(layer.mlp for layer in own.model.layers)] if separately else []
     for each in (*apart, *own.model.layers, own):
         fully_shard(each, mesh=mesh)
-    tokens = tokens_of()
     for _ in range(2):
         own.zero_grad()
         with wide():
-            batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+            batch = batch_of(cp)
             out = own(**batch, num_items_in_batch=batch.num_items)
             with torch.no_grad():
                 logits = cp.gather(out.logits, batch)[0]  # before backward, after which weights are sharded again
@@ -257,10 +262,8 @@ def steps_with_fsdp(world, separately):
 def test_fsdp_equals_the_stock_class(separately):
     found = run_ranks(partial(steps_with_fsdp, separately=separately), 2, kind="processes", timeout=limit(60))[0]
     with wide():
-        loss, logits, gradients = stock(build("Gemma2", tie_word_embeddings=False), Packing(LENGTHS), tokens_of())
-    assert abs(found[0] - loss) < CLOSE
-    assert (found[1] - logits).abs().max() < CLOSE
-    assert worst_gradient(found[2], gradients)[0] < CLOSE
+        expected = stock(build("Gemma2", tie_word_embeddings=False), Packing(LENGTHS), tokens_of())
+    assert_same_step(found, expected, CLOSE)
 
 
 def step_with_an_own_loss(world):
@@ -269,8 +272,7 @@ def step_with_an_own_loss(world):
     cp = enable_context_parallel(own, mesh, logit_rows=7)
     for each in (own.lm_head, *own.model.layers, own):
         fully_shard(each, mesh=mesh, reshard_after_forward=True)
-    tokens = tokens_of()
-    batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+    batch = batch_of(cp)
     with wide():
         logits = own(**batch, num_items_in_batch=batch.num_items).logits
     (token_log_probs(logits, batch).sum() * -world.size).backward()
@@ -289,9 +291,8 @@ def parts_of_a_module(world):
     cp = enable_context_parallel(own, mesh)
     for layer in in_chunks(own).model.layers:
         fully_shard(layer.mlp.down_proj, mesh=mesh)
-    batch = cp.shard({"input_ids": tokens_of()[None], "lengths": list(LENGTHS)})
-    with pytest.raises(ArgumentError, match="one whose parts gather their own weights"):
-        own(**batch)
+    batch = batch_of(cp, learns=False)
+    rejects("one whose parts gather their own weights", own, **batch)
 
 
 def test_a_module_whose_parts_are_sharded_is_refused():

@@ -375,7 +375,8 @@ CALLS = {
         "losses": NO_LOSSES, "weights": NO_WEIGHTS, "group": ANY_GROUP, "averaged_gradients": NO_FLAG,
         "num_tokens": optional(NO_INTEGER)}),
     "linear_cross_entropy": (cp.linear_cross_entropy, HEAD, {
-        "hidden": no_tensor(torch.ones(9, 4), fewer=False), "weight": no_tensor(torch.ones(5, 4), fewer=False),
+        "hidden": no_tensor(torch.ones(9, 4), fewer=False), "weight": [
+            *no_tensor(torch.ones(5, 4), fewer=False), torch.ones(5, 3), torch.ones(5, 4).double()],
         "labels": [None, 5, True, "abc", [0] * 9, NESTED, torch.ones(9), torch.zeros(8, dtype=torch.int64),
                    torch.zeros(9, 1, dtype=torch.int64), torch.zeros(9, dtype=torch.int32), ON_META, object()],
         "bias": optional(no_tensor(torch.ones(5))), "chunk_rows": [*NO_INTEGER, 0], "scale": NO_NUMBER,

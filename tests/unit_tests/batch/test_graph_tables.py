@@ -422,27 +422,26 @@ def test_rejects_tables_that_do_not_go_with_a_batch():
         cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
 
 
-def test_knows_which_plans_it_has():
+def test_rejects_plans_that_were_not_loaded():
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2)
-    plans = cp.BatchPlan(slots.layout([5]), A2A)
-    rejects("which have none", slots.check_loaded, plans)
-    slots.load(plans, 0, CPU)
-    slots.check_loaded(plans)
-    other = cp.BatchPlan(slots.layout([7]), A2A)
-    slots.load(other, 0, CPU)
-    rejects("right before its step", slots.check_loaded, plans)
+    rejects("which have none", slots.check_loaded, cp.BatchPlan(slots.layout([5]), A2A))
 
 
-def test_rejects_batches_whose_memory_has_another_pack():
-    """Their tokens would be the other's, and their tables."""
+def test_rejects_plans_whose_memory_has_another_pack():
+    """Their tokens would be the other's, and their tables, also where nobody has their batch any more."""
     slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     kinds = [KINDS["a2a"], KINDS["gdn"]]
-    first, _ = (cp.shard_batch(np.arange(sum(n)), slots.layout(n), slots=kinds, into=slots) for n in ([5, 9], [7]))
+
+    def plans_of(lengths):
+        batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=kinds, into=slots)
+        return [batch.plan(kind) for kind in kinds]
+
+    (attention, linear), _ = plans_of([5, 9]), plans_of([7])
     with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
-        cp.attention(*(torch.ones(CAPACITY, heads, 16) for heads in (6, 2, 2)), first.plan(kinds[0]))
+        cp.attention(*(torch.ones(CAPACITY, heads, 16) for heads in (6, 2, 2)), attention)
     with pytest.raises(cp.ArgumentError, match=r"plan: .*need separate slots"):
         cp.gated_delta_net(
-            torch.ones(CAPACITY, 160), torch.ones(CAPACITY, 6), torch.ones(CAPACITY, 6), first.plan(kinds[1]),
+            torch.ones(CAPACITY, 160), torch.ones(CAPACITY, 6), torch.ones(CAPACITY, 6), linear,
             conv=torch.ones(160, 4), A_log=torch.ones(6), dt_bias=torch.ones(6),
         )  # fmt: skip
 

@@ -59,8 +59,8 @@ def test_without_megatrons_flag_the_default_is_ours():
     ],
 )
 def test_rejects_a_flag_of_megatrons_that_means_something_else(flag, settings):
-    with pytest.raises(ArgumentError, match=rf"^{flag}: got a flag of Megatron's own, .*; allowed: a Megatron-Core"):
-        our_config.add_arguments(parser_with(flag, **settings))
+    says = rf"^{flag}: got a flag of Megatron's own, .*; allowed: a Megatron-Core"
+    rejects(says, our_config.add_arguments, parser_with(flag, **settings))
 
 
 def test_the_configuration_has_megatrons_default_where_megatron_has_the_field():
@@ -119,8 +119,8 @@ def test_both_names_of_gated_delta_net_are_taken(variant):
 
 def test_rejects_layers_of_some_releases():
     compat.refuse_other_layers("MG*-E")
-    with pytest.raises(ArgumentError, match=r"^--hybrid-layer-pattern: got 'CH'; allowed: layers M, G"):
-        compat.refuse_other_layers(["H", "M", "C", "*"])
+    says = r"^--hybrid-layer-pattern: got 'CH'; allowed: layers M, G"
+    rejects(says, compat.refuse_other_layers, ["H", "M", "C", "*"])
 
 
 def test_a_batch_that_megatron_cut_in_ranges_is_rejected():
@@ -130,8 +130,7 @@ def test_a_batch_that_megatron_cut_in_ranges_is_rejected():
     assert planned(params, group, "document").layout.cp_size == 2
     del params.__dict__["_megatron_cp"]
     params.cp_partition_mode = "contiguous"
-    with pytest.raises(ArgumentError, match=r"cp_partition_mode 'contiguous'.*; allowed: zigzag, or a batch of"):
-        planned(params, group, "document")
+    rejects(r"cp_partition_mode 'contiguous'.*; allowed: zigzag, or a batch of", planned, params, group, "document")
 
 
 def test_packs_of_megatrons_scheduler_are_cut_by_documents():
@@ -171,16 +170,15 @@ def test_rejects_a_release_without_a_part(monkeypatch, module, part):
     owner = importlib.import_module(module)
     *classes, name = part.split(".")
     monkeypatch.delattr(getattr(owner, classes[0]) if classes else owner, name)
-    with pytest.raises(ArgumentError, match=rf"^megatron-core: got .* without {module}\.{part}, of"):
-        check()
+    rejects(rf"^megatron-core: got .* without {module}\.{part}, of", check)
 
 
 def test_rejects_a_release_without_a_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.router", None)
-    with pytest.raises(ArgumentError, match=r"without megatron\.core\.transformer\.moe\.router, of /.*; allowed"):
-        check()
+    rejects(r"without megatron\.core\.transformer\.moe\.router, of /.*; allowed", check)
 
 
+@pytest.mark.thorough  # it imports Megatron in a process of its own
 def test_the_specs_reject_it_before_an_import_fails():
     gone = "megatron.core.models.gpt.moe_module_specs"
     code = f"import sys\nsys.modules['{gone}'] = None\nimport megatron_cp.megatron.specs"

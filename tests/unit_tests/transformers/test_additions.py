@@ -376,6 +376,7 @@ class Scaling:
 @ONE_PROCESS
 @pytest.mark.parametrize("below", [True, False])
 @pytest.mark.parametrize("kind", [Logging, Adding, AddingInPlace, AtTimes, Scaling, OfLogits])
+@pytest.mark.few
 def test_rejects_another_loss_than_the_models(llama, kind, below, tmp_path):
     trainer = type("Base", (kind, Trainer), {}) if below else kind
     trainer = type("Mine", (ContextParallelMixin, trainer) if below else (trainer, ContextParallelTrainer), {})

@@ -7,7 +7,6 @@ import pytest
 from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.errors import ArgumentError
-from tests.refusals import rejects
 
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -77,7 +76,3 @@ def test_rejects_files_that_are_no_configurations(tmp_path, content, message):
     with pytest.raises(ArgumentError) as error:
         read_model(str(path))
     assert message in str(error.value)
-
-
-def test_rejects_a_folder_without_a_file(tmp_path):
-    rejects("No such file", read_model, str(tmp_path))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron_cp.apps.estimate import MODELS
+from megatron_cp.apps.estimate import MODELS, layer_shapes
 from megatron_cp.apps.estimate.mixers import AttentionMixer, LinearMixer, gated_delta_net, kimi_delta_attention, mamba2
 from megatron_cp.apps.estimate.model_layers import MLP, Block
 from megatron_cp.apps.estimate.model_presets import PRESETS
@@ -56,6 +56,8 @@ def test_shapes_of_single_layers_are_those_of_the_presets():
             "gdp": {LayerShape(6, 2, 16, 16, num_householder=3): 1},
         },
     }  # fmt: skip
+    unlike = model_of(Block(ATTENTION), Block(replace(ATTENTION, qk_norm=True)))
+    assert layer_shapes(unlike) == {"attention": {LayerShape(4, 2, 16, 16): 2}}  # which differ in norms only
 
 
 def test_slots_are_in_order_and_know_their_runs():
