@@ -41,12 +41,14 @@ LAYOUTS = ("zigzag", "contiguous")
 ALL = ("q", "k", "v", "z", "beta", "alpha")  # Megatron's order
 SPLIT = (("q", "k", "v"), ("z",), ("beta",), ("alpha",))  # as its layer splits what has arrived
 GATES = {"with the gate": (ALL,), "without the gate": (("q", "k", "v"), ("beta",), ("alpha",))}  # ours sends the latter
-OVER = "megatron_over_ours"
+LOOP = "loop"
+PEERS = {LOOP: "loop", MEGATRON: "megatron"}
 _BATCHES = ((1024, 16), (4096, 16), (8192, 64))  # tokens and documents
 
 LEGEND = f"""\
 {MEGATRON} is the work of `GatedDeltaNet.forward` around its collective, with the order of tokens that it
-builds in each layer. It sends the gate; ours does not. Gradients arrive on the head side in separate tensors, as
+builds in each layer; {LOOP} is the work of {MEGATRON} before, with its own functions: a call for every
+document and section. Both send the gate; ours does not. Gradients arrive on the head side in separate tensors, as
 kernels return them. Medians [quartiles] over the repeats of ratios within one repeat, by the clock, of the slowest
 rank. *Copy*: one warm copy of the bytes that enter the exchange, on all ranks at once; *collective*: one bare
 `all_to_all_single` of as many bytes in equal pieces. *Passes*: bytes written by copy-like operators over bytes that
@@ -70,11 +72,12 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> tuple[str, dic
     ]
     cells, first = [_ratios(case, ranks) for case, ranks in zip(cases, by_cell, strict=True)], cases[0]
 
-    def mean(key: str, way: str) -> float:
-        return statistics.geometric_mean(cell[OVER][key][way]["median"] for cell in cells)
+    def mean(name: str, key: str, way: str) -> float:
+        return statistics.geometric_mean(cell[name][key][way]["median"] for cell in cells)
 
+    names = [f"{peer}_over_ours" for peer in PEERS.values()]
     data = {
-        OVER: {key: {way: mean(key, way) for way in BOTH} for key in cells[0][OVER]},
+        **{name: {key: {way: mean(name, key, way) for way in BOTH} for key in cells[0][name]} for name in names},
         "cells": cells,
         "heads": [first.heads, first.groups, first.head_dim, first.value_head_dim],
         "dtype": str(first.dtype).removeprefix("torch."),
@@ -206,7 +209,7 @@ def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
 
 
 def megatrons(batch: Batch, group: TorchGroup) -> list[Contender]:
-    """Returns both directions."""
+    """Returns both directions, fused and in loops."""
     from benchmarks.peers.head_exchange import StockExchange
 
     rank, case = group.rank, replace(batch.case, codec="none")
@@ -216,17 +219,14 @@ def megatrons(batch: Batch, group: TorchGroup) -> list[Contender]:
     own = batch.own(batch.exchange("zigzag", (ALL,)).sections, rank)
     joined, back = torch.cat([heads.flatten(1) for heads in own], -1), batch.local("zigzag", "v", rank)
     out = leaf(own[ALL.index("v")].flatten(1)[:, None])
-
-    def arrive() -> list[Tensor]:
-        return list(stock.to_heads(local).split(widths, -1))
-
-    def leave() -> list[Tensor]:
-        return [stock.to_tokens(out)]
-
-    return [
-        Contender(MEGATRON, "inbound", [local], arrive, list(joined.split(widths, -1)), case),
-        Contender(MEGATRON, "outbound", [out], leave, [back], case),
-    ]
+    ways = {MEGATRON: (stock.to_heads, stock.to_tokens), LOOP: (stock.to_heads_in_loops, stock.to_tokens_in_loops)}
+    found = []
+    for name, (to_heads, to_tokens) in ways.items():
+        arrive: Any = lambda to_heads=to_heads: list(to_heads(local).split(widths, -1))  # noqa: E731
+        leave: Any = lambda to_tokens=to_tokens: [to_tokens(out)]  # noqa: E731
+        found.append(Contender(name, "inbound", [local], arrive, list(joined.split(widths, -1)), case))
+        found.append(Contender(name, "outbound", [out], leave, [back], case))
+    return found
 
 
 @dataclass
@@ -280,7 +280,7 @@ def _measured(group: TorchGroup, case: Case, repeats: int) -> Seen:
 
 
 def _ratios(case: Case, ranks: list[Seen]) -> dict[str, Any]:
-    """Returns a row for each contender, and the peer's time over ours: the slowest rank's, within one repeat."""
+    """Returns a row for each contender, and each peer's time over ours: the slowest rank's, within one repeat."""
     spent, keys = [rank.spent for rank in ranks], list(ranks[0].entering)
 
     def taken(key: str, way: str) -> Any:
@@ -300,11 +300,14 @@ def _ratios(case: Case, ranks: list[Seen]) -> dict[str, Any]:
             limit = taken(f"{name} {entering}", "")
             rows[key][f"over_{name}"] = {way: spread(taken(key, way) / limit) for way in DIRECTIONS}
     over = {
-        key: {way: spread(taken(f"{key.partition(',')[0]}, {MEGATRON}", way) / taken(key, way)) for way in BOTH}
-        for key in keys
-        if not key.endswith(MEGATRON)
+        f"{peer}_over_ours": {
+            key: {way: spread(taken(f"{key.partition(',')[0]}, {name}", way) / taken(key, way)) for way in BOTH}
+            for key in keys
+            if key.partition(", ")[2] not in PEERS
+        }
+        for name, peer in PEERS.items()
     }
-    return {OVER: over, "ranks": case.cp, "tokens": case.packing.total, "documents": len(case.lengths), "rows": rows}
+    return {**over, "ranks": case.cp, "tokens": case.packing.total, "documents": len(case.lengths), "rows": rows}
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -314,20 +317,21 @@ def _text(data: dict[str, Any]) -> str:
     ]
     columns = (
         "forward ms", "backward ms", "forward / copy", "backward / copy", "forward / collective",
-        "backward / collective", "passes", "collectives", "syncs", f"{MEGATRON} / this",
+        "backward / collective", "passes", "collectives", "syncs", "loop / this", f"{MEGATRON} / this",
     )  # fmt: skip
     for cell in data["cells"]:
         rows = []
         for key, row in cell["rows"].items():
             numbers = [(row["wall_ms"], 1), (row["over_copy"], 1), (row["over_collective"], 2)]
-            ratio = cell[OVER].get(key)
+            over = [cell[f"{peer}_over_ours"].get(key) for peer in PEERS.values()]
             rows.append([
                 key, *(f"{number[way]['median']:.{digits}f}" for number, digits in numbers for way in DIRECTIONS),
                 f"{row['passes']:.2f}", str(row["collectives"]), str(row["host_syncs"]),
-                formatted(ratio["both"]) if ratio else "",
+                *(formatted(ratio["both"]) if ratio else "" for ratio in over),
             ])  # fmt: skip
         name = f"{cell['ranks']} ranks, {cell['tokens']} tokens in {cell['documents']} documents"
         lines += ["", f"{name}:", "", *table(("",), columns, rows)]
-    means = [[name, f"{ratios['both']:.2f}"] for name, ratios in data[OVER].items()]
-    heads = (f"{MEGATRON} / ours",)
+    ratios = [data[f"{peer}_over_ours"] for peer in PEERS.values()]
+    means = [[name, *(f"{of[name]['both']:.2f}" for of in ratios)] for name in ratios[0]]
+    heads = [f"{peer} / ours" for peer in PEERS]
     return "\n".join([*lines, "", "Geometric means over the cells:", "", *table(("",), heads, means), "", LEGEND])

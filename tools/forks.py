@@ -1,4 +1,4 @@
-"""Ranks that are forks of the process that starts them: of a short job imports are most of the time."""
+"""Ranks that are forks of the process that starts them, since imports take most of the time of a short job."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ layers' are left out, since they are other packages' own: kernels that compute n
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -32,6 +33,8 @@ from megatron_cp.testing.layers import LAYERS
 from megatron_cp.testing.parity import Case, draw
 from tools.gpu_check.one_rank import StillGroup
 from tools.nullgpu.device import HERE, UnavailableError, environment
+
+_COUNTS = "HOST_COUNTS"  # a variable of the process that counts
 
 CASES: dict[str, dict[str, Any]] = {
     **{f"attention {scheme}": {"layer": "attention", "cp": 2, "scheme": scheme}
@@ -187,16 +190,17 @@ def _launches() -> int:
 def main() -> int:
     """Prints the counts, of a process on the emulated device, which this one becomes. Exit code 2 without the device.
 
-    Of the device it has the libraries alone, and not `site`, which computes values.
+    That process loads the device's libraries but not `site`, which computes values.
     """
-    if "NULLGPU" not in os.environ:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    if _COUNTS not in os.environ:
         try:
             device = environment()
         except UnavailableError as reason:
             print(f"host_counts: {reason}", file=sys.stderr)
             return 2
         paths = [path for path in device["PYTHONPATH"].split(os.pathsep) if path != str(HERE / "site")]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+        own = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0", _COUNTS: "1"}
         os.execve(sys.executable, [sys.executable, "-m", "tools.host_counts"], device | own)
     torch.autograd.set_multithreading_enabled(False)
     torch.bmm = lambda a, b: a.new_empty(len(a), a.shape[1], b.shape[2])  # the emulated device has no cuBLAS

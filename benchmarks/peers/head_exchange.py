@@ -1,6 +1,7 @@
 """The head exchange of a linear layer in megatron-core's own functions.
 
-They are called as `GatedDeltaNet.forward` of megatron-core 0.19.2 does.
+They are called as `GatedDeltaNet.forward` of megatron-core 0.19.2 does, and as megatron-core did before: with a call
+for every document and section.
 """
 
 from __future__ import annotations
@@ -45,6 +46,20 @@ class StockExchange:
         """Returns `[t, 1, f]` of `[T, 1, f / cp]` of one section, in the order that `to_heads` has computed."""
         rows = own.index_select(0, self._from_stream)
         return common.tensor_a2a_hp2cp(rows, 0, -1, self.group, redo_attention_load_balancing=False)
+
+    def to_heads_in_loops(self, local: Tensor) -> Tensor:
+        """Does the same as `to_heads`, document by document and section by section."""
+        lengths = [length // self.size for length in self.packing.lengths.tolist()]
+        return torch.cat([
+            common.tensor_a2a_cp2hp(rows, 0, -1, self.group, split_sections=list(self.widths))
+            for rows in local.split(lengths)
+        ])  # fmt: skip
+
+    def to_tokens_in_loops(self, own: Tensor) -> Tensor:
+        """Does the same as `to_tokens`, document by document."""
+        return torch.cat([
+            common.tensor_a2a_hp2cp(rows, 0, -1, self.group) for rows in own.split(self.packing.lengths.tolist())
+        ])  # fmt: skip
 
     def _orders(self) -> tuple[Tensor, Tensor]:
         orders: tuple[Tensor, Tensor] = common._build_thd_cp_a2a_perm(self.cu_seqlens, self.size, self.packing.total)

@@ -22,7 +22,10 @@ from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.torch_private import version_of
 
 _ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
-_MIXES_ROWS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.BatchNorm1d, nn.SyncBatchNorm)
+_MIXES_ROWS = (
+    nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+)  # fmt: skip
 _RUN_MLP = "Run MLPs and mixtures of experts in chunks, not attention or whole layers."
 
 
@@ -100,8 +103,8 @@ def run_in_chunks(module: nn.Module, chunk_rows: int) -> nn.Module:
     Args:
         module: any module that computes each row from that row, and is called with rows `[t, hidden]`,
             `[1, t, hidden]` or `[t, 1, hidden]` and returns a tensor with as many, or a tuple of such. Beside the rows
-            it may get None, numbers and strings. Of modules that mix rows only torch's own are refused: attention of
-            another class would compute something else.
+            it may get None, numbers and strings. Torch's attention, recurrences, convolutions and batch norms are
+            refused; any other module that mixes rows computes something else without an error.
         chunk_rows: the rows of a chunk.
 
     Raises:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import checked_integer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import RULES, LinearKernel
@@ -57,7 +58,7 @@ class GatedDeltaNet(LinearLayer):
         factory = checked_factory(device, dtype)
         heads, key_heads = checked_heads(heads=heads, key_heads=heads if key_heads is None else key_heads)
         value_dim = head_dim if value_head_dim is None else value_head_dim
-        self.slot = slot = LinearSpec("gdn", heads, key_heads, head_dim, value_dim,
+        self.slot = slot = LinearSpec("gdn", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
                                       conv_width=conv_width, mode=mode, hidden_size=hidden_size)  # fmt: skip
         keys, values = key_heads * slot.head_dim, heads * slot.value_head_dim
         self.in_proj_qkvz = nn.Linear(hidden_size, 2 * keys + 2 * values, bias=False, **factory)

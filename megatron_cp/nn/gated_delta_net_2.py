@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import checked_integer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.linear.gated_delta_net_2 import gdn2_mixer
 from megatron_cp.linear.kernels import RULES, LinearKernel
@@ -57,7 +58,7 @@ class GatedDeltaNet2(LinearLayer):
         factory = checked_factory(device, dtype)
         heads, key_heads = checked_heads(heads=heads, key_heads=heads if key_heads is None else key_heads)
         value_dim = head_dim if value_head_dim is None else value_head_dim
-        self.slot = LinearSpec("gdn2", heads, key_heads, head_dim, value_dim,
+        self.slot = LinearSpec("gdn2", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
                                conv_width=conv_width, mode=mode, hidden_size=hidden_size)  # fmt: skip
         keys, values = key_heads * head_dim, heads * value_dim
         self._widths = [2 * keys + values, values, keys, keys, values]

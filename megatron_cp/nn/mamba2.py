@@ -59,8 +59,9 @@ class Mamba2(LinearLayer):
     ) -> None:
         super().__init__(hidden_size, kernel, RULES)
         factory = checked_factory(device, dtype)
-        checked_integer("head_dim", head_dim, 1), checked_integer("state", state, 1)
-        checked_heads(heads=heads, groups=groups), checked_flag("conv_bias", conv_bias)
+        heads, groups = checked_heads(heads=heads, groups=groups)
+        head_dim, state = checked_integer("head_dim", head_dim, 1), checked_integer("state", state, 1)
+        checked_flag("conv_bias", conv_bias)
         self.slot = LinearSpec("mamba", heads, groups, state, head_dim, conv_width=conv_width, mode=mode,
                                hidden_size=hidden_size)  # fmt: skip
         self._widths = inner, channels, _ = [heads * head_dim, heads * head_dim + 2 * groups * state, heads]

@@ -1,7 +1,5 @@
 """`tools/conformance` says right, wrong, refused and hung where each is the case."""
 
-import os
-import signal
 import time
 
 import pytest
@@ -49,12 +47,6 @@ def hanging(rank, ranks):
     return shared(rank, ranks, late=True)
 
 
-def crashing(rank, ranks):
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return refusing(rank, ranks)
-
-
 def without_flash(rank, ranks):
     raise ImportError("flash_attn is not installed")
 
@@ -63,8 +55,7 @@ def without_flash(rank, ranks):
     ("compare", "name", "words"),
     [
         (shared, "right", ""), (wrong, "wrong without a word", ""), (wrong_gradient, "wrong without a word", ""),
-        (refusing, "refused", "ValueError: 4 heads on 3 ranks"), (hanging, "hung", "not answered in"),
-        (crashing, "crashed", "rank 1 of 2 was killed"),
+        (refusing, "refused", "ValueError: 4 heads on 3 ranks"), (hanging, "hung", "had not answered"),
         (without_flash, "not runnable", "ImportError: flash_attn is not installed"),
     ],
 )  # fmt: skip

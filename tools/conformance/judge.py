@@ -1,24 +1,23 @@
 """Judges a cell: its ranks are processes with a time limit, and what they compute is compared with documents alone."""
 
 import dataclasses
+import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
 
 import torch
 from torch import Tensor, distributed
 
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import RankError, run_ranks
-from tools.forks import ranks_are_forks
-
 BOUND = 1e-4
 RIGHT, WRONG, REFUSED, HUNG = "right", "wrong without a word", "refused", "hung"
 ABSENT, UNABLE, CRASHED = "not installed", "not runnable", "crashed"
-Compare = Callable[[int, int], tuple[float, float | None]]
-_SAID = "a cell is "  # before a rank's name of what became of it
+_GRACE = 3.0  # seconds that other ranks get after one has failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,55 +45,84 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / top).item()
 
 
-def run_cell(compare: Compare, ranks: int, seconds: float) -> Outcome:
+def run_cell(compare: Callable[[int, int], tuple[float, float | None]], ranks: int, seconds: float) -> Outcome:
     """Runs `compare(rank, ranks)` in forked processes that share a gloo group. Returns what became of it.
 
     Args:
         compare: returns a rank's relative errors of outputs and of the gradient.
         ranks: number of processes.
-        seconds: what is still running after so long is ended and called hung.
+        seconds: what is still running after so long is killed and called hung.
     """
-    try:
-        # This process has imported torch and the peers already.
-        with tempfile.TemporaryDirectory() as folder, ranks_are_forks():
-            found = run_ranks(_compared, ranks, compare, folder, kind="processes", timeout=seconds)
-    except RankError as error:
-        return _failed(error, seconds)
-    errors, gradients = [each[0] for each in found], [each[1] for each in found if each[1] is not None]
+    context = multiprocessing.get_context("fork")  # the parent has imported torch and the peers already
+    readers, workers, found = [], [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            worker = context.Process(target=_rank, args=(compare, rank, ranks, folder, writer))
+            worker.start()
+            writer.close()  # so that a rank which ends without an answer ends the pipe
+            readers.append(reader)
+            workers.append(worker)
+        deadline = time.monotonic() + seconds
+        while len(found) < ranks and time.monotonic() < deadline:
+            waiting = [reader for rank, reader in enumerate(readers) if rank not in found]
+            for reader in connection.wait(waiting, deadline - time.monotonic()):
+                try:
+                    answer = reader.recv()
+                except EOFError:
+                    answer = (CRASHED, "")
+                found[readers.index(reader)] = answer
+                if answer[0] != "done":
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return _outcome(found, ranks, [worker.exitcode for worker in workers])
+
+
+def _outcome(found, ranks, codes):
+    failures = [found[rank] for rank in sorted(found) if found[rank][0] != "done"]
+    own = [each for each in failures if "gloo" not in each[1]] or failures  # else another rank's failure
+    if own:
+        kind, words = own[0]
+        return Outcome(kind, words=f"exit codes {codes}" if kind == CRASHED else words)
+    silent = sorted(set(range(ranks)) - set(found))
+    if silent:
+        return Outcome(HUNG, words=f"ranks {silent} of {ranks} had not answered")
+    errors = [each[1] for each in found.values()]
+    gradients = [each[2] for each in found.values() if each[2] is not None]
     is_right = all(error <= BOUND for error in (*errors, *gradients))  # a NaN is not
     return Outcome(RIGHT if is_right else WRONG, max(errors), max(gradients, default=None))
 
 
-def _failed(error: RankError, seconds: float) -> Outcome:
-    """Returns what a rank said about its error, or how ranks ended that said nothing."""
-    text = str(error)
-    if _SAID in text:
-        name, _, words = text.partition(_SAID)[2].splitlines()[0].partition(": ")
-        return Outcome(name, words=words)
-    if "did not finish in" in text or "exit code 1 and no result" in text:
-        return Outcome(HUNG, words=f"not answered in {seconds:g} s")
-    return Outcome(CRASHED, words=text.partition(";")[0])
-
-
-def _compared(group: RankGroup, compare: Compare, folder: str) -> tuple[float, float | None]:
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+def _rank(compare, rank, ranks, folder, answers):
+    log = os.open(Path(folder, f"rank{rank}.log"), os.O_CREAT | os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        os.dup2(silence, number)
-    rank, ranks = str(group.rank), str(group.size)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    if group.size > 1:  # a group that knows no CUDA, which diffusers would use
-        distributed.destroy_process_group()
-        distributed.init_process_group(
-            "cpu:gloo", init_method=f"file://{folder}/store", rank=group.rank, world_size=group.size
-        )
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    )  # fmt: skip
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, for which OpenMP would wait
     try:
-        return compare(group.rank, group.size)
+        if ranks > 1:
+            distributed.init_process_group(
+                "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+            )
+        answer = ("done", *compare(rank, ranks))
+    except ImportError as error:  # a kernel's package, which wants a GPU
+        answer = (UNABLE, _first_line(error))
     except Exception as error:
+        traceback.print_exc()
         words = _first_line(error)
-        # A kernel's package, which wants a GPU; or such as "FlexAttention ... backward on CPU".
-        is_unable = isinstance(error, ImportError) or "cpu" in words.lower()
-        raise RuntimeError(f"{_SAID}{UNABLE if is_unable else REFUSED}: {words}") from None
+        answer = (UNABLE if "cpu" in words.lower() else REFUSED, words)  # such as "FlexAttention ... backward on CPU"
+    answers.send(answer)
+    answers.close()
+    if answer[0] == "done" and ranks > 1:
+        distributed.barrier()  # no rank leaves while another still receives from it
+    os._exit(0)
 
 
 def _first_line(error: BaseException) -> str:

@@ -188,6 +188,8 @@ class Scaled(nn.Module):
         ("module: got 'a module with a forward of its own'", lambda: run_in_chunks(mlp(), 4), (3, 8)),
         ("one with a MultiheadAttention", lambda: nn.TransformerEncoderLayer(8, 2), (3, 8)),
         ("one with a BatchNorm1d", lambda: nn.Sequential(nn.BatchNorm1d(8)), (3, 8)),
+        ("one with a Conv2d", lambda: nn.Conv2d(1, 1, 3, padding=1), (1, 3, 8)),
+        ("one with a GRU", lambda: nn.GRU(8, 8), (3, 8)),
         ("rows: got .2, 3, 8.", mlp, (2, 3, 8)),
         ("module: got 'one that returns str'", Text, (3, 8)),
         ("module: got 'one that returns .8.'", Mean, (3, 8)),
