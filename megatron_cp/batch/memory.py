@@ -24,7 +24,7 @@ from megatron_cp.torch_private import version_of
 _ROWS = "cp_chunk_rows"  # an attribute of modules that run in chunks
 _MIXES_ROWS = (
     nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.SyncBatchNorm,
+    nn.SyncBatchNorm, nn.LazyBatchNorm1d,
 )  # fmt: skip
 _RUN_MLP = "Run MLPs and mixtures of experts in chunks, not attention or whole layers."
 

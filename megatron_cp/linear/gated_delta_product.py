@@ -97,7 +97,7 @@ def gated_delta_product_mixer(
     """Computes a Gated DeltaProduct layer between its projections: convolution, gates and rule; differentiable.
 
     A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
-    The output gate and its norm are applied to the result.
+    The caller applies the output gate and its norm to the result.
 
         v, k, q = silu(causal_conv1d(vkq));  q, k = q / |q|, k / |k|
         g = -exp(A_log) softplus(alpha + dt_bias);  out = gated_delta_product(q, k, v, g, sigmoid(beta))

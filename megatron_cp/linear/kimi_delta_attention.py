@@ -85,7 +85,7 @@ def kda_mixer(
     """Computes a Kimi Delta Attention layer between its projections; differentiable.
 
     A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
-    The output gate and its norm are applied to the result.
+    The caller applies the output gate and its norm to the result.
 
         q, k, v = silu(causal_conv1d(qkv));  q, k = q / |q|, k / |k|
         g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))

@@ -123,7 +123,7 @@ def mamba2_mixer(
     """Computes a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
 
     A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
-    The gate z and its norm are applied to the result.
+    The caller applies the gate z and its norm to the result.
 
         x, B, C = silu(causal_conv1d(xBC));  y = mamba2(x, softplus(dt + dt_bias), -exp(A_log), B, C, D=D)
 

@@ -33,7 +33,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     marks = [" "] * width
     for start in layout.packing.starts.tolist():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"
-    per_cell = "1 token" if width == total else f"about {total / width:.0f} tokens"
+    per_cell = "1 token" if width == total else f"about {total / width:.1f} tokens"
     if layout.cp_size <= len(_SYMBOLS):
         owners, way = ["".join(_SYMBOLS[rank] for rank in cells)], ""
     else:  # the numbers of the ranks, from above to below

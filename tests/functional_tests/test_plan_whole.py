@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -90,6 +91,18 @@ def test_the_smallest_size_that_fits_is_taken():
     out, small = printed(*shape, "--cp", "4,8", "--fit", "2GiB")
     assert (small["fits"], small["take_this"]) == (False, None)
     assert "nothing fits 2.0 GiB with 10% of it free: the nearest is cp 8" in out
+
+
+def test_levers_that_are_advised_can_be_given_and_each_saves_memory():
+    shape = ["--whole", "--model", "qwen3-next", "--cp", "8", "--sharding", "zero3", "--lengths", "262144"]
+    near = printed(*shape)[1]
+    limit = str(int(min(lever["total"] for lever in near["levers"]) / 0.9) + 2**28)
+    (advised,) = re.findall(r" or (--logit-rows .*)\.$", printed(*shape, "--fit", limit)[0].splitlines()[0])
+    text, found = printed(*shape, "--fit", limit, *advised.split())
+    assert found["fits"]
+    assert "all layers recomputed" in text.splitlines()[0]
+    assert "--recompute-granularity full" in found["take_this"]
+    assert ("--mlp-rows" in advised) == (near["levers"][2]["total"] < near["levers"][1]["total"])
 
 
 def test_a_pack_that_fits_is_among_the_lengths_that_fit():
@@ -188,7 +201,10 @@ def test_a_size_has_a_line_and_hosts_that_are_far_apart_cost_time():
         (["--whole", "--recompute", "ops", "--sharding", "zero3"], "with these layers. ops is known only for"),
         (["--logit-rows", "8"], "--logit-rows: got 8; allowed: only with --whole"),
         (["--saved-on-host"], "--saved-on-host: got True; allowed: only with --whole"),
-        (["--whole", "--saved-on-host"], "--saved-on-host: got True; allowed: only with recompute full"),
+        (
+            ["--whole", "--saved-on-host", "--recompute", "none"],
+            "--saved-on-host: got True; allowed: only with recompute",
+        ),
         (["--whole", "--mlp-rows", "0"], "--mlp-rows"),
         (["--gradients", "bf16"], "--gradients: got 'bf16'; allowed: only with --whole"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,7 +77,8 @@ def _nearest(args: argparse.Namespace, rows: list[ModelPlan], limit: float, data
     remedies += ["--recompute full"] * (near.job.recompute != FULL)
     levers = data["levers"]
     enough = next((number for number, lever in enumerate(levers) if lever["fits"]), 0)
-    remedies += [" ".join(lever["name"] for lever in levers[1 : enough + 1])] * bool(enough)
+    pairs = itertools.pairwise(levers[: enough + 1])
+    remedies += [" ".join(lever["name"] for before, lever in pairs if lever["total"] < before["total"])] * bool(enough)
     if fixed >= (1 - MARGIN) * limit:
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
@@ -162,7 +164,8 @@ def _aligned(cells: Sequence[Sequence[str]], left: range) -> list[str]:
 
 
 def _named(row: ModelPlan) -> str:
-    return f"cp {row.job.cp} in layout {row.job.layout}"
+    recomputed = ", all layers recomputed" if row.job.recompute == FULL else ""
+    return f"cp {row.job.cp} in layout {row.job.layout}{recomputed}"
 
 
 def _by_kind(row: ModelPlan) -> str:

@@ -89,7 +89,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, type=positive, metavar="N", help=f"with --whole: {words} (default: all rows)")
     group.add_argument(
         "--saved-on-host", action="store_const", const=True,
-        help="with --whole and --recompute full: the inputs of layers are in host memory, as by saved_on_host()",
+        help="with --whole: all layers are recomputed, with their inputs in host memory, as by saved_on_host()",
     )  # fmt: skip
 
 
@@ -141,6 +141,8 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
     # `--scheme` names a scheme of attention, or the mode of linear layers.
     scheme, mode = (AUTO, args.scheme) if args.scheme in MODES else (args.scheme or AUTO, AUTO)
     given = {name: getattr(args, name) for name in _OF_JOBS}
+    if args.saved_on_host and args.recompute is None:
+        given["recompute"] = FULL  # whose layers' inputs it moves
     rows = []
     for cp, name in itertools.product(args.cp, names):
         if cp == 1 and name != names[0]:

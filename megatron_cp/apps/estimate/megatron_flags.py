@@ -32,6 +32,7 @@ _WORDS = (
     "--hybrid-layer-pattern", "--hybrid-override-pattern", "--experimental-attention-variant",
     "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq", "--softmax-type",
 )  # fmt: skip
+_PADS = "--tensor-model-parallel-size"  # is read for the padded vocabulary; the degree of a job is --tp
 _READ = (*_SIZES, *_SWITCHES, *_WORDS)
 _PAIRS = ("--window-size",)  # Megatron takes these as one word, newer versions as two
 # Flags that change the model in ways that are not known here.
@@ -89,6 +90,7 @@ def _parsed(text: str) -> tuple[Fields, list[str]]:
                 raise ArgumentError(flag, " ".join(given), "no value")
             values[flag] = True
         elif flag in _READ:
+            others += [flag] * (flag == _PADS)
             if flag in _PAIRS and len(given) == 2:
                 given = [",".join(given)]
             if len(given) != 1:

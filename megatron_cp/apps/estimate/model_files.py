@@ -131,7 +131,8 @@ def _values(text: str, content: str) -> dict[str, Any]:
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError("model", text, f"a file of JSON ({str(error)[:100]})") from None
+        remedy = "" if content.lstrip().startswith("{") else "A file of Megatron's flags begins with --."
+        raise ArgumentError("model", text, f"a file of JSON ({str(error)[:100]})", remedy) from None
     if not isinstance(values, dict):
         raise ArgumentError("model", text, "a file with one JSON object")
     return values

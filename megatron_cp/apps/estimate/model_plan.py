@@ -140,7 +140,7 @@ class ModelPlan:
 
     @property
     def flags(self) -> str:
-        """Megatron's flags that ask for these plans: those of context parallelism."""
+        """Megatron's flags that ask for these plans, and for what the memory was predicted with."""
         job = self.job
         found = [f"--context-parallel-size {job.cp}", f"--cp-layout {job.layout}"]
         attention = [plan for plan, _ in self.plans if plan.attend is not None]
@@ -160,6 +160,10 @@ class ModelPlan:
         found += [f"--cp-head-chunks {self.head_chunks}"] * (self.head_chunks is not None)
         found += [f"--cp-transport {job.transport}"] * (job.transport != "collective")
         found += [f"--cp-codec {job.codec}"] * (job.codec != "none")
+        found += [f"--logit-rows {job.logit_rows}"] * (job.logit_rows is not None)
+        found += ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"] * (
+            job.recompute == FULL
+        )
         return " ".join(found)
 
 

@@ -51,6 +51,7 @@ def test_flags_are_read_as_megatron_spells_them_and_others_are_named():
     model = read_flags(LLAMA + "--lr 1e-4 --seed -1 --data-path 0.5 a 0.5 b --bf16 --lr 2")
     assert model.source == "Megatron's flags; not read: --lr --seed --data-path --bf16"
     assert model.blocks == PRESETS["llama3-8b"].blocks
+    assert read_flags(LLAMA + "--tensor-model-parallel-size 2").source.endswith(": --tensor-model-parallel-size")
 
 
 def mlp(model):

@@ -63,12 +63,13 @@ def test_rejects_models_that_nobody_knows(text, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "a file of JSON"), (b"\xff\xfe", "a file of JSON"),
+        (b"{", "a file of JSON"), (b"torchrun a.py --lr 1", "A file of Megatron's flags begins with --."),
+        (b"\xff\xfe", "a file of JSON"),
         (b"[" * 100_000, "a file of JSON"), (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a file of JSON"),
         (b"[1]", "a file with one JSON object"), (b"null", "a file with one JSON object"),
         (b" " * 10_000_001, "a config.json of at most 10000000 bytes"), (b"{}", "model_type: got None"),
     ],
-    ids=["cut", "binary", "deep", "long", "list", "null", "large", "none"],
+    ids=["cut", "command", "binary", "deep", "long", "list", "null", "large", "none"],
 )  # fmt: skip
 def test_rejects_files_that_are_no_configurations(tmp_path, content, message):
     path = tmp_path / "config.json"

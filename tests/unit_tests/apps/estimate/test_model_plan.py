@@ -188,6 +188,7 @@ def test_flags_name_what_was_chosen():
     found = planned(LLAMA, 4, scheme="a2a+exact", ulysses_degree=2)
     words = "--cp-comm-type a2a+exact --hierarchical-context-parallel-sizes 2 2"
     assert found.flags == f"--context-parallel-size 4 --cp-layout zigzag {words}"
+    assert planned(LLAMA, logit_rows=64).flags.endswith(" --logit-rows 64")
 
 
 @pytest.mark.parametrize(
