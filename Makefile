@@ -29,7 +29,7 @@ lint: setup ## ruff and mypy
 # Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
 test test-all test-fast test-cpus test-cuda: export PYTHONDONTWRITEBYTECODE =
 
-test: setup ## the tests that guard each feature: 20 to 25 minutes on 2 cores
+test: setup ## the tests that guard each feature: 10 to 25 minutes on 2 cores
 	$(RUN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "not thorough"
 
 test-all: test ## all tests: those, and then the thorough ones

@@ -210,6 +210,7 @@ def limit_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
 
+@pytest.mark.thorough
 def test_rejects_a_disk_that_is_full(copied):
     """The refusal is one line; an earlier checkpoint stays, and a partial one does not."""
     arguments = ["--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
