@@ -321,14 +321,17 @@ def expectation(call, plan, problem, dtype=torch.float64):
         gradients = [gradients[0] + gradients[1]]
     ties = {}
     if outs[0].requires_grad:  # not of a stream without tokens
-        shares = _of_readers(call, plan, gradients[0]) if _gathers(call) else []
-        for share in shares:
-            trained = [name for name, x in leaves.items() if x.requires_grad]
-            parts = torch.autograd.grad(outs[0], [leaves[name] for name in trained], share, retain_graph=True)
-            for name, part in zip(trained, parts, strict=True):
-                rounded = _rounded_both_ways(part)
-                ties[name] = (ties[name][:, None] + rounded).flatten(0, 1) if name in ties else rounded
-        if not shares:
+        trained = [name for name, x in leaves.items() if x.requires_grad]
+        hosts = _readers_of_hosts(call, plan) if _gathers(call) else []
+        for readers in hosts:
+            of_host = {}
+            for share in _of_readers(plan, readers, gradients[0]):
+                parts = torch.autograd.grad(outs[0], [leaves[name] for name in trained], share, retain_graph=True)
+                for name, part in zip(trained, parts, strict=True):
+                    _add_sums(of_host, name, _rounded_both_ways(part))
+            for name, sums in of_host.items():
+                _add_sums(ties, name, _rounded_both_ways(sums).flatten(0, 1) if len(readers) > 1 else sums)
+        if not hosts:
             torch.autograd.backward(outs, gradients)
         for name, sums in ties.items():
             leaves[name].grad = sums[0]
@@ -350,11 +353,23 @@ def _gathers(call):
     )
 
 
-def _of_readers(call, plan, gradient):
-    """The gradient once for each `kv_rank`, of its queries alone."""
-    degree, kv_ranks = plan.ulysses_degree, plan.cp_size // plan.ulysses_degree
-    owners = torch.tensor(plan.layout.owners // degree).view(-1, *[1] * (gradient.ndim - 1))
-    return [torch.where(owners == kv_rank, gradient, 0.0) for kv_rank in range(kv_ranks)]
+def _readers_of_hosts(call, plan):
+    """The KV ranks in groups whose sum is rounded: each alone, or those of a host where one rank adds them up."""
+    readers = range(plan.cp_size // plan.ulysses_degree)
+    if call.scheme != "exact_by_host" or not call.hosts:
+        return [[reader] for reader in readers]
+    return [[reader for reader in readers if call.hosts[reader] == host] for host in sorted(set(call.hosts))]
+
+
+def _of_readers(plan, readers, gradient):
+    """The gradient once for each of these KV ranks, of its queries alone."""
+    owners = torch.tensor(plan.layout.owners // plan.ulysses_degree).view(-1, *[1] * (gradient.ndim - 1))
+    return [torch.where(owners == reader, gradient, 0.0) for reader in readers]
+
+
+def _add_sums(sums, name, more):
+    """Adds each of `more` to each of the sums so far."""
+    sums[name] = (sums[name][:, None] + more).flatten(0, 1) if name in sums else more
 
 
 def _rounded_both_ways(share):

@@ -44,18 +44,21 @@ ROUNDED = (
     # A share of a key's gradient lies exactly between two numbers of bfloat16.
     '{"cp_size":4,"calls":[{"operation":"attention","lengths":[16],"layout":"random","scheme":"a2a+exact","heads":4,'
     '"groups":4,"mask":["full"],"dtype":"bfloat16","whole":true,"seed":388438}]}',
+    # One rank of a host adds up the gradients of its host, and rounds the sum.
+    '{"cp_size":3,"calls":[{"operation":"attention","lengths":[16],"scheme":"exact_by_host","transport":"hierarchical",'
+    '"hosts":[0,1,0],"heads":5,"groups":5,"dtype":"bfloat16","whole":true,"seed":907977}]}',
     # Heads of one feature are normalised close to zero.
     '{"cp_size":1,"calls":[{"operation":"gated_delta_net","lengths":[2,14,13],"heads":4,"groups":4,"head_dim":1,'
     '"value_head_dim":1,"options":["bias"],"dtype":"float32","seed":625201}]}',
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ROUNDED, ids=("tie", "steep"))
+@pytest.mark.parametrize("line", ROUNDED, ids=("tie", "host", "steep"))
 def test_what_rounding_may_change_is_allowed(line):
     check(Case.read(line))
 
 
-@pytest.mark.parametrize("line", ROUNDED, ids=("tie", "steep"))
+@pytest.mark.parametrize("line", ROUNDED, ids=("tie", "host", "steep"))
 def test_no_more_than_that_is_allowed(line, monkeypatch):
     case, close = Case.read(line), fuzz_check._close
     name = "v" if case.calls[0].whole else "conv"
