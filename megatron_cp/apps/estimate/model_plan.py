@@ -140,7 +140,7 @@ class ModelPlan:
 
     @property
     def flags(self) -> str:
-        """Megatron's flags that ask for these plans, and for what the memory was predicted with."""
+        """Megatron's flags that ask for these plans, and for the recomputation and chunks of logits of the job."""
         job = self.job
         found = [f"--context-parallel-size {job.cp}", f"--cp-layout {job.layout}"]
         attention = [plan for plan, _ in self.plans if plan.attend is not None]
