@@ -109,7 +109,7 @@ class Job:
         if self.saved_on_host and self.recompute != FULL:
             remedy = "What is moved are the inputs of layers that are recomputed: take full recomputation."
             raise ArgumentError("saved_on_host", True, f"only with recompute {FULL}", remedy)
-        if self.mlp_rows is not None and model.is_megatrons:
+        if self.mlp_rows is not None and model.from_megatron:
             remedy = "Megatron's MLPs return a bias beside their rows, which run_in_chunks refuses: recompute layers."
             raise ArgumentError("mlp_rows", self.mlp_rows, "None for a model of Megatron's flags", remedy)
         if self.mlp_rows is not None and self.recompute == OPS:

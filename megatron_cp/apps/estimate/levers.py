@@ -19,7 +19,7 @@ def with_levers(model: ModelSpec, job: Job) -> Iterator[tuple[str, Job]]:
     if job.logit_rows is None:
         job = replace(job, logit_rows=_ROWS)
         yield f"--logit-rows {_ROWS}", job
-    takes_rows = not model.is_megatrons and any(block.mlp for block in model.blocks)
+    takes_rows = not model.from_megatron and any(block.mlp for block in model.blocks)
     if job.mlp_rows is None and job.recompute != OPS and takes_rows:
         job = replace(job, mlp_rows=_ROWS)
         yield f"--mlp-rows {_ROWS}", job
@@ -41,6 +41,6 @@ def repeated_products(model: ModelSpec, job: Job) -> float:
     repeated = layers if job.recompute == FULL else 0
     if job.mlp_rows is not None:
         repeated += sum(mlp.weights(model.hidden_size) for _, mlp in each if mlp is not None)
-    if job.logit_rows is not None and model.is_megatrons:
+    if job.logit_rows is not None and model.from_megatron:
         repeated += head
     return repeated / (_PRODUCTS * (layers + head))

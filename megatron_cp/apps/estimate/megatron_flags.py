@@ -73,7 +73,7 @@ def read_flags(text: str) -> ModelSpec:
     source = "Megatron's flags" + (f"; not read: {' '.join(others)}" if others else "")
     tied = not given.flag("--untie-embeddings-and-output-weights")
     sizes = given.size("--hidden-size"), _vocab_size(given)
-    return ModelSpec("megatron", *sizes, tied, blocks, source, is_megatrons=True)
+    return ModelSpec("megatron", *sizes, tied, blocks, source, from_megatron=True)
 
 
 def _parsed(text: str) -> tuple[Fields, list[str]]:

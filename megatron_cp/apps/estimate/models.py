@@ -33,7 +33,7 @@ class ModelSpec:
         blocks: the layers, in order.
         source: the source of the numbers, and the parts of it that were not read.
         tower: the vision tower, which no number of the model counts; None without one.
-        is_megatrons: True if Megatron's flags describe it, so that its layers are Megatron's.
+        from_megatron: True if it was read from Megatron's flags, so that its layers are Megatron's.
 
     Raises:
         ArgumentError: no word, no block, or too many.
@@ -54,7 +54,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     source: str = ""
     tower: Tower | None = None
-    is_megatrons: bool = False
+    from_megatron: bool = False
 
     def __post_init__(self) -> None:
         checked_integer("vocab_size", self.vocab_size, 1)

@@ -47,7 +47,7 @@ def test_flags_are_read_as_megatron_spells_them_and_others_are_named():
     quoted = LLAMA.replace("--num-layers 32", "'--num-layers=32'").replace("--hidden-size", "--hidden_size")
     assert read_flags(quoted).blocks == read_flags(LLAMA).blocks
     assert len(read_flags(LLAMA + "--num-layers 7").blocks) == 7  # the last of two
-    assert read_flags(LLAMA).is_megatrons
+    assert read_flags(LLAMA).from_megatron
     model = read_flags(LLAMA + "--lr 1e-4 --seed -1 --data-path 0.5 a 0.5 b --bf16 --lr 2")
     assert model.source == "Megatron's flags; not read: --lr --seed --data-path --bf16"
     assert model.blocks == PRESETS["llama3-8b"].blocks

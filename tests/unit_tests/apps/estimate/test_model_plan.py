@@ -19,7 +19,7 @@ from megatron_cp.planner.predict.price import priced
 from tests.refusals import rejects
 
 H100, TINY, LLAMA, NEXT = machine("h100"), read_model("tiny"), read_model("llama3-8b"), read_model("qwen3-next")
-MEGATRONS = dataclasses.replace(LLAMA, is_megatrons=True)
+MEGATRONS = dataclasses.replace(LLAMA, from_megatron=True)
 PACKING = Packing([5000, 1, 3000, 187])
 THREE = Layout.zigzag(PACKING, 3)
 
